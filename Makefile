@@ -1,0 +1,56 @@
+# `make` alone says what there is. Everything runs in .venv, which the targets make for themselves.
+
+PYTHON ?= python3
+# Installed before everything else: a bare `torch` would bring gigabytes of CUDA libraries that a test on
+# CPUs has no use for. `make setup TORCH=torch` takes whatever the package index has.
+TORCH ?= torch==2.13.0
+EXTRAS ?= dev,examples,mpi
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin/python
+STAMP := $(VENV)/.ppe_ddp-installed
+# More threads than cores make ranks on one machine wait for each other.
+RUN := OMP_NUM_THREADS=1 $(BIN)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test check format demo bench clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP) ## Make .venv with everything
+
+test: setup ## Run the tests (ARGS="-k launch" for some of them)
+	@$(RUN) -m pytest $(ARGS)
+
+check: setup ## Lint, check the format and the types
+	@$(BIN) -m ruff check .
+	@$(BIN) -m ruff format --check .
+	@$(BIN) -m mypy
+
+format: setup ## Format the code and sort its imports
+	@$(BIN) -m ruff check --fix --select I .
+	@$(BIN) -m ruff format .
+
+demo: setup ## Train the first example on two ranks
+	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=2 examples/digits.py $(ARGS)
+
+bench: setup ## Measure a training step beside torch DDP's
+	@$(RUN) -m ppe_ddp bench step $(ARGS)
+
+clean: ## Remove .venv and everything that tools left
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A virtual environment whose Python is gone or does not start is made anew; a good one is kept.
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "ppe_ddp needs Python 3.10 or newer: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(BIN) -m pip --version >/dev/null 2>&1 || \
+	    { echo "Making $(VENV) ..." && $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing $(TORCH) ..."
+	@$(BIN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@echo "Installing ppe_ddp with [$(EXTRAS)] ..."
+	@$(BIN) -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	@touch $@

@@ -1,0 +1,42 @@
+"""Data-parallel training in PyTorch for models whose graphs change from step to step."""
+
+from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
+from ppe_ddp.ddp import DistributedDataParallel
+from ppe_ddp.engine.trace import BucketTrace, Trace
+from ppe_ddp.errors import (
+    CommunicationError,
+    DisagreementError,
+    FunctionError,
+    PeerAbortedError,
+    PpeDdpError,
+    UnusableError,
+)
+from ppe_ddp.functions import average, broadcast, overlapped
+from ppe_ddp.launch import Job, init_process_group
+from ppe_ddp.options import Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BroadcastFunction",
+    "BucketTrace",
+    "CommHook",
+    "CommunicationError",
+    "DisagreementError",
+    "DistributedDataParallel",
+    "FunctionError",
+    "GradBucket",
+    "Job",
+    "Options",
+    "PeerAbortedError",
+    "PpeDdpError",
+    "ReduceFunction",
+    "SyncHook",
+    "Trace",
+    "UnusableError",
+    "Waitable",
+    "average",
+    "broadcast",
+    "init_process_group",
+    "overlapped",
+]

@@ -1,0 +1,161 @@
+"""What a user may plug in, each as one small type.
+
+A *function* (:class:`ReduceFunction`, :class:`BroadcastFunction`) replaces the communication itself. A *hook* is
+either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before synchronization) or torch's
+(:class:`CommHook`, called with a bucket and returning a Future). :class:`GradBucket` is what they receive.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+
+@runtime_checkable
+class Waitable(Protocol):
+    """Something in flight: ``torch.distributed.Work``, ``torch.futures.Future`` or anything like them."""
+
+    def wait(self) -> Any:  # noqa: ANN401 - Work returns bool, Future its value
+        """Block until the result is in place; raise what went wrong."""
+        ...
+
+
+class GradBucket(tuple["Tensor", ...]):
+    """The gradients that travel together: a tuple of tensors that also has torch's ``GradBucket`` methods.
+
+    The tensors have one dtype and one device, and the shapes of their parameters. All of them are views of
+    the flat tensor ``buffer()``, so a function may work on either; what it leaves there is the result. A
+    gradient that this rank does not have, but another rank has, is present as zeros.
+
+    Every rank gets the same buckets in the same order, with the same parameters in each.
+    """
+
+    _buffer: Tensor
+    _parameters: list[nn.Parameter]
+    _names: tuple[str, ...]
+    _index: int
+    _is_last: bool
+
+    @classmethod
+    def of(
+        cls,
+        gradients: Sequence[Tensor],
+        *,
+        buffer: Tensor,
+        parameters: list[nn.Parameter],
+        names: tuple[str, ...],
+        index: int,
+        is_last: bool,
+    ) -> GradBucket:
+        """Make a bucket of ``gradients``, which are views of ``buffer`` (1-D, their total size)."""
+        bucket = cls(gradients)
+        bucket._buffer = buffer
+        bucket._parameters = parameters
+        bucket._names = names
+        bucket._index = index
+        bucket._is_last = is_last
+        return bucket
+
+    # The C++ argument parser of torch accepts subclasses of tuple where it wants a list of tensors, which is
+    # why this is a tuple and not an abstract Sequence; pickling one would copy gradients by surprise.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Buckets are equal when they are the same bucket: tensors do not compare to one truth value."""
+        return self is other
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Refuse to be pickled."""
+        raise TypeError("a GradBucket is a view of gradient memory and cannot be pickled; copy its tensors")
+
+    def buffer(self) -> Tensor:
+        """The flat gradients: 1-D, on the bucket's device, of its dtype; change it in place."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The same memory as one tensor a parameter, in the parameters' shapes."""
+        return list(self)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients these are, in the same order."""
+        return list(self._parameters)
+
+    def names(self) -> tuple[str, ...]:
+        """Their names in the wrapped module: the key for state that is kept for each parameter."""
+        return self._names
+
+    def index(self) -> int:
+        """The number of this bucket: its place in this backward's launch order.
+
+        For a torch hook with a state of its own, the number of a fixed set of parameters in every step,
+        since such hooks keep state by index.
+        """
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of this backward."""
+        return self._is_last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Take ``buffer`` (1-D, same number of elements, dtype and device) as this bucket's result."""
+        if buffer.numel() != self._buffer.numel() or buffer.dtype != self._buffer.dtype:
+            raise ValueError(
+                f"set_buffer() of bucket {self._index} needs {self._buffer.numel()} elements of "
+                f"{self._buffer.dtype}, not {buffer.numel()} of {buffer.dtype}"
+            )
+        self._buffer = buffer
+
+
+class ReduceFunction(Protocol):
+    """Averages the gradients of one bucket over the ranks of a group, in place."""
+
+    def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
+        """Average ``gradients`` over ``group`` in place.
+
+        Called in the same order with the same buckets on every rank, at moments that differ from rank to
+        rank, while backward is still running; so ``group`` is a process group of the wrapper's own, on which
+        nobody else communicates.
+
+        Args:
+            gradients: Tensors of one dtype and device; see :class:`GradBucket`.
+            group: The process group to communicate in.
+
+        Returns:
+            None when the result is in place; or a Work or Future whose ``wait()`` returns when it is: then
+            the communication overlaps with backward.
+        """
+        ...
+
+
+class BroadcastFunction(Protocol):
+    """Copies tensors from the first rank of a group to all others, in place."""
+
+    def __call__(self, tensors: Sequence[Tensor], group: ProcessGroup | None, /) -> Waitable | None:
+        """Overwrite ``tensors`` (one dtype and device, any shapes) by those of the group's rank 0.
+
+        Returns:
+            None when done, or a Work or Future to wait for.
+        """
+        ...
+
+
+class CommHook(Protocol):
+    """A communication hook of ``torch.nn.parallel.DistributedDataParallel``."""
+
+    def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:  # noqa: ANN401
+        """Return a Future of the reduced flat tensor (or a list that holds it alone)."""
+        ...
+
+
+class SyncHook(Protocol):
+    """A communication hook of pytorch-pfn-extras."""
+
+    def __call__(self, module: Any, /) -> None:  # noqa: ANN401 - the wrapper, which is declared above this file
+        """Called before synchronization; sees every local ``.grad`` and may change, set or remove it."""
+        ...

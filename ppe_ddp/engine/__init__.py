@@ -1,0 +1,1 @@
+"""What happens between the first gradient and the last: planning, negotiation, launch, repair."""

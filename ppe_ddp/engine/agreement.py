@@ -1,0 +1,168 @@
+"""What the ranks agree on: that they train the same model, what exists this time, and in which order it lands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.engine.layout import Planner, fingerprint
+from ppe_ddp.engine.presence import Channel
+from ppe_ddp.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.layout import Packing
+    from ppe_ddp.engine.presence import Agreement, Exchange
+
+_POSITIONS = 1_000_000
+
+
+class Consensus:
+    """Holds what all ranks must share, and asks the others about the rest.
+
+    Args:
+        groups: Where to ask.
+        packing: How buckets are packed.
+        negotiate: Whether ranks may have different gradients. If not, a difference is an error.
+        with_buffers: Whether buffers must agree as well, because they are broadcast.
+    """
+
+    def __init__(self, groups: Groups, packing: Packing, *, negotiate: bool, with_buffers: bool) -> None:
+        self._groups = groups
+        self._channel = Channel(groups)
+        self._packing = packing
+        self._negotiate = negotiate
+        self._with_buffers = with_buffers
+        self._buffer_lines: list[str] = []
+        self._count = 0
+
+    def arm(self, census: Census) -> None:
+        """Speak of the parameters of ``census`` from now on."""
+        self._census = census
+        self.planner = Planner(census.specs, self._packing)
+        self._digest = fingerprint(self._lines())
+
+    def repack(self, packing: Packing) -> None:
+        """Pack buckets by ``packing`` from now on."""
+        self._packing = packing
+        self.planner.repack(packing)
+        self._digest = fingerprint(self._lines())
+
+    def check(self) -> None:
+        """Compare parameters, buffers and options across the ranks, which must all call this.
+
+        Raises:
+            DisagreementError: On every rank, with the same text, naming the first that differs.
+        """
+        lines = [*self._lines(), *_buffer_lines(self._census.buffers())]
+        if not self._channel.exchange(fingerprint(lines), b"").result().same:
+            raise _disagreement(lines, self._groups)
+
+    def ask(self, local: bytes | bytearray, status: bool) -> Exchange:
+        """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
+
+        Args:
+            local: One byte a parameter: whether this rank has the gradient.
+            status: One bit about this rank, which all ranks will see.
+        """
+        bits = bytearray(self._groups.world_size)
+        bits[self._groups.rank] = status
+        return self._channel.exchange(self._current_digest(local), local, bytes(bits))
+
+    def answer(self, exchange: Exchange, local: bytes | bytearray) -> Agreement:
+        """Wait for what came of :meth:`ask`.
+
+        Raises:
+            DisagreementError: On every rank, if their modules or options differ by now.
+        """
+        agreement = exchange.result()
+        if not agreement.same:
+            raise _disagreement(self._lines(local), self._groups)
+        return agreement
+
+    def learn_order(self, arrivals: Sequence[int], agreed: bytes) -> int:
+        """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new.
+
+        All ranks must call this after every backward. Returns the bytes that this took.
+        """
+        self._count += 1
+        count = len(self._census.specs)
+        if self._count & (self._count - 1) or self._groups.world_size == 1:
+            return 0
+        if not self.planner.unlearned(agreed):
+            return 0
+        sums = torch.zeros(2, count, dtype=torch.int64)
+        for place, i in enumerate(dict.fromkeys(arrivals)):
+            sums[0, i] = place * _POSITIONS // count
+            sums[1, i] = 1
+        dist.all_reduce(sums, group=self._groups.control)
+        places, seen = sums.tolist()
+        self.planner.learn(
+            [place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)]
+        )
+        self._digest = fingerprint(self._lines())
+        return sums.numel() * sums.element_size()
+
+    def _current_digest(self, local: bytes | bytearray) -> bytes:
+        if self._with_buffers:
+            lines = _buffer_lines(self._census.buffers())
+            if lines != self._buffer_lines:
+                self._buffer_lines = lines
+                self._digest = fingerprint(self._lines())
+        if self._negotiate:
+            return self._digest
+        # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of
+        # different sizes may end the process.
+        return fingerprint([self._digest.hex(), local.hex()])
+
+    def _lines(self, local: bytes | bytearray = b"") -> list[str]:
+        """What all ranks must agree on, a line each."""
+        packing = self._packing
+        lines = [f"parameter {spec.described()}" for spec in self._census.specs]
+        lines.append(
+            f"bucket_cap_mb {packing.bucket_bytes / 2**20} (alone from {packing.adopt_bytes} bytes, "
+            f"fixed {packing.fixed}), negotiate_grads {self._negotiate}, broadcast_buffers {self._with_buffers}"
+        )
+        lines.append(f"order of arrival {self.planner.order}")
+        lines.extend(self._buffer_lines)
+        if not self._negotiate:
+            lines.extend(
+                f"{'a' if here else 'no'} gradient of {spec.name!r} (negotiate_grads=False)"
+                for spec, here in zip(self._census.specs, local, strict=False)
+            )
+        return lines
+
+
+def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
+    return [f"buffer {name!r} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in buffers.items()]
+
+
+def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
+    """The error that says who differs from rank 0, and where. All ranks must call this together."""
+    tables: list[list[str]] = [[] for _ in range(groups.world_size)]
+    dist.all_gather_object(tables, list(lines), group=groups.control)
+    reference = tables[0]
+    others = [rank for rank, table in enumerate(tables) if table != reference]
+    if not others:
+        return DisagreementError("the ranks disagree, but not any more: did one of them change its module meanwhile?")
+    rank = others[0]
+    table = tables[rank]
+    place = next(
+        (k for k, (ours, theirs) in enumerate(zip(reference, table, strict=False)) if ours != theirs),
+        min(len(reference), len(table)),
+    )
+    here = table[place] if place < len(table) else "nothing more"
+    there = reference[place] if place < len(reference) else "nothing more"
+    also = f" (so do ranks {others[1:]}, there or elsewhere)" if others[1:] else ""
+    return DisagreementError(
+        f"rank {rank} differs from rank 0{also}: rank {rank} has {here} where rank 0 has {there}. Build the same "
+        "module with the same options on every rank: parameters of the same names, order, shapes, dtypes and memory "
+        "formats."
+    )

@@ -1,0 +1,70 @@
+"""The state of one backward, from its first sign to the hand-over."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.trace import Recorder
+
+if TYPE_CHECKING:
+    import weakref
+
+    from torch import nn
+
+    from ppe_ddp.engine.posthooks import PostHook
+    from ppe_ddp.engine.presence import Exchange
+    from ppe_ddp.engine.round import Round
+
+
+class Phase(enum.Enum):
+    """How far a backward is. It only moves on, or to FAILED."""
+
+    BEGUN = enum.auto()
+    """Gradients land; nothing was said to the other ranks yet."""
+    NEGOTIATING = enum.auto()
+    """The mask is under way."""
+    LAUNCHING = enum.auto()
+    """The plan is known and buckets leave."""
+    FINISHING = enum.auto()
+    """All buckets have left."""
+    OVER = enum.auto()
+    """The gradients are handed over."""
+    FAILED = enum.auto()
+    """The communication failed; nothing more is sent for this backward."""
+
+
+class Backward:
+    """What is known about one synchronized backward.
+
+    Attributes:
+        waiting: One byte a parameter: whether its gradient is expected here and has not landed. None while the
+            mask is not made before backward is over.
+        surprises: Parameters whose gradient landed without being expected, or once more.
+        arrivals: Parameters in the order in which their gradients landed.
+        deferred: The user's hooks to call when the averages are in place.
+        silent: Whether this rank contributes nothing and takes nothing.
+        aborted: Whether that is because its own backward raised.
+        active: The number of ranks that contribute.
+        digest: What this rank says that it synchronizes.
+    """
+
+    def __init__(self, names: tuple[str, ...], *, silent: bool = False) -> None:
+        self.phase = Phase.BEGUN
+        self.recorder = Recorder(names)
+        self.waiting: bytearray | None = None
+        self.exchange: Exchange | None = None
+        self.round: Round | None = None
+        self.surprises: list[int] = []
+        self.arrivals: list[int] = []
+        self.deferred: list[tuple[PostHook, nn.Parameter]] = []
+        self.silent = silent
+        self.aborted = False
+        self.is_manual = False
+        self.active = 0
+        self.digest = b""
+        self.alive: weakref.ref[object] | None = None
+
+    def is_dead(self) -> bool:
+        """Whether the graph task that it belonged to is gone without having come to its end."""
+        return self.alive is not None and self.alive() is None

@@ -1,0 +1,56 @@
+"""Calls a broadcast function on the tensors of a module, kind by kind, and holds it to its contract."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.contracts import Waitable
+from ppe_ddp.errors import CommunicationError, FunctionError
+from ppe_ddp.functions import broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.engine.groups import Groups
+
+
+def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups) -> None:
+    """Overwrite ``tensors`` by those of the group's rank 0. All ranks must call this with the same list.
+
+    Raises:
+        FunctionError: The function returned something that cannot be waited for.
+        CommunicationError: Our own function failed to communicate.
+    """
+    with torch.no_grad():
+        try:
+            pending = [function(kind, groups.buckets) for kind in _by_kind(tensors)]
+            for work in pending:
+                if isinstance(work, Waitable):
+                    work.wait()
+                elif work is not None:
+                    raise FunctionError(
+                        f"rank {groups.rank}: broadcast_function returned {type(work).__name__}; it must change the "
+                        "tensors in place and return None, or a Work or Future to wait for"
+                    )
+        except Exception as error:
+            if function is broadcast and isinstance(error, RuntimeError):
+                raise CommunicationError(
+                    f"rank {groups.rank}: broadcasting from rank 0 failed: {error}. An error or a crash on another rank "
+                    "ends here: look for the first traceback of all ranks."
+                ) from error
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in broadcast_function on rank {groups.rank}")
+            raise
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors grouped by dtype and device, in the order in which the kinds come along."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    return list(kinds.values())

@@ -1,0 +1,230 @@
+"""One bucket on its way: from the gradients of this rank to the gradients of all.
+
+    packed     .grad -> slot of the arena -> reduce -> back into .grad, or .grad becomes the slot (views)
+    adopted    .grad -> reduce where it lies
+    sparse     .grad -> all-gather of indices and values -> a new .grad
+
+A gradient belongs to its flight while that lasts, and ``.grad`` is None meanwhile: a gradient that lands in
+the meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is on its way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.contracts import GradBucket
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.arena import Segment
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.sender import Sender
+
+
+class Flight:
+    """A bucket of dense gradients under way.
+
+    Args:
+        plan: The bucket.
+        gradients: One a member: what this rank has, or None. The flight owns them from here on.
+        segment: Its memory in the arena; None for an adopted bucket.
+        specs: Of all parameters of the module.
+        views: Whether the results may be views of the segment.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        gradients: list[Tensor | None],
+        segment: Segment | None,
+        specs: Sequence[ParameterSpec],
+        *,
+        views: bool,
+    ) -> None:
+        self.plan = plan
+        self.gradients = gradients
+        self._views = views
+        self._segment = segment
+        self._specs = specs
+        self._bucket: GradBucket | None = None
+        self._pending: Waitable | None = None
+        self._buffer: Tensor | None = None
+        self._tensors: list[Tensor] = []
+
+    def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
+        """Fill the bucket and start its reduction."""
+        if sender.idle and None not in self.gradients:
+            return
+        if self._segment is None:
+            self._adopt()
+        else:
+            self._fill(self._segment)
+        assert self._buffer is not None
+        if self.plan.numel == 0:
+            return
+        members = self.plan.members
+        self._bucket = GradBucket.of(
+            self._tensors,
+            buffer=self._buffer,
+            parameters=[parameters[i] for i in members],
+            names=tuple(self._specs[i].name for i in members),
+            index=self.plan.index,
+            is_last=is_last,
+        )
+        self._pending = sender.start(self._bucket)
+
+    def _adopt(self) -> None:
+        spec = self._specs[self.plan.members[0]]
+        gradient = self.gradients[0]
+        if gradient is not None and _reducible_in_place(gradient, spec):
+            memory = gradient
+        else:
+            memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            if gradient is None:
+                memory.zero_()
+            else:
+                memory.copy_(gradient)
+        self._tensors = [memory]
+        self._buffer = memory.as_strided((self.plan.numel,), (1,))
+
+    def _fill(self, segment: Segment) -> None:
+        self._buffer, self._tensors = segment
+        present = [
+            (slot, gradient)
+            for slot, gradient in zip(segment.slots, self.gradients, strict=True)
+            if gradient is not None and gradient is not slot
+        ]
+        absent = [
+            slot for slot, gradient in zip(segment.slots, self.gradients, strict=True) if gradient is None
+        ]
+        if present:
+            slots, gradients = zip(*present, strict=True)
+            torch._foreach_copy_(slots, gradients)
+        if absent:
+            torch._foreach_zero_(absent)
+        if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
+            self.gradients = [
+                None if gradient is None else slot
+                for slot, gradient in zip(segment.slots, self.gradients, strict=True)
+            ]
+
+    def land(self, sender: Sender) -> list[Tensor]:
+        """Wait for the result; one gradient a member, each the tensor that ``.grad`` shall be."""
+        if self._buffer is None:  # idle: never left
+            return [gradient for gradient in self.gradients if gradient is not None]
+        if self._bucket is not None:
+            sender.finish(self._bucket, self._pending)
+            self._pending = None
+            if self._bucket.buffer() is not self._buffer:
+                self._buffer.copy_(self._bucket.buffer())
+        if self._views and self._segment is not None:
+            return self._tensors
+        return self._back_to_gradients()
+
+    def _back_to_gradients(self) -> list[Tensor]:
+        results: list[Tensor] = []
+        moved_to, moved_from = [], []
+        for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
+            if gradient is None:
+                results.append(tensor if self._segment is None else tensor.clone())
+                continue
+            results.append(gradient)
+            if gradient is not tensor:
+                moved_to.append(gradient)
+                moved_from.append(tensor)
+        if moved_to:
+            torch._foreach_copy_(moved_to, moved_from)
+        return results
+
+    def abandon(self) -> None:
+        """Wait for what is still in flight, and forget what came of it."""
+        if self._pending is not None:
+            try:
+                self._pending.wait()
+            except Exception:  # noqa: BLE001 - another error is on its way to the user already
+                pass
+            self._pending = None
+
+
+def _reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
+    """Whether the memory of ``gradient`` may be handed to the transport as it is.
+
+    Autograd can hand out views of one memory as the gradients of two parameters, or go on computing with it;
+    so the storage must have no other user.
+    """
+    return (
+        gradient.shape == spec.shape
+        and gradient.dtype == spec.dtype
+        and gradient.device == spec.device
+        and (gradient.stride() == spec.stride)
+        and not gradient.requires_grad
+        and not gradient.is_neg()
+        and not gradient.is_conj()
+        # one for the tensor, one for the handle that untyped_storage() makes
+        and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= 2  # type: ignore[attr-defined]
+    )
+
+
+class SparseFlight:
+    """A sparse gradient: its own collective, run when the dense ones have landed.
+
+    The average is a coalesced sparse tensor over the rows that exist on any rank.
+    """
+
+    def __init__(self, plan: BucketPlan, gradient: Tensor | None, spec: ParameterSpec) -> None:
+        self.plan = plan
+        self.gradients = [gradient]
+        self._spec = spec
+        self.nbytes = 0
+
+    def land(self, groups: Groups) -> Tensor:
+        """All-gather indices and values over the ranks, and average."""
+        local = self._local()
+        indices, values = local.indices(), local.values()
+        self.nbytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
+        if groups.world_size > 1:
+            counts = _gathered(torch.tensor([indices.shape[1]], device=values.device), groups)
+            longest = int(max(counts))
+            if longest:
+                indices = _gathered_rows(indices.t().contiguous(), counts, longest, groups).t()
+                values = _gathered_rows(values.contiguous(), counts, longest, groups)
+        total = torch.sparse_coo_tensor(indices, values, self._spec.shape).coalesce()
+        return total if groups.world_size == 1 else (total / groups.world_size).coalesce()
+
+    def _local(self) -> Tensor:
+        gradient = self.gradients[0]
+        spec = self._spec
+        if gradient is None:
+            rows = (0, *spec.shape[1:])
+            return torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=spec.device),
+                torch.empty(rows, dtype=spec.dtype, device=spec.device),
+                spec.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        if not gradient.is_sparse:  # the weight was used densely as well
+            return gradient.to_sparse(1).coalesce()
+        return gradient.coalesce()
+
+
+def _gathered(tensor: Tensor, groups: Groups) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(groups.world_size)]
+    dist.all_gather(parts, tensor, group=groups.buckets)
+    return parts
+
+
+def _gathered_rows(rows: Tensor, counts: list[Tensor], longest: int, groups: Groups) -> Tensor:
+    """All-gather tensors of different lengths along dimension 0."""
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    parts = _gathered(padded, groups)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])

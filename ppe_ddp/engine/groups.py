@@ -1,0 +1,128 @@
+"""The process groups that a wrapper talks in: its own, so that nobody else's collectives come between.
+
+Buckets leave at moments that differ from rank to rank. On a group that the user's own code also uses during
+backward (SyncBatchNorm, expert parallelism), the order of collectives would then differ between ranks. So a
+wrapper duplicates the user's group, as MPI programs duplicate their communicator: once for buckets, which a
+function may send from a thread of its own, and once for the small messages by which the ranks agree.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.errors import UnusableError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A user's process group and its duplicates.
+
+    Attributes:
+        parent: The group that the user named.
+        buckets: Carries gradients and buffers.
+        control: Carries masks; serves CPU tensors.
+        rank: This process in the group.
+        world_size: The size of the group.
+    """
+
+    parent: ProcessGroup
+    buckets: ProcessGroup
+    control: ProcessGroup
+    rank: int
+    world_size: int
+    pid: int
+
+    @classmethod
+    def duplicate(cls, parent: ProcessGroup) -> Groups:
+        """Duplicate ``parent``; every rank of it must call this together."""
+        rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
+        if world_size == 1 or parent not in c10d._world.pg_map:
+            # alone, or a bare ProcessGroup object that torch.distributed did not make and cannot copy
+            return cls(parent, parent, parent, rank, world_size, os.getpid())
+        ranks = dist.get_process_group_ranks(parent)
+        config = dist.get_backend_config(parent)
+        timeout = _timeout(parent)
+        buckets = dist.new_group(ranks, timeout, config, use_local_synchronization=True)
+        serves_cpu = "cpu" in {device.type for device in parent._device_types}
+        control_config = config if serves_cpu else "gloo"
+        control = dist.new_group(ranks, timeout, control_config, use_local_synchronization=True)
+        return cls(parent, buckets, control, rank, world_size, os.getpid())
+
+    def check(self) -> None:
+        """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""
+        if os.getpid() != self.pid:
+            raise UnusableError(
+                f"rank {self.rank}: this process was forked after the wrapper was made, and its connections "
+                "belong to the parent; start workers by 'spawn' and initialize torch.distributed in each, or "
+                "use the plain module (ddp.module) here"
+            )
+        if not dist.is_initialized() or (self.world_size > 1 and self._destroyed()):
+            raise UnusableError(
+                f"rank {self.rank}: the process group of this wrapper was destroyed; wrap the module again after "
+                "init_process_group(), or use the plain module (ddp.module)"
+            )
+
+    def _destroyed(self) -> bool:
+        known = c10d._world.pg_map
+        return self.control is not self.parent and (self.control not in known or self.parent not in known)
+
+
+def _timeout(group: ProcessGroup) -> timedelta | None:
+    """The timeout of a group, which a duplicate does not inherit by itself; None for torch's default."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(torch.device(device)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+class GroupHandle:
+    """Holds a process group in a module that may be copied or pickled.
+
+    A copy in the same process shares the group. In another process it is found again by its ranks, when it
+    is first needed.
+    """
+
+    def __init__(self, group: ProcessGroup | None, ranks: list[int] | None = None) -> None:
+        self._group = group
+        self._ranks = ranks
+
+    def group(self) -> ProcessGroup:
+        """The group; the default group if none was named.
+
+        Raises:
+            ValueError: This process has no group of these ranks.
+        """
+        if self._group is not None:
+            return self._group
+        if self._ranks is not None:
+            for group, members in c10d._world.pg_group_ranks.items():
+                if list(members) == self._ranks:
+                    return group
+            raise ValueError(
+                f"the unpickled wrapper wants a process group of ranks {self._ranks}, and there is none: make it with "
+                "torch.distributed.new_group() first"
+            )
+        return c10d._get_default_group()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GroupHandle:
+        """The handle itself: a group is a connection, not a value."""
+        return self
+
+    def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
+        """Only the ranks travel, and none for the default group."""
+        group = self._group
+        if group is None or group is dist.group.WORLD or group not in c10d._world.pg_map:
+            return GroupHandle, (None, self._ranks)
+        return GroupHandle, (None, dist.get_process_group_ranks(group))

@@ -1,0 +1,253 @@
+"""Pure planning: which gradients travel together, in which order, and where they lie. No communication.
+
+    agreed mask     1 0 1 1 0 1           which parameters have a gradient on some rank
+    order           5 3 2 0               those, as backward reaches them
+    buckets         [5 3] [2] [0]         packed up to a size; a large one alone ("adopted")
+    arena (float32) |5|3|      |0|        packed ones get a slot each; an adopted one needs none
+
+A plan depends on the mask, the order, the parameters' specifications and the packing, and on nothing else;
+so ranks that agree on these compute the same plan and issue the same collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_ALIGNMENT = 64  # bytes: a bucket starts at a cache line
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What all ranks must agree on about one parameter.
+
+    Attributes:
+        name: The name in the wrapped module.
+        shape: Of the parameter and its gradient.
+        stride: Of the gradient: the parameter's own where that is dense, else row-major.
+        dtype: Of the parameter and its gradient.
+        device: Where the gradient lands; its index may differ from rank to rank.
+        sparse: Whether the gradient is a sparse tensor (an embedding with ``sparse=True``).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a dense gradient in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def described(self) -> str:
+        """The agreed part as text, for fingerprints and messages."""
+        layout = "sparse" if self.sparse else f"strides {self.stride}"
+        return f"{self.name!r} {self.dtype} {self.shape} {layout} on {self.device.type}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How gradients are packed into buckets.
+
+    Attributes:
+        bucket_bytes: A bucket is closed when it has reached this size. Small buckets start to travel early;
+            large ones pay the latency of a message less often.
+        adopt_bytes: A gradient of at least this size travels alone and is reduced where it lies, which saves
+            its copies at the price of a message of its own.
+        fixed: Whether a bucket always carries the same parameters and is sent whole if any of them has a
+            gradient. Costs bytes; needed by hooks that keep state by bucket index.
+    """
+
+    bucket_bytes: int
+    adopt_bytes: int
+    fixed: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        index: What ``GradBucket.index()`` says.
+        members: Parameter indices in the order in which they lie in the bucket.
+        offsets: Where each member starts, in elements from the start of the bucket.
+        start: Where the bucket starts in its arena buffer, in elements.
+        numel: Its size in elements.
+        dtype: Of all members.
+        device: Of all members.
+        adopted: Whether the single member is reduced where it lies.
+        sparse: Whether the single member is sparse.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    start: int
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    adopted: bool
+    sparse: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the message in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of one backward, in launch order.
+
+    Attributes:
+        present: One byte a parameter: whether some rank has its gradient.
+        buckets: In the order in which every rank launches them.
+        bucket_of: Parameter index to position in ``buckets``.
+        arena_numel: Elements needed in the arena, by dtype and device.
+    """
+
+    present: bytes
+    buckets: tuple[BucketPlan, ...]
+    bucket_of: dict[int, int]
+    arena_numel: dict[tuple[torch.dtype, torch.device], int]
+
+
+def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing) -> Plan:
+    """Plan the buckets for the gradients in ``present``.
+
+    Args:
+        present: One byte a parameter, non-zero where some rank has the gradient.
+        specs: The parameters.
+        order: All parameter indices, as backward is expected to reach them.
+        packing: Sizes and policy.
+    """
+    chosen = order if packing.fixed else [i for i in order if present[i]]
+    groups = _pack(chosen, specs, packing)
+    buckets: list[BucketPlan] = []
+    needed: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index, members in enumerate(groups):
+        if not any(present[i] for i in members):
+            continue  # only a fixed bucket can be empty
+        buckets.append(_place(index, members, specs, needed))
+    bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
+    return Plan(present, tuple(buckets), bucket_of, needed)
+
+
+def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packing) -> list[list[int]]:
+    """Group parameter indices; a group stands where its last member stands in ``chosen``."""
+    groups: list[list[int]] = []
+    open_groups: OrderedDict[tuple[torch.dtype, torch.device], list[int]] = OrderedDict()
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i in chosen:
+        spec = specs[i]
+        if spec.sparse or spec.nbytes >= packing.adopt_bytes:
+            groups.append([i])
+            continue
+        key = (spec.dtype, spec.device)
+        open_groups.setdefault(key, []).append(i)
+        open_groups.move_to_end(key)
+        sizes[key] = sizes.get(key, 0) + spec.nbytes
+        if sizes[key] >= packing.bucket_bytes:
+            groups.append(open_groups.pop(key))
+            sizes[key] = 0
+    groups.extend(open_groups.values())
+    return groups
+
+
+def _place(
+    index: int,
+    members: list[int],
+    specs: Sequence[ParameterSpec],
+    needed: dict[tuple[torch.dtype, torch.device], int],
+) -> BucketPlan:
+    """Give the members their offsets, and the bucket its place in the arena (counted up in ``needed``)."""
+    first = specs[members[0]]
+    adopted = len(members) == 1 and not first.sparse
+    offsets, numel = [], 0
+    for i in members:
+        offsets.append(numel)
+        numel += specs[i].numel
+    start = 0
+    if not adopted and not first.sparse:
+        key = (first.dtype, first.device)
+        unit = max(1, _ALIGNMENT // first.dtype.itemsize)
+        start = -(-needed.get(key, 0) // unit) * unit
+        needed[key] = start + numel
+    return BucketPlan(
+        index, tuple(members), tuple(offsets), start, numel, first.dtype, first.device, adopted, first.sparse
+    )
+
+
+class Planner:
+    """Plans for the masks that come along: the last ``capacity`` of them are kept, whatever the number seen."""
+
+    def __init__(self, specs: Sequence[ParameterSpec], packing: Packing, capacity: int = 32) -> None:
+        self.specs = tuple(specs)
+        self.packing = packing
+        self._capacity = capacity
+        self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+        self._learned: set[int] = set()
+        # Backward reaches parameters roughly in the reverse of their registration, until we know better.
+        self.order: list[int] = list(range(len(self.specs)))[::-1]
+
+    def plan(self, present: bytes) -> Plan:
+        """The plan for ``present``, the same object as long as it is kept."""
+        plan = self._plans.get(present)
+        if plan is None:
+            plan = make_plan(present, self.specs, self.order, self.packing)
+            self._plans[present] = plan
+            if len(self._plans) > self._capacity:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(present)
+        return plan
+
+    def repack(self, packing: Packing) -> None:
+        """Plan by ``packing`` from now on."""
+        self.packing = packing
+        self._plans.clear()
+
+    def __len__(self) -> int:
+        """The number of plans kept."""
+        return len(self._plans)
+
+    def unlearned(self, present: bytes) -> bool:
+        """Whether ``present`` has a parameter whose place in the order is still a guess."""
+        return any(here and i not in self._learned for i, here in enumerate(present))
+
+    def learn(self, positions: Sequence[float | None]) -> None:
+        """Set the order by agreed arrival positions in [0, 1), None where no rank saw the parameter.
+
+        Every rank must pass the same numbers.
+        """
+        count = len(self.specs)
+        guess = {i: place / count for place, i in enumerate(self.order)}
+        keys = [guess[i] if position is None else position for i, position in enumerate(positions)]
+        self._learned.update(i for i, position in enumerate(positions) if position is not None)
+        self.order = sorted(range(count), key=lambda i: (keys[i], -i))
+        self._plans.clear()
+
+
+def fingerprint(lines: Sequence[str]) -> bytes:
+    """Sixteen bytes that differ when the lines differ."""
+    digest = hashlib.blake2b(digest_size=16)
+    for line in lines:
+        digest.update(line.encode())
+        digest.update(b"\n")
+    return digest.digest()

@@ -1,0 +1,158 @@
+"""Which gradients exist here, and on any rank.
+
+:class:`Reach` asks autograd which parameters the running backward will get to. :class:`Channel` finds the union
+over the ranks by one MAX all-reduce of bytes; the same message shows whether the ranks are talking of the same
+parameters at all.
+
+    digest (16)     complement of the digest (16)     one byte a parameter ...     extra bytes     padding
+
+Every rank sends its digest and the bytewise complement: the maxima of the two are complements of one another
+only if all ranks sent the same. The length of the message changes only when all ranks know it, because a
+transport that gets messages of different lengths may end the process (gloo does).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.autograd.graph import get_gradient_edge
+
+from ppe_ddp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from ppe_ddp.engine.groups import Groups
+
+DIGEST = 16
+_HEADER = 2 * DIGEST
+_COMPLEMENT = bytes(255 - value for value in range(256))
+
+
+class Reach:
+    """Knows which parameters the backward that is running now will accumulate into."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        with torch.enable_grad():
+            # Holding the nodes keeps them the parameters' own: autograd itself holds them weakly.
+            self._nodes = [
+                (i, get_gradient_edge(parameter).node)
+                for i, parameter in enumerate(parameters)
+                if parameter.requires_grad
+            ]
+
+    def indices(self) -> list[int]:
+        """The parameters that the graph task running on this thread will reach.
+
+        Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints).
+        Empty for ``autograd.grad``, which accumulates nothing.
+        """
+        executes = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+        try:
+            return [i for i, node in self._nodes if executes(node)]
+        except RuntimeError:
+            return []  # autograd.grad on the parameters themselves
+
+
+class Agreement(NamedTuple):
+    """What came out of one exchange.
+
+    Attributes:
+        same: Whether every rank sent the same digest.
+        mask: The maximum over ranks of each parameter's byte; empty where the digests differ.
+        extra: The maximum over ranks of each extra byte; empty where the digests differ.
+    """
+
+    same: bool
+    mask: bytes
+    extra: bytes
+
+
+class Channel:
+    """Exchanges masks over the control group. All ranks must use it in the same order."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._capacity = 64
+
+    def exchange(self, digest: bytes, mask: bytes | bytearray, extra: bytes = b"") -> Exchange:
+        """Start one exchange; nothing waits until its ``result()`` is asked for.
+
+        Args:
+            digest: Sixteen bytes that must be the same on every rank.
+            mask: One byte a parameter; as long on every rank that has this digest.
+            extra: Further bytes; as long on every rank that has this digest.
+        """
+        return Exchange(self, digest, bytes(mask), extra)
+
+    def _send(self, message: bytearray) -> dist.Work | None:
+        """Start the MAX all-reduce of ``message``, in place."""
+        if self._groups.world_size == 1:
+            return None
+        flat = torch.frombuffer(message, dtype=torch.uint8)
+        return dist.all_reduce(flat, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+
+
+class Exchange:
+    """One exchange under way."""
+
+    def __init__(self, channel: Channel, digest: bytes, mask: bytes, extra: bytes) -> None:
+        self._channel = channel
+        self._body = mask + extra
+        self._mask_size = len(mask)
+        self._fits = _HEADER + len(self._body) <= channel._capacity
+        message = bytearray(channel._capacity)
+        message[:DIGEST] = digest
+        message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
+        if self._fits:
+            message[_HEADER : _HEADER + len(self._body)] = self._body
+        self._message = message
+        self._work = channel._send(message)
+        self.nbytes = len(message)
+
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return self._work is None or self._work.is_completed()
+
+    def result(self) -> Agreement:
+        """Wait for the answer.
+
+        Raises:
+            CommunicationError: The all-reduce failed; says who is waiting for whom.
+        """
+        self._wait(self._work)
+        reply = bytes(self._message)
+        if reply[:DIGEST].translate(_COMPLEMENT) != reply[DIGEST:_HEADER]:
+            return Agreement(False, b"", b"")
+        if self._fits:
+            body = reply[_HEADER : _HEADER + len(self._body)]
+        else:
+            body = self._send_body()
+        return Agreement(True, body[: self._mask_size], body[self._mask_size :])
+
+    def _send_body(self) -> bytes:
+        """Send the body by itself. The digests agree, so all ranks have a body of this length and are here."""
+        message = bytearray(self._body)
+        self._wait(self._channel._send(message))
+        self.nbytes += len(message)
+        # double, so that a module that grows a little every step does not pay for it every step
+        self._channel._capacity = 2 * (_HEADER + len(message))
+        return bytes(message)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is None:
+            return
+        groups = self._channel._groups
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {groups.rank} of {groups.world_size}: waiting for the other ranks to start their backward "
+                f"failed: {error}. Every rank must run the same number of synchronized backwards: one that has none "
+                "in this step calls ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`, and "
+                "an error on another rank ends here, so look for the first traceback of all ranks."
+            ) from error

@@ -1,0 +1,125 @@
+"""One pass over the buckets of a plan: launched in order as their gradients land, landed in order."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from torch.profiler import record_function
+
+from ppe_ddp.engine.flight import Flight, SparseFlight
+from ppe_ddp.engine.trace import RoundRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.engine.arena import Segment
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.layout import ParameterSpec, Plan
+    from ppe_ddp.engine.sender import Sender
+
+
+class Round:
+    """The buckets of one plan on their way.
+
+    Args:
+        plan: What to send.
+        segments: The arena's memory for it.
+        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
+        take: Takes the gradient of a parameter out of ``.grad``, or returns None.
+        sender: Reduces a bucket.
+        views: Whether the results may be views of the segments.
+        repair: Whether this is a second round.
+        ranges: Whether to mark launches for torch's profiler.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        segments: Sequence[Segment | None],
+        *,
+        waiting: bytes | bytearray,
+        take: Callable[[int], Tensor | None],
+        sender: Sender,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[nn.Parameter],
+        views: bool = False,
+        repair: bool = False,
+        ranges: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.record = RoundRecord(plan, repair=repair)
+        self.flights: list[Flight | SparseFlight] = []
+        self._segments = segments
+        self._take = take
+        self._sender = sender
+        self._specs = specs
+        self._parameters = parameters
+        self._views = views
+        self._ranges = ranges
+        self._missing = [sum(waiting[i] for i in bucket.members) for bucket in plan.buckets]
+
+    def landed(self, index: int) -> None:
+        """Count the gradient of parameter ``index`` as there; launch what has become ready."""
+        k = self.plan.bucket_of[index]
+        self._missing[k] -= 1
+        if self._missing[k] == 0:
+            self.record.ready[k] = perf_counter_ns()
+            if k == len(self.flights):
+                self.launch_ready()
+
+    def launch_ready(self) -> None:
+        """Launch buckets in order, up to the first that still misses a gradient of this rank."""
+        while len(self.flights) < len(self.plan.buckets) and self._missing[len(self.flights)] <= 0:
+            self._launch(len(self.flights))
+
+    def launch_all(self) -> None:
+        """Launch what is left: no gradient will land any more."""
+        for k in range(len(self.flights), len(self.plan.buckets)):
+            self._launch(k)
+
+    def _launch(self, k: int) -> None:
+        bucket = self.plan.buckets[k]
+        self.record.launch[k] = perf_counter_ns()
+        gradients = [self._take(i) for i in bucket.members]
+        if bucket.sparse:
+            self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
+            return
+        flight = Flight(bucket, gradients, self._segments[k], self._specs, views=self._views)
+        self.flights.append(flight)
+        is_last = k == len(self.plan.buckets) - 1
+        if self._ranges:
+            with record_function(f"ppe_ddp.launch[{k}]"):
+                flight.launch(self._sender, self._parameters, is_last=is_last)
+        else:
+            flight.launch(self._sender, self._parameters, is_last=is_last)
+
+    def land(self, groups: Groups) -> Iterator[tuple[int, Tensor]]:
+        """Wait for the buckets in order; yields parameter index and averaged gradient.
+
+        Sparse ones come last: they communicate only now, and by then no function of the user's is at work.
+        """
+        for k, flight in enumerate(self.flights):
+            if isinstance(flight, Flight):
+                results = flight.land(self._sender)
+                self.record.done[k] = perf_counter_ns()
+                for i, result in zip(flight.plan.members, results, strict=True):
+                    if self.plan.present[i]:
+                        yield i, result
+        for k, flight in enumerate(self.flights):
+            if isinstance(flight, SparseFlight):
+                result = flight.land(groups)
+                self.record.nbytes[k] = flight.nbytes
+                self.record.done[k] = perf_counter_ns()
+                yield flight.plan.members[0], result
+
+    def abandon(self) -> Iterator[tuple[int, Tensor]]:
+        """Wait for what is in flight; yields the gradients that this rank had put in."""
+        for flight in self.flights:
+            if isinstance(flight, Flight):
+                flight.abandon()
+            for i, gradient in zip(flight.plan.members, flight.gradients, strict=True):
+                if gradient is not None:
+                    yield i, gradient

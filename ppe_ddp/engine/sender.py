@@ -1,0 +1,170 @@
+"""Calls what the user plugged in to reduce a bucket, and holds it to its contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ppe_ddp.contracts import Waitable
+from ppe_ddp.errors import CommunicationError, FunctionError
+from ppe_ddp.functions import average
+
+if TYPE_CHECKING:
+    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction
+    from ppe_ddp.engine.groups import Groups
+
+
+class Sender(ABC):
+    """Starts and finishes the reduction of buckets."""
+
+    keeps_state_by_index = False
+    """Whether a bucket index has to mean the same parameters in every step."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    @property
+    def idle(self) -> bool:
+        """Whether buckets need not be made at all, since the result is what there is."""
+        return False
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What to call it in messages."""
+
+    def start(self, bucket: GradBucket) -> Waitable | None:
+        """Start the reduction of ``bucket``; None if it is done."""
+        try:
+            return self._call(bucket)
+        except Exception as error:
+            self._annotate(error, bucket)
+            raise
+
+    def finish(self, bucket: GradBucket, pending: Waitable | None) -> None:
+        """Wait for ``pending`` and see that the result is in ``bucket.buffer()``."""
+        try:
+            value = None if pending is None else pending.wait()
+            self._accept(bucket, value)
+        except Exception as error:
+            self._annotate(error, bucket)
+            raise
+
+    @abstractmethod
+    def _call(self, bucket: GradBucket) -> Waitable | None: ...
+
+    @abstractmethod
+    def _accept(self, bucket: GradBucket, value: object) -> None: ...
+
+    def _annotate(self, error: Exception, bucket: GradBucket) -> None:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"in {self.title} on {self.place(bucket)}")
+
+    def place(self, bucket: GradBucket) -> str:
+        """Rank, bucket and parameters, for messages."""
+        names = bucket.names()
+        some = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        return f"rank {self._groups.rank}, bucket {bucket.index()} with {some}"
+
+
+class FunctionSender(Sender):
+    """Calls a reduce function."""
+
+    def __init__(self, function: ReduceFunction, groups: Groups) -> None:
+        super().__init__(groups)
+        self._function = function
+
+    @property
+    def idle(self) -> bool:
+        """One rank alone has its average already."""
+        return self._groups.world_size == 1 and self._function is average
+
+    @property
+    def title(self) -> str:
+        """The function's name."""
+        return f"reduce_function {_name(self._function)}"
+
+    def finish(self, bucket: GradBucket, pending: Waitable | None) -> None:
+        """Wait for ``pending``; what goes wrong in our own function is the transport's."""
+        if self._function is not average:
+            super().finish(bucket, pending)
+            return
+        try:
+            if pending is not None:
+                pending.wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{self.place(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
+                "here: look for the first traceback of all ranks."
+            ) from error
+
+    def _call(self, bucket: GradBucket) -> Waitable | None:
+        pending = self._function(bucket, self._groups.buckets)
+        if pending is None or isinstance(pending, Waitable):
+            return pending
+        raise FunctionError(
+            f"{self.title} returned {type(pending).__name__} ({self.place(bucket)}); it must change the gradients in "
+            "place and return None, or a Work or Future to wait for"
+        )
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        total = sum(gradient.numel() for gradient in bucket)
+        wrong = [
+            name
+            for name, gradient, parameter in zip(bucket.names(), bucket, bucket.parameters(), strict=True)
+            if gradient.shape != parameter.shape
+        ]
+        if wrong or bucket.buffer().numel() != total:
+            raise FunctionError(
+                f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); it must change "
+                "values only"
+            )
+
+
+class HookSender(Sender):
+    """Calls a communication hook of torch."""
+
+    def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:  # noqa: ANN401 - the hook's own
+        super().__init__(groups)
+        self._state = state
+        self._hook = hook
+        # None or a process group is all the state of a hook that keeps none.
+        self.keeps_state_by_index = state is not None and not hasattr(state, "rank")
+
+    @property
+    def title(self) -> str:
+        """The hook's name."""
+        return f"communication hook {_name(self._hook)}"
+
+    def _call(self, bucket: GradBucket) -> Waitable:
+        future = self._hook(self._state, bucket)
+        if isinstance(future, Waitable):
+            return future
+        raise FunctionError(
+            f"{self.title} returned {type(future).__name__} ({self.place(bucket)}); it must return a "
+            "torch.futures.Future of the reduced flat tensor"
+        )
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, Tensor):
+            raise FunctionError(
+                f"the Future of {self.title} holds {type(value).__name__} ({self.place(bucket)}); it must hold the reduced "
+                "flat tensor"
+            )
+        total = sum(gradient.numel() for gradient in bucket)
+        if value.numel() != total:
+            raise FunctionError(
+                f"the Future of {self.title} holds {value.numel()} elements, the bucket has {total} "
+                f"({self.place(bucket)}); it must hold the reduced flat tensor"
+            )
+        if value is not bucket.buffer():
+            bucket.set_buffer(value.reshape(-1).to(bucket.buffer().dtype))
+
+
+def _name(function: object) -> str:
+    """The qualified name of a function, or the type of another callable."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

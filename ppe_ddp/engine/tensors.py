@@ -1,0 +1,74 @@
+"""The tensors in what a module takes and gives: tuples, lists, mappings, named tuples, dataclasses, nested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor in ``value``. An object of an unknown kind is passed over."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - any structure
+    """``value`` with ``function`` applied to its tensors; the same object where nothing changed."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        moved = function(value.data)
+        return value if moved is value.data else value.to(moved.device)
+    if isinstance(value, Mapping):
+        items = {key: mapped(function, item) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        return _like_mapping(value, items)
+    if isinstance(value, list | tuple):
+        parts = [mapped(function, item) for item in value]
+        if all(part is item for part, item in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _mapped_dataclass(function, value)
+    return value
+
+
+def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noqa: ANN401
+    if type(value) is dict:
+        return items
+    if not hasattr(value, "__setitem__"):
+        return type(value)(items)  # type: ignore[call-arg]
+    twin: Any = copy.copy(value)  # keeps what a subclass has beside its items (default factories, …)
+    for key, item in items.items():
+        twin[key] = item
+    return twin
+
+
+def _mapped_dataclass(function: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401
+    changed = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name, None)
+        moved = mapped(function, item)
+        if moved is not item:
+            changed[field.name] = moved
+    if not changed:
+        return value
+    twin = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(twin, name, item)  # also in a frozen one
+    return twin

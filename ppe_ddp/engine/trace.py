@@ -1,0 +1,150 @@
+"""What happened when, in one backward: events for tests, benchmarks and pictures.
+
+The engine writes into a :class:`Recorder` (a few clock readings a bucket); a :class:`Trace` is made of it
+only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ppe_ddp.engine.layout import Plan
+
+
+@dataclass(frozen=True)
+class BucketTrace:
+    """One bucket of one backward. Times are nanoseconds since the backward reached the module.
+
+    Attributes:
+        parameters: The names of the parameters in it.
+        nbytes: Bytes of its gradients, as sent by this rank (for a sparse one: indices and values).
+        ready_ns: When the last of its gradients that exist here had landed.
+        launch_ns: When its communication was started.
+        done_ns: When its result was in place.
+        repair: Whether it belongs to the second round.
+    """
+
+    parameters: tuple[str, ...]
+    nbytes: int
+    ready_ns: int
+    launch_ns: int
+    done_ns: int
+    repair: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One synchronized backward, as this rank saw it.
+
+    Attributes:
+        local: Names of the parameters that were expected to have a gradient here.
+        agreed: Names of the parameters that have a gradient on some rank.
+        buckets: In launch order, the second round after the first.
+        control_nbytes: Bytes of masks, this rank's.
+        agreed_ns: When the agreed mask was known.
+        backward_ns: When autograd had finished and only communication was left.
+        total_ns: When the gradients were handed over.
+        repaired: Names of the parameters that needed the second round.
+    """
+
+    local: tuple[str, ...]
+    agreed: tuple[str, ...]
+    buckets: tuple[BucketTrace, ...]
+    control_nbytes: int
+    agreed_ns: int
+    backward_ns: int
+    total_ns: int
+    repaired: tuple[str, ...]
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of gradients that this rank sent."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def exposed_ns(self) -> int:
+        """The time that communication took after backward was over."""
+        return self.total_ns - self.backward_ns
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{len(self.agreed)} gradients on some rank, {len(self.local)} here; "
+            f"{self.gradient_nbytes} bytes in {len(self.buckets)} buckets, {self.control_nbytes} bytes of masks",
+            f"mask agreed at {self.agreed_ns / 1e6:.3f} ms, backward over at {self.backward_ns / 1e6:.3f} ms, "
+            f"done at {self.total_ns / 1e6:.3f} ms",
+        ]
+        for k, bucket in enumerate(self.buckets):
+            lines.append(
+                f"  bucket {k}{' (repair)' if bucket.repair else ''}: {len(bucket.parameters)} gradients, "
+                f"{bucket.nbytes} bytes, ready {bucket.ready_ns / 1e6:.3f}, launched {bucket.launch_ns / 1e6:.3f}, "
+                f"done {bucket.done_ns / 1e6:.3f} ms"
+            )
+        return "\n".join(lines)
+
+
+@dataclass
+class Recorder:
+    """Clock readings and references, cheap to take; indices instead of names."""
+
+    names: tuple[str, ...]
+    begin: int = field(default_factory=perf_counter_ns)
+    local: bytes = b""
+    agreed: bytes = b""
+    agreed_at: int = 0
+    backward_at: int = 0
+    done_at: int = 0
+    control_nbytes: int = 0
+    rounds: list[RoundRecord] = field(default_factory=list)
+
+    def trace(self) -> Trace:
+        """Make the readable form."""
+        buckets = [bucket for record in self.rounds for bucket in record.buckets(self.names, self.begin)]
+        repaired = {name for bucket in buckets if bucket.repair for name in bucket.parameters}
+        return Trace(
+            local=self._named(self.local),
+            agreed=self._named(self.agreed),
+            buckets=tuple(buckets),
+            control_nbytes=self.control_nbytes,
+            agreed_ns=self.agreed_at - self.begin,
+            backward_ns=self.backward_at - self.begin,
+            total_ns=self.done_at - self.begin,
+            repaired=tuple(name for name in self.names if name in repaired),
+        )
+
+    def _named(self, mask: bytes) -> tuple[str, ...]:
+        return tuple(name for name, present in zip(self.names, mask, strict=False) if present)
+
+
+class RoundRecord:
+    """The clock readings of one plan's buckets."""
+
+    __slots__ = ("done", "launch", "nbytes", "plan", "ready", "repair")
+
+    def __init__(self, plan: Plan, *, repair: bool) -> None:
+        count = len(plan.buckets)
+        self.plan = plan
+        self.repair = repair
+        self.ready = [0] * count
+        self.launch = [0] * count
+        self.done = [0] * count
+        self.nbytes = [bucket.nbytes for bucket in plan.buckets]
+
+    def buckets(self, names: tuple[str, ...], begin: int) -> list[BucketTrace]:
+        """Those of the buckets that were launched, in readable form."""
+        return [
+            BucketTrace(
+                parameters=tuple(names[i] for i in bucket.members),
+                nbytes=self.nbytes[k],
+                # a bucket without gradients of this rank was ready before it was thought of
+                ready_ns=(self.ready[k] or self.launch[k]) - begin,
+                launch_ns=self.launch[k] - begin,
+                done_ns=self.done[k] - begin,
+                repair=self.repair,
+            )
+            for k, bucket in enumerate(self.plan.buckets)
+            if self.launch[k]
+        ]

@@ -1,0 +1,37 @@
+"""The exceptions of ppe_ddp: one tree, so that a caller can catch what he can do something about.
+
+A mistake in a call is a plain ``ValueError`` or ``TypeError``; what goes wrong between ranks, or in a
+function that a user plugged in, is one of these.
+"""
+
+from __future__ import annotations
+
+
+class PpeDdpError(RuntimeError):
+    """Base of every error that this library defines."""
+
+
+class DisagreementError(PpeDdpError):
+    """The ranks do not train the same model: they differ in a parameter, a buffer or an option.
+
+    Raised with the same text on every rank, before any gradient or parameter has moved.
+    """
+
+
+class FunctionError(PpeDdpError):
+    """A reduce function, broadcast function or hook broke its contract (wrong type, wrong size)."""
+
+
+class CommunicationError(PpeDdpError):
+    """A collective failed or timed out. The process group can usually not be used any more."""
+
+
+class PeerAbortedError(PpeDdpError):
+    """The backward of another rank raised, so this step's gradients lack its share.
+
+    The ranks are in step again: the next forward and backward work.
+    """
+
+
+class UnusableError(PpeDdpError):
+    """The wrapper cannot synchronize here: its process group was destroyed, or this is a forked child."""

@@ -1,0 +1,177 @@
+"""The functions that average and broadcast when the user gives none: the one place that averages."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import GradBucket, ReduceFunction, Waitable
+
+_PIECE_BYTES = 32 << 20
+
+
+def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitable | None:
+    """Average a bucket over the ranks by one all-reduce: the default reduce function.
+
+    Divides before it sums, as torch does, so that half-precision sums do not overflow.
+
+    Args:
+        gradients: The bucket; changed in place.
+        group: The process group; None is the default group.
+
+    Returns:
+        The Work of the all-reduce, or None where one rank is alone.
+    """
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return None
+    buffer = gradients.buffer()
+    buffer.div_(world_size)
+    return dist.all_reduce(buffer, group=group, async_op=True)  # type: ignore[no-any-return]
+
+
+def broadcast(
+    tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0
+) -> Waitable | None:
+    """Overwrite ``tensors`` by those of one rank of ``group``: the default broadcast function.
+
+    They travel as bytes, so that every dtype works over every backend: small ones packed together, in pieces
+    of at most 32 MiB, a large contiguous one where it lies.
+
+    Args:
+        tensors: Of any dtypes and shapes, on one device; changed in place. The same list on every rank.
+        group: The process group; None is the default group.
+        source: Whose tensors; a rank of the group.
+
+    Returns:
+        What is in flight; ``wait()`` puts it in place. None where one rank is alone.
+    """
+    if dist.get_world_size(group) == 1:
+        return None
+    return _Pieces([_Piece(piece, group, source) for piece in _pieces(tensors)])
+
+
+def overlapped(function: ReduceFunction) -> ReduceFunction:
+    """Run a blocking reduce function on a thread of its own, so that it overlaps with backward.
+
+    The buckets go through one thread in their order, so every rank still communicates in the same order. The
+    function must not use a process group other than the one that it is given. On a machine whose cores are
+    all busy, and with a transport that waits by spinning (MPI), calling inline is usually faster.
+
+    Args:
+        function: A reduce function that returns when the result is in place.
+
+    Returns:
+        A reduce function that returns at once, with a Future.
+    """
+    return _Overlapped(function)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    pieces: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes == 0:
+            continue
+        if nbytes > room:
+            pieces.append([])
+            room = _PIECE_BYTES
+        pieces[-1].append(tensor)
+        room -= nbytes
+    return pieces
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A 1-D uint8 tensor of ``tensor``'s bytes: a view where it is contiguous."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.reshape(-1).view(torch.uint8)
+
+
+class _Piece:
+    """One message of a broadcast, and its way back into the tensors."""
+
+    def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        chunks = [_bytes_of(tensor) for tensor in self._tensors]
+        self._flat = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        # A contiguous tensor alone was sent where it lies; anything else was copied and has to come back.
+        self._copied = len(chunks) > 1 or not self._tensors[0].is_contiguous()
+        self._work = dist.broadcast(self._flat, group=group, group_src=source, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if not self._copied:
+            return
+        offset = 0
+        for tensor in self._tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            # clone: a slice of bytes need not be aligned for the wider dtype
+            chunk = self._flat[offset : offset + nbytes].clone()
+            plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            plain.copy_(chunk.view(plain.dtype).view(plain.shape))
+            offset += nbytes
+
+
+class _Pieces:
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self._pieces = pieces
+
+    def wait(self) -> None:
+        with torch.no_grad():
+            for piece in self._pieces:
+                piece.wait()
+
+
+class _Overlapped:
+    """See :func:`overlapped`. The thread is started by the first bucket and shared by all that follow."""
+
+    def __init__(self, function: ReduceFunction) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-reduce")
+        device = gradients.buffer().device
+        # A Future that knows its devices makes the streams wait for one another.
+        future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._thread.submit(self._run, future, ready, gradients, group)
+        return future
+
+    def _run(
+        self,
+        future: torch.futures.Future[Any],
+        ready: torch.cuda.Event | None,
+        gradients: GradBucket,
+        group: ProcessGroup | None,
+    ) -> None:
+        try:
+            with torch.no_grad():
+                if ready is not None:
+                    torch.cuda.set_device(gradients.buffer().device)
+                    torch.cuda.current_stream().wait_event(ready)
+                pending = self._function(gradients, group)
+                if pending is not None:
+                    pending.wait()
+        except Exception as error:  # noqa: BLE001 - it comes out of backward(), through the Future
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_function": self._function, "_thread": None}

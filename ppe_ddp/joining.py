@@ -1,0 +1,77 @@
+"""Uneven inputs, through torch's ``Join`` protocol: a rank that has run out lets the others go on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from ppe_ddp.functions import broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from ppe_ddp.engine.reducer import Reducer
+
+
+def announce(reducer: Reducer, *, synchronizes: bool) -> bool:
+    """Tell the ranks that have joined whether this forward has a synchronized backward. They ask by False.
+
+    Returns:
+        Whether any rank synchronizes.
+    """
+    word = torch.tensor([int(synchronizes)])
+    dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
+    return bool(word.item())
+
+
+class Shadow(JoinHook):
+    """What a rank does for a wrapper after its own inputs have ended.
+
+    Args:
+        reducer: The wrapper's reducer; None where nothing is synchronized.
+        module: The wrapped module, whose final state all ranks shall have.
+        divide_by_initial_world_size: Whether gradients are still divided by the number of all ranks, rather
+            than by that of the ranks that have inputs.
+        before: Called before each step, to bring the reducer up to date.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer | None,
+        module: nn.Module,
+        *,
+        divide_by_initial_world_size: bool,
+        before: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._reducer = reducer
+        self._module = module
+        self._before = before
+        if reducer is not None:
+            reducer.scale_by_active = not divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Take part in one step of the others, with nothing to give."""
+        if self._reducer is not None:
+            self._before()
+            if announce(self._reducer, synchronizes=False):
+                self._reducer.finish(silent=True)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the module's state from a rank that went on to the end."""
+        reducer = self._reducer
+        if reducer is None:
+            return
+        reducer.scale_by_active = False
+        groups = reducer.groups
+        last = torch.tensor([groups.rank if is_last_joiner else -1])
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)
+        state = [tensor.detach() for tensor in (*self._module.parameters(), *self._module.buffers())]
+        pending = broadcast(state, groups.buckets, source=int(last.item()))
+        if pending is not None:
+            pending.wait()

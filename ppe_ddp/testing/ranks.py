@@ -1,0 +1,359 @@
+"""Real ranks for tests: processes started once, which then call one function after another.
+
+Owns the processes, the rendezvous and the reporting of what went wrong on which rank. It is apart from
+`ppe_ddp.launch` because there a launcher outside started the ranks, and here a test does. Everything
+travels as plain pickles over pipes, so a tensor arrives as a copy that does not need its rank any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ppe_ddp.testing.rank_error import Outcome, RankError, RankFailure
+from ppe_ddp.testing.rank_process import RETURNED, join_group, serve, set_up
+
+if TYPE_CHECKING:
+    from multiprocessing.context import SpawnProcess
+
+__all__ = ["Outcome", "RankError", "RankFailure", "Ranks", "run_ranks"]
+
+T = TypeVar("T")
+
+# Importing torch on a busy machine of two cores takes some seconds a rank; ten times that is a hang.
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 5.0
+_STOP_SECONDS = 5.0
+_DUMP_SECONDS = 2.0
+
+
+class Ranks:
+    """A world of processes on this machine, for tests to run functions in.
+
+    The processes are started (by `spawn`, one thread each) when the first function is run, and serve all
+    later ones, so that a whole test session imports torch once a rank. They meet through a file, never a
+    port. Use it as a context manager, or call `close`; they end with this process in any case, however it
+    ends. Not safe to use from several threads at once. The processes are daemons, so a function in them
+    cannot start `multiprocessing` children (a DataLoader with workers).
+
+    After a run in which a function raised, or that left the default process group destroyed or replaced,
+    the next run gets a fresh default process group, as the old one may be out of step. After a run in which
+    a rank died or did not answer, all processes are gone and the next run starts new ones.
+
+    Args:
+        world_size: How many ranks.
+        backend: The backend of the default process group; None for processes without one. For NCCL
+            each rank gets the CUDA device of its number, modulo the devices there are.
+        timeout: Seconds that a run may take, unless it says otherwise.
+        group_timeout: Seconds that a collective may take in the default process group; by default half
+            of `timeout`, so that a hanging collective raises before its rank is given up.
+        prepare: Called without arguments in each new process before it joins the group, for example to
+            register a backend. A function of a module, as it is pickled by name.
+
+    Raises:
+        ValueError: `world_size` or a timeout is not positive.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str | None = "gloo",
+        timeout: float = 60.0,
+        group_timeout: float | None = None,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        group_timeout = timeout / 2 if group_timeout is None else group_timeout
+        if world_size < 1 or timeout <= 0 or group_timeout <= 0:
+            raise ValueError(
+                "world_size, timeout and group_timeout should be positive, but they are "
+                f"{world_size}, {timeout} and {group_timeout}"
+            )
+        self.world_size = world_size
+        self._backend = backend
+        self._timeout = timeout
+        self._group_timeout = group_timeout
+        self._prepare = prepare
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._groups = 0
+        self._fresh_group_due = False
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are processes and the next run will use them, rather than start new ones."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids by rank; empty while there are no processes."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        timeout: float | None = None,
+        grace: float | None = None,
+    ) -> list[T]:
+        """Calls `function(*args)` on every rank and waits for all of them.
+
+        Args:
+            function: A function that the ranks can import: one of a module, no lambda or closure.
+            *args: The same for every rank; copied by pickle.
+            timeout: Seconds until ranks that have not answered are given up.
+            grace: Seconds that the other ranks get once one has failed; 5 by default. More is of use
+                where they are expected to fail too, later.
+
+        Returns:
+            What the function returned, by rank; copied by pickle, on the device it was on.
+
+        Raises:
+            RankError: A rank raised, died or did not answer. In the last two cases all processes are
+                killed.
+            TypeError: The function or an argument cannot be pickled; nothing was called.
+        """
+        return self.run_each(function, [args] * self.world_size, timeout=timeout, grace=grace)
+
+    def run_each(
+        self,
+        function: Callable[..., T],
+        args_by_rank: Sequence[Sequence[object]],
+        *,
+        timeout: float | None = None,
+        grace: float | None = None,
+    ) -> list[T]:
+        """Calls `function(*args_by_rank[rank])` on each rank; otherwise as `run`.
+
+        Args:
+            function: As for `run`.
+            args_by_rank: The arguments of each rank, one sequence a rank.
+            timeout: As for `run`.
+            grace: As for `run`.
+
+        Returns:
+            What the function returned, by rank.
+
+        Raises:
+            RankError: As for `run`.
+            TypeError: As for `run`.
+            ValueError: There are not as many argument sequences as ranks.
+        """
+        if len(args_by_rank) != self.world_size:
+            raise ValueError(f"{len(args_by_rank)} sequences of arguments for {self.world_size} ranks")
+        calls = [_pickle_call(function, args) for args in args_by_rank]
+        if not self.alive:
+            self.restart()
+        elif self._fresh_group_due:
+            self._join()
+        seconds = self._timeout if timeout is None else timeout
+        return self._call(calls, seconds, _GRACE_SECONDS if grace is None else grace)
+
+    def restart(self) -> None:
+        """Ends the processes, if there are any, and starts new ones.
+
+        Raises:
+            RankError: A rank could not start or join its process group.
+        """
+        self.close()
+        self._folder = tempfile.TemporaryDirectory(prefix="ppe_ddp_ranks_")
+        context = multiprocessing.get_context("spawn")
+        with _one_thread():
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                self._stack_file(rank).touch()
+                args = (theirs, str(self._stack_file(rank)))
+                process = context.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        # Not in one call with the group: its timeout may be shorter than the import of torch.
+        self._call_or_kill([_pickle_call(set_up, (self._prepare,))] * self.world_size)
+        self._join()
+
+    def close(self) -> None:
+        """Ends the processes; the next run would start new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _join(self) -> None:
+        meeting = (self._stack_file(0).parent / f"group{self._groups}").as_uri()
+        self._groups += 1
+        group = (self._backend, meeting, self.world_size, self._group_timeout)
+        self._call_or_kill([_pickle_call(join_group, (rank, *group)) for rank in range(self.world_size)])
+
+    def _call_or_kill(self, calls: list[bytes]) -> None:
+        try:
+            self._call(calls, _START_SECONDS, _GRACE_SECONDS)
+        except RankError:
+            self._kill()
+            raise
+
+    def _call(self, calls: list[bytes], timeout: float, grace: float) -> list[Any]:
+        try:
+            for pipe, call in zip(self._pipes, calls, strict=True):
+                # A rank that died since the last call is found by waiting for it.
+                with contextlib.suppress(OSError):
+                    pipe.send_bytes(call)
+            answers, failures = self._collect(timeout, grace)
+        except BaseException:
+            # Also a KeyboardInterrupt: the answers to this call would be taken for those to the next.
+            self._kill()
+            raise
+        if any(failure.outcome is not Outcome.RAISED for failure in failures):
+            self._kill()
+        if failures:
+            self._fresh_group_due = True
+            raise RankError(self.world_size, failures)
+        decoded = [pickle.loads(answers[rank]) for rank in range(self.world_size)]
+        self._fresh_group_due = not all(intact for _, intact in decoded)
+        return [value for value, _ in decoded]
+
+    def _collect(self, timeout: float, grace: float) -> tuple[dict[int, bytes], list[RankFailure]]:
+        answers: dict[int, bytes] = {}
+        failures: list[RankFailure] = []
+        waiting = set(range(self.world_size))
+        start = time.monotonic()
+        deadline = start + timeout
+        while waiting:
+            sources = [self._pipes[rank] for rank in waiting]
+            ends = [self._processes[rank].sentinel for rank in waiting]
+            if not wait([*sources, *ends], max(0.0, deadline - time.monotonic())):
+                failures += self._give_up(sorted(waiting), time.monotonic() - start)
+                break
+            arrived = [self._receive(rank) for rank in sorted(waiting)]
+            failed = [item for item in arrived if isinstance(item, RankFailure)]
+            # A death explains the errors of its peers, so it comes before those that arrived with it.
+            failures += sorted(failed, key=lambda failure: failure.outcome is not Outcome.DIED)
+            answers.update(item for item in arrived if isinstance(item, tuple))
+            waiting -= answers.keys() | {failure.rank for failure in failed}
+            if failed:
+                deadline = min(deadline, time.monotonic() + grace)
+        return answers, failures
+
+    def _receive(self, rank: int) -> tuple[int, bytes] | RankFailure | None:
+        pipe, process = self._pipes[rank], self._processes[rank]
+        try:
+            if not pipe.poll():
+                return None if process.is_alive() else self._death(rank)
+            answer = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return self._death(rank)
+        kind, content = answer[:1], answer[1:]
+        return (rank, content) if kind == RETURNED else RankFailure.raised(rank, content)
+
+    def _death(self, rank: int) -> RankFailure:
+        process = self._processes[rank]
+        process.join(_STOP_SECONDS)
+        return RankFailure.died(rank, process.exitcode, self._stack_file(rank).read_text())
+
+    def _give_up(self, ranks: Sequence[int], seconds: float) -> list[RankFailure]:
+        for rank in ranks:
+            os.kill(self.pids[rank], signal.SIGUSR1)
+        return [RankFailure.silent(rank, seconds, _settled_text(self._stack_file(rank))) for rank in ranks]
+
+    def _stack_file(self, rank: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"stacks{rank}.txt")
+
+    def _kill(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._pipes, self._processes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        self._fresh_group_due = False
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., T],
+    *args: object,
+    backend: str | None = "gloo",
+    timeout: float = 60.0,
+) -> list[T]:
+    """Starts ranks, calls `function(*args)` on each, ends them and returns the results by rank.
+
+    Args:
+        world_size: How many ranks.
+        function: A function that the ranks can import.
+        *args: The same for every rank.
+        backend: The backend of the default process group; None for processes without one.
+        timeout: Seconds that the call may take, without the start of the processes.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        RankError: A rank raised, died or did not answer.
+        TypeError: The function or an argument cannot be pickled.
+    """
+    with Ranks(world_size, backend=backend, timeout=timeout) as ranks:
+        return ranks.run(function, *args)
+
+
+def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
+    try:
+        content = pickle.dumps((function, tuple(args)))
+    except Exception as error:
+        raise TypeError(
+            f"{function!r} and its arguments cannot be sent to the ranks ({error}); use a function of a "
+            "module, no lambda or closure, and arguments that can be pickled"
+        ) from error
+    # Paths that were added since the processes started, such as that of a test module, are needed there too.
+    return pickle.dumps((list(sys.path), content))
+
+
+def _settled_text(path: Path) -> str:
+    # The stacks are written from a signal handler, which gives no sign when it is done.
+    deadline = time.monotonic() + _DUMP_SECONDS
+    before, text = "", path.read_text()
+    while (not text or text != before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        before, text = text, path.read_text()
+    # The thread that waits for this process to end is in every rank and tells nothing.
+    return "\n\n".join(stack for stack in text.split("\n\n") if " in end_with_parent" not in stack)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    # OpenMP reads it while torch is imported, before any code of ours runs in the process.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

@@ -1,0 +1,26 @@
+"""Ranks that every test file shares, started when the first test asks for them."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+from ppe_ddp.testing import Ranks
+
+# An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
+settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.load_profile("ppe_ddp")
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """Two processes over gloo; they start anew by themselves after a test that broke them."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def three_ranks():
+    """Three processes over gloo, as `two_ranks`."""
+    with Ranks(3) as ranks:
+        yield ranks

@@ -1,0 +1,388 @@
+"""Who started this process: each launcher on plain dicts, then real processes that meet through them."""
+
+import contextlib
+import io
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppe_ddp import launch
+from ppe_ddp.launch import Job, detect, first_host, init_process_group
+from ppe_ddp.testing import RankError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+    "SLURM_JOB_NODELIST": "node[01-04]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+SBATCH = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_JOB_NODELIST": "node[01-04]",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def without(environment, *names):
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def where(environment):
+    place = detect(environment)
+    return place.launcher, place.rank, place.world_size, place.local_rank
+
+
+# --- which launcher
+
+
+def test_each_launcher_is_known():
+    assert where({}) == ("alone", 0, 1, 0)
+    assert where(TORCHRUN) == ("torchrun", 3, 4, 1)
+    assert where(SRUN) == ("slurm", 2, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "outer", [SRUN, SBATCH, HYDRA, OPEN_MPI], ids=["srun", "sbatch", "hydra", "open mpi"]
+)
+def test_torchrun_wins_over_what_it_runs_under(outer):
+    assert where(outer | TORCHRUN) == ("torchrun", 3, 4, 1)
+
+
+@pytest.mark.parametrize("step", [None, "4294967291", "4294967290"], ids=["none", "batch", "interactive"])
+def test_a_slurm_shell_without_srun_is_a_lone_process(step):
+    environment = SBATCH if step is None else SBATCH | {"SLURM_STEP_ID": step}
+    assert where(environment) == ("alone", 0, 1, 0)
+    assert "SLURM_NTASKS is 8" in detect(environment).note
+    assert detect(SBATCH | {"SLURM_NTASKS": "1"}).note == ""
+
+
+def test_srun_takes_its_rank_from_slurm_though_the_batch_script_exports_a_world_size():
+    assert where(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node03"})[:2] == ("slurm", 2)
+
+
+def test_a_pod_without_a_local_rank_is_the_first_of_its_machine():
+    assert where(without(TORCHRUN, "LOCAL_RANK")) == ("torchrun", 3, 4, 0)
+
+
+@pytest.mark.parametrize("environment", [HYDRA, OPEN_MPI, SBATCH | HYDRA, SRUN | OPEN_MPI])
+def test_mpirun_is_refused_rather_than_starting_lone_worlds(environment):
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 was started by mpirun \((PMI|OMPI).*torchrun.*srun"):
+        detect(environment)
+
+
+def test_mpirun_of_one_rank_is_a_lone_process():
+    assert where({"PMI_RANK": "0", "PMI_SIZE": "1"}) == ("alone", 0, 1, 0)
+
+
+def test_srun_that_speaks_pmi_is_srun():
+    assert where(SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}) == ("slurm", 2, 4, 0)
+
+
+@pytest.mark.skipif(
+    not shutil.which("mpiexec", path=Path(sys.executable).parent), reason="needs the extra mpi"
+)
+def test_a_real_mpirun_is_known():
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    done = subprocess.run([mpiexec, "-n", "2", "env"], capture_output=True, text=True, check=True, timeout=30)
+    variables = [line.partition("=") for line in done.stdout.splitlines()]
+    environment = {name: value for name, _, value in variables if name.startswith(("PMI", "OMPI"))}
+    with pytest.raises(RuntimeError, match="of 2 was started by mpirun"):
+        detect(environment)
+
+
+# --- environments that make no sense
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_of_torchrun_is_refused_by_name(missing):
+    with pytest.raises(ValueError, match=f"^{missing} is not set"):
+        detect(without(TORCHRUN, missing))
+
+
+@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID"])
+def test_half_of_srun_is_refused_by_name(missing):
+    with pytest.raises(ValueError, match=f"^{missing} is not set"):
+        detect(without(SRUN, missing))
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("text", ["two", "-1", "1.0", " 1", "²"])
+def test_what_is_no_number_is_refused_by_name(name, text):
+    with pytest.raises(ValueError, match=rf"^{name} should be a whole number from 0, but it is '{text}'"):
+        detect(TORCHRUN | {name: text})
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4, but WORLD_SIZE is 4"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "RANK is 3, but WORLD_SIZE is 0"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT should be from 1 to 65535"),
+        (SRUN | {"SLURM_PROCID": "9"}, "SLURM_PROCID is 9, but SLURM_STEP_NUM_TASKS is 4"),
+        (SRUN | {"SLURM_STEP_NODELIST": "node[03"}, "SLURM_STEP_NODELIST: 'node\\[03' is not a list"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(environment, message):
+    with pytest.raises(ValueError, match=message):
+        detect(environment)
+
+
+# --- where the ranks meet
+
+
+def test_a_lone_process_meets_nobody():
+    assert detect({}).init_method is None
+    assert detect(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}).init_method is None
+
+
+def test_slurm_ranks_meet_on_the_first_node_of_their_step():
+    def address(environment):
+        return detect(environment).init_method.removeprefix("tcp://").rpartition(":")[0]
+
+    addressless = without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    assert address(SRUN) == "node03"
+    assert address(without(SRUN, "SLURM_STEP_NODELIST")) == "node01"
+    assert address(addressless) == "10.0.0.1"
+    assert address(addressless | {"SLURM_LAUNCH_NODE_IPADDR": "fd00::1"}) == "[fd00::1]"
+    assert address(SRUN | {"MASTER_ADDR": "10.9.8.7"}) == "10.9.8.7"
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST is not set"):
+        detect(without(addressless, "SLURM_LAUNCH_NODE_IPADDR"))
+
+
+@given(job=st.integers(1, 2**31), step=st.integers(0, 1000))
+def test_slurm_port_is_legal_common_and_differs_by_step(job, step):
+    def port(step, rank):
+        ids = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)}
+        return int(detect(SRUN | ids).init_method.rpartition(":")[2])
+
+    assert 61000 <= port(step, 0) < 65536
+    assert port(step, 0) == port(step, 3)
+    assert port(step, 0) != port(step + 1, 0)
+
+
+def test_a_given_port_is_taken():
+    assert detect(SRUN | {"MASTER_PORT": "4567"}).init_method == "tcp://node03:4567"
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, without(TORCHRUN, "MASTER_ADDR"), SRUN], ids=["alone", "torchrun", "slurm"]
+)
+def test_a_given_init_method_is_taken(environment):
+    assert detect(environment, "file:///tmp/meeting").init_method == "file:///tmp/meeting"
+
+
+NAMES = st.from_regex(r"[a-z]([a-z0-9-]{0,6}[a-z-])?", fullmatch=True)
+NUMBERS = st.from_regex(r"[0-9]{1,3}", fullmatch=True)
+RANGES = st.one_of(NUMBERS, st.builds("{}-{}".format, NUMBERS, NUMBERS))
+
+
+@settings(max_examples=50)
+@given(
+    prefix=NAMES,
+    ranges=st.lists(RANGES, min_size=1, max_size=3),
+    suffix=st.just("") | NAMES,
+    rest=st.lists(NAMES),
+)
+def test_first_host_of_any_list(prefix, ranges, suffix, rest):
+    group = f"{prefix}[{','.join(ranges)}]{suffix}"
+    first = f"{prefix}{ranges[0].split('-')[0]}{suffix}"
+    assert first_host(",".join([group, *rest])) == first
+    assert first_host(",".join([first, group, *rest])) == first
+
+
+def test_first_host_by_example():
+    assert first_host("node[03-05,9],gpu1") == "node03"
+    assert first_host("gpu1,node[03-05,9]") == "gpu1"
+    assert first_host("rack[2-3]node[7,9]") == "rack2node7"
+    assert first_host("login.example.org") == "login.example.org"
+
+
+@pytest.mark.parametrize("text", ["", ",", "node[", "node]", "node[]", "node[-]", "node[1", "a[[1]]", "[,]"])
+def test_what_is_no_list_of_hosts_is_refused(text):
+    with pytest.raises(ValueError, match="not a list of machines"):
+        first_host(text)
+
+
+# --- backend and device
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A torch that says it has CUDA, NCCL and two devices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+def test_the_default_backend_serves_every_device(two_gpus, monkeypatch):
+    assert launch._default_backend() == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert launch._default_backend() == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:1"),
+        ("nccl", "cuda:1"),
+        ("gloo", "cuda:1"),
+        ("cpu:gloo", "cpu"),
+        ("other", "cpu"),
+    ],
+)
+def test_the_device_is_one_that_the_backend_serves(two_gpus, backend, device):
+    assert launch._choose_device(backend, 1) == torch.device(device)
+
+
+def test_without_cuda_the_device_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert launch._choose_device("cpu:gloo,cuda:nccl", 1) == torch.device("cpu")
+    assert launch._default_backend() == "gloo"
+
+
+def test_more_ranks_than_devices_is_an_error_unless_each_rank_sees_one(two_gpus, monkeypatch):
+    with pytest.raises(ValueError, match=r"LOCAL_RANK.* is 2, but this process sees 2 CUDA devices"):
+        launch._choose_device("nccl", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert launch._choose_device("nccl", 2) == torch.device("cuda:0")
+
+
+# --- real processes
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def join(environment, arguments):
+    """Leaves the tests' own group, joins another, says what was seen, and leaves that one too."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    before = dict(os.environ)
+    os.environ.update(environment)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            job = init_process_group(**arguments)
+            again = init_process_group()
+        total = torch.tensor(job.rank + 1)
+        dist.all_reduce(total)
+        return job, again, said.getvalue(), int(total)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def torchrun_environments():
+    port = free_port()
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [TORCHRUN | {"WORLD_SIZE": "2", "MASTER_PORT": port} | rank for rank in ranks]
+
+
+def slurm_environments():
+    step = SRUN | {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    return [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environments"), [("torchrun", torchrun_environments), ("slurm", slurm_environments)]
+)
+def test_ranks_meet(two_ranks, launcher, environments):
+    arguments = {"backend": "cpu:gloo", "timeout": 20}
+    results = two_ranks.run_each(join, [(environment, arguments) for environment in environments()])
+    for rank, (job, again, said, total) in enumerate(results):
+        assert job == again == Job(rank, 2, rank, torch.device("cpu"), "cpu:gloo", launcher)
+        assert said == (
+            f"ppe_ddp: 2 ranks by {launcher}, backend cpu:gloo, device cpu\n" if rank == 0 else ""
+        )
+        assert total == 3
+
+
+def test_a_lone_process_is_a_world_of_one(two_ranks):
+    for job, again, said, total in two_ranks.run(join, {}, {"backend": "cpu:gloo"}):
+        assert job == again == Job(0, 1, 0, torch.device("cpu"), "cpu:gloo", "alone")
+        assert said == "ppe_ddp: 1 rank, a lone process, backend cpu:gloo, device cpu\n"
+        assert total == 1
+
+
+def test_quiet_and_a_note(two_ranks):
+    for _, _, said, _ in two_ranks.run(join, SBATCH, {"quiet": True}):
+        assert said == ""
+    for _, _, said, _ in two_ranks.run(join, SBATCH, {}):
+        assert said.endswith(" (SLURM_NTASKS is 8: start with srun to use them all)\n")
+
+
+def test_a_given_init_method_is_where_ranks_meet(two_ranks, tmp_path):
+    arguments = {"init_method": (tmp_path / "meeting").as_uri(), "quiet": True}
+    environments = [without(each, "MASTER_ADDR") for each in torchrun_environments()]
+    assert [r[3] for r in two_ranks.run_each(join, [(each, arguments) for each in environments])] == [3, 3]
+
+
+def test_ranks_that_cannot_meet_say_where(two_ranks):
+    nobody_there = torchrun_environments()[1]
+    with pytest.raises(RankError, match=r"rank 1 of 2 \(launcher torchrun\) could not meet"):
+        two_ranks.run(join, nobody_there, {"timeout": 1})
+
+
+def test_a_group_that_somebody_else_made_is_described(two_ranks):
+    jobs = two_ranks.run(init_process_group)
+    device = jobs[0].device
+    assert jobs == [Job(rank, 2, rank, device, "gloo", "caller") for rank in range(2)]
+
+
+SCRIPT = """
+from ppe_ddp.launch import init_process_group
+import torch.distributed as dist
+job = init_process_group("cpu:gloo", timeout=30)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_real_torchrun(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "script.py",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "ppe_ddp: 2 ranks by torchrun, backend cpu:gloo, device cpu\n" in done.stderr
