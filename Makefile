@@ -20,6 +20,7 @@ help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(STAMP) ## Make .venv with everything
+	@:
 
 test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest $(ARGS)

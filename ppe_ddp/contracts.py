@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Waitable(Protocol):
     """Something in flight: ``torch.distributed.Work``, ``torch.futures.Future`` or anything like them."""
 
-    def wait(self) -> Any:  # noqa: ANN401 - Work returns bool, Future its value
+    def wait(self) -> Any:
         """Block until the result is in place; raise what went wrong."""
         ...
 
@@ -90,7 +90,7 @@ class GradBucket(tuple["Tensor", ...]):
         """Their names in the wrapped module: the key for state that is kept for each parameter."""
         return self._names
 
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]  # torch's name, not tuple's
         """The number of this bucket: its place in this backward's launch order.
 
         For a torch hook with a state of its own, the number of a fixed set of parameters in every step,
@@ -148,7 +148,7 @@ class BroadcastFunction(Protocol):
 class CommHook(Protocol):
     """A communication hook of ``torch.nn.parallel.DistributedDataParallel``."""
 
-    def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:  # noqa: ANN401
+    def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:
         """Return a Future of the reduced flat tensor (or a list that holds it alone)."""
         ...
 
@@ -156,6 +156,6 @@ class CommHook(Protocol):
 class SyncHook(Protocol):
     """A communication hook of pytorch-pfn-extras."""
 
-    def __call__(self, module: Any, /) -> None:  # noqa: ANN401 - the wrapper, which is declared above this file
+    def __call__(self, module: Any, /) -> None:
         """Called before synchronization; sees every local ``.grad`` and may change, set or remove it."""
         ...

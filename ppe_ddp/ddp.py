@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.census import Census
+from ppe_ddp.engine.communication import Policy
 from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.reducer import Reducer
@@ -23,10 +24,11 @@ from ppe_ddp.engine.sender import FunctionSender, HookSender
 from ppe_ddp.engine.tensors import mapped, tensors_in
 from ppe_ddp.functions import average, broadcast
 from ppe_ddp.joining import Shadow, announce
-from ppe_ddp.options import Options
+from ppe_ddp.naming import add_prefix, without_prefix
+from ppe_ddp.options import Options, check_arguments, check_device_ids, group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Generator, Mapping
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -80,17 +82,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: ProcessGroup | None = None,
         reduce_function: ReduceFunction | None = None,
         broadcast_function: BroadcastFunction | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        _check_arguments(module, broadcast_buffers)
+        check_arguments(module, broadcast_buffers)
         options = Options.parse(kwargs)
         self.module = module
         self._options = options
         self._broadcasts_buffers = bool(broadcast_buffers)
         self._negotiate = bool(negotiate_grads)
-        self._group = GroupHandle(_group_of(process_group, options))
+        self._group = GroupHandle(group_of(process_group, options))
         self._reduce_function: ReduceFunction = reduce_function or average
         self._broadcast_function: BroadcastFunction = broadcast_function or broadcast
         self._sync_hooks: OrderedDict[int, SyncHook] = OrderedDict()
@@ -99,12 +101,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer: Reducer | None = None
         self._census = Census(module, self._ignored())
         self._device = _only_device(module)
-        _check_device_ids(options, self._device)
+        check_device_ids(options, self._device)
         if dist.is_initialized():
             self._start(synchronize=options.init_sync)
         else:
             logger.warning("torch.distributed is not initialized: the module is not synchronized with any other")
-        self._register_load_state_dict_pre_hook(self._add_prefix)
+        # not a method, which would keep the wrapper, and so its hooks, alive until the garbage is collected
+        self._register_load_state_dict_pre_hook(add_prefix, with_module=True)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ set-up
 
@@ -115,23 +118,26 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
         groups = Groups.duplicate(self._group.group())
-        self._reducer = Reducer(
-            groups,
-            sender=FunctionSender(self._reduce_function, groups),
-            packing=self._packing(),
+        policy = Policy(
             negotiate=self._negotiate,
             overlap=self._options.overlap,
             views=self._options.gradient_as_bucket_view,
             broadcast_buffers=self._broadcast_function if self._broadcasts_buffers else None,
             ranges=self._options.record_function,
         )
+        self._reducer = Reducer(
+            groups,
+            FunctionSender(self._reduce_function, groups),
+            self._packing(),
+            policy,
+            wrapper=weakref.ref(self),
+            sync_hooks=self._sync_hooks,
+        )
         self._reducer.arm(self._census)
-        for key, hook in self._sync_hooks.items():
-            self._reducer.sync_hooks[key] = partial(hook, self)
         if self._comm_hook is not None:
             self._use(HookSender(*self._comm_hook, groups))
         if synchronize:
-            self._reducer.consensus.check()
+            self._reducer.communication.consensus.check()
             state = [*self._census.buffers().values(), *self._census.parameters]
             broadcast_all(self._broadcast_function, state, groups)
 
@@ -163,11 +169,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         return reducer
 
     def _was_copied(self) -> bool:
-        return self.__dict__.get("_is_copy", False)
+        return bool(self.__dict__.get("_is_copy"))
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with tensors on its device; any structure of inputs and outputs."""
         if torch.compiler.is_compiling():
             # The engine is Python that must run at every call, not once when the graph is traced.
@@ -176,7 +182,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         args, kwargs = self._enter(args, kwargs)
         return self._leave(self.module(*args, **kwargs))
 
-    def _enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    def _enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         synchronizes = torch.is_grad_enabled()
         reducer = self._ready() if synchronizes else self._reducer
         if reducer is not None and self._join_config.enable:
@@ -186,7 +192,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             args, kwargs = mapped(self._to_device, args), mapped(self._to_device, kwargs)
         return args, kwargs
 
-    def _leave(self, outputs: Any) -> Any:  # noqa: ANN401
+    def _leave(self, outputs: Any) -> Any:
         if self._reducer is not None and torch.is_grad_enabled():
             for output in tensors_in(outputs):
                 if output.grad_fn is not None:
@@ -243,8 +249,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def register_comm_hook(
         self,
-        state: Any = _UNSET,  # noqa: ANN401
-        hook: Any = _UNSET,  # noqa: ANN401
+        state: Any = _UNSET,
+        hook: Any = _UNSET,
     ) -> RemovableHandle | None:
         """Register a communication hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
 
@@ -277,13 +283,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return None
 
     def _register_sync_hook(self, hook: SyncHook) -> RemovableHandle:
-        held: list[Any] = [self._sync_hooks]
-        if self._reducer is not None:
-            held.append(self._reducer.sync_hooks)
-        handle = RemovableHandle(self._sync_hooks, extra_dict=held[1:])
+        handle = RemovableHandle(self._sync_hooks)
         self._sync_hooks[handle.id] = hook
-        if self._reducer is not None:
-            self._reducer.sync_hooks[handle.id] = partial(hook, self)
         return handle
 
     def trace(self) -> Trace | None:
@@ -315,13 +316,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this rank does for the others after its inputs have ended (``Joinable``)."""
         return Shadow(
             self._reducer,
             self.module,
             divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
-            before=lambda: None if self._ready() is None else None,
+            before=self._ready,
         )
 
     @property
@@ -346,22 +347,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """The device of the module; None if it has none, or several."""
         return self._device
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's ``state_dict``, without a prefix; takes the same arguments."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
         own = self.module.state_dict(keep_vars=True).keys()
-        return self.module.load_state_dict(_without_prefix(state_dict, own), strict=strict, assign=assign)
-
-    def _add_prefix(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        """Where this wrapper is a part of a larger module, that looks for our names with ``module.``."""
-        inner = prefix + "module."
-        own = [prefix + key for key in self.module.state_dict(keep_vars=True)]
-        for key in own:
-            if key in state_dict and inner + key[len(prefix) :] not in state_dict:
-                state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+        return self.module.load_state_dict(without_prefix(state_dict, own), strict=strict, assign=assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but connections; the copy makes its own at its first forward, on all ranks together."""
@@ -373,78 +366,21 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, and look at the module anew."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._census = Census(self.module, self._ignored())
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _enter_uncompiled(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _enter_uncompiled(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return ddp._enter(args, kwargs)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _leave_uncompiled(ddp: DistributedDataParallel, outputs: Any) -> Any:  # noqa: ANN401
+def _leave_uncompiled(ddp: DistributedDataParallel, outputs: Any) -> Any:
     return ddp._leave(outputs)
-
-
-def _check_arguments(module: object, broadcast_buffers: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(module).__name__}")
-    if isinstance(broadcast_buffers, list | tuple | torch.device):
-        raise TypeError(
-            "the second argument of this DistributedDataParallel is broadcast_buffers (a bool), as in "
-            f"pytorch-pfn-extras; pass device_ids={broadcast_buffers!r} by its name, or leave it out"
-        )
-
-
-def _group_of(process_group: ProcessGroup | None, options: Options) -> ProcessGroup | None:
-    mesh = options.device_mesh
-    if mesh is None:
-        return process_group
-    if process_group is not None:
-        raise ValueError("give process_group or device_mesh, not both")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"device_mesh must have one dimension, not {mesh.ndim}: pass the data-parallel part, mesh['dp']"
-        )
-    group: ProcessGroup = mesh.get_group(mesh_dim=0)
-    return group
 
 
 def _only_device(module: nn.Module) -> torch.device | None:
     """The device of all parameters (of all buffers if there are none); None if there is not exactly one."""
-    devices = {parameter.device for parameter in module.parameters()} or {
-        buffer.device for buffer in module.buffers()
-    }
+    devices = {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
     return devices.pop() if len(devices) == 1 else None
-
-
-def _check_device_ids(options: Options, device: torch.device | None) -> None:
-    if not options.device_ids:
-        return
-    if len(options.device_ids) != 1:
-        raise ValueError(f"device_ids must name one device, not {options.device_ids!r}: one process a device")
-    named = options.device_ids[0]
-    wanted = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
-    if device is not None and device.type != "cpu" and wanted != device:
-        raise ValueError(f"device_ids names {wanted}, but the module is on {device}: move it there first")
-
-
-def _without_prefix(state_dict: Mapping[str, Any], own: Any) -> Mapping[str, Any]:  # noqa: ANN401
-    """``state_dict`` with torch's ``module.`` taken off the names that the module knows only without it."""
-    prefix = "module."
-    renamed = {
-        key: key[len(prefix) :]
-        for key in state_dict
-        if key.startswith(prefix) and key not in own and key[len(prefix) :] in own
-    }
-    if not renamed:
-        return state_dict
-    result = OrderedDict((renamed.get(key, key), value) for key, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        plain = {(key[len(prefix) :] if key.startswith(prefix) else key): value for key, value in metadata.items()}
-        if prefix.rstrip(".") in metadata:
-            plain[""] = metadata[prefix.rstrip(".")]
-        result._metadata = plain  # type: ignore[attr-defined]
-    return result

@@ -40,9 +40,7 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
     return dist.all_reduce(buffer, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
-def broadcast(
-    tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0
-) -> Waitable | None:
+def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:
     """Overwrite ``tensors`` by those of one rank of ``group``: the default broadcast function.
 
     They travel as bytes, so that every dtype works over every backend: small ones packed together, in pieces
@@ -95,7 +93,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """A 1-D uint8 tensor of ``tensor``'s bytes: a view where it is contiguous."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.reshape(-1).view(torch.uint8)
+    return plain.reshape(-1).contiguous().view(torch.uint8)  # reshape(-1) may leave holes
 
 
 class _Piece:
@@ -146,9 +144,7 @@ class _Overlapped:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-reduce")
         device = gradients.buffer().device
         # A Future that knows its devices makes the streams wait for one another.
-        future: torch.futures.Future[Any] = torch.futures.Future(
-            devices=[device] if device.type == "cuda" else None
-        )
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._thread.submit(self._run, future, ready, gradients, group)
         return future
@@ -168,7 +164,7 @@ class _Overlapped:
                 pending = self._function(gradients, group)
                 if pending is not None:
                     pending.wait()
-        except Exception as error:  # noqa: BLE001 - it comes out of backward(), through the Future
+        except Exception as error:
             future.set_exception(error)
         else:
             future.set_result(None)

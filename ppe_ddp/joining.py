@@ -46,14 +46,14 @@ class Shadow(JoinHook):
         module: nn.Module,
         *,
         divide_by_initial_world_size: bool,
-        before: Callable[[], None],
+        before: Callable[[], object],
     ) -> None:
         super().__init__()
         self._reducer = reducer
         self._module = module
         self._before = before
         if reducer is not None:
-            reducer.scale_by_active = not divide_by_initial_world_size
+            reducer.communication.scale_by_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Take part in one step of the others, with nothing to give."""
@@ -67,7 +67,7 @@ class Shadow(JoinHook):
         reducer = self._reducer
         if reducer is None:
             return
-        reducer.scale_by_active = False
+        reducer.communication.scale_by_active = False
         groups = reducer.groups
         last = torch.tensor([groups.rank if is_last_joiner else -1])
         dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)

@@ -5,13 +5,25 @@ from __future__ import annotations
 import difflib
 import logging
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ppe_ddp")
 
 # Hints that torch needs and this library does not: accepted in silence, since nothing is lost.
 _NEVER_NEEDED = frozenset(
-    {"find_unused_parameters", "static_graph", "check_reduction", "skip_all_reduce_unused_params", "batched_grad_copy"}
+    {
+        "find_unused_parameters",
+        "static_graph",
+        "check_reduction",
+        "skip_all_reduce_unused_params",
+        "batched_grad_copy",
+    }
 )
 # What a user of torch may have meant, and why it has no effect here.
 _WITHOUT_EFFECT = {
@@ -80,3 +92,41 @@ def _unknown(name: str, known: frozenset[str] | set[str]) -> str:
     )
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{meant}"
+
+
+def check_arguments(module: object, broadcast_buffers: object) -> None:
+    """Refuse what is no module, and torch's positional ``device_ids`` in the place of ``broadcast_buffers``."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(module).__name__}")
+    if isinstance(broadcast_buffers, list | tuple | torch.device):
+        raise TypeError(
+            "the second argument of this DistributedDataParallel is broadcast_buffers (a bool), as in "
+            f"pytorch-pfn-extras; pass device_ids={broadcast_buffers!r} by its name, or leave it out"
+        )
+
+
+def group_of(process_group: ProcessGroup | None, options: Options) -> ProcessGroup | None:
+    """The process group that is named, directly or by a device mesh; None for the default group."""
+    mesh = options.device_mesh
+    if mesh is None:
+        return process_group
+    if process_group is not None:
+        raise ValueError("give process_group or device_mesh, not both")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"device_mesh must have one dimension, not {mesh.ndim}: pass the data-parallel part, mesh['dp']"
+        )
+    group: ProcessGroup = mesh.get_group(mesh_dim=0)
+    return group
+
+
+def check_device_ids(options: Options, device: torch.device | None) -> None:
+    """Refuse ``device_ids`` that do not name the device of the module."""
+    if not options.device_ids:
+        return
+    if len(options.device_ids) != 1:
+        raise ValueError(f"device_ids must name one device, not {options.device_ids!r}: one process a device")
+    named = options.device_ids[0]
+    wanted = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+    if device is not None and device.type != "cpu" and wanted != device:
+        raise ValueError(f"device_ids names {wanted}, but the module is on {device}: move it there first")

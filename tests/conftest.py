@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from hypothesis import settings
 
 from ppe_ddp.testing import Ranks
@@ -10,6 +11,14 @@ from ppe_ddp.testing import Ranks
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("ppe_ddp")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

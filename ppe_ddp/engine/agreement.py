@@ -104,9 +104,7 @@ class Consensus:
             sums[1, i] = 1
         dist.all_reduce(sums, group=self._groups.control)
         places, seen = sums.tolist()
-        self.planner.learn(
-            [place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)]
-        )
+        self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
         self._digest = fingerprint(self._lines())
         return sums.numel() * sums.element_size()
 

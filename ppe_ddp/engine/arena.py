@@ -56,9 +56,7 @@ class Arena:
             if held is None or held.numel() < numel:
                 self._buffers[key] = torch.empty(numel, dtype=key[0], device=key[1])
                 self._layouts.clear()  # views of the buffer that was too small would keep it alive
-        segments = [
-            None if bucket.adopted or bucket.sparse else self._segment(bucket) for bucket in plan.buckets
-        ]
+        segments = [None if bucket.adopted or bucket.sparse else self._segment(bucket) for bucket in plan.buckets]
         # The plan is kept with its segments, so that its id stays its own.
         self._layouts[id(plan)] = (plan, segments)
         if len(self._layouts) > _KEPT_LAYOUTS:

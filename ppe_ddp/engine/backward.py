@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 from ppe_ddp.engine.trace import Recorder
 
 if TYPE_CHECKING:
-    import weakref
+    from collections.abc import Callable
 
-    from torch import nn
-
-    from ppe_ddp.engine.posthooks import PostHook
     from ppe_ddp.engine.presence import Exchange
     from ppe_ddp.engine.round import Round
 
@@ -42,7 +39,8 @@ class Backward:
             mask is not made before backward is over.
         surprises: Parameters whose gradient landed without being expected, or once more.
         arrivals: Parameters in the order in which their gradients landed.
-        deferred: The user's hooks to call when the averages are in place.
+        averaged: One byte a parameter: whether its average is in ``.grad``.
+        alive: Returns None when the graph task that this belongs to is gone.
         silent: Whether this rank contributes nothing and takes nothing.
         aborted: Whether that is because its own backward raised.
         active: The number of ranks that contribute.
@@ -57,14 +55,10 @@ class Backward:
         self.round: Round | None = None
         self.surprises: list[int] = []
         self.arrivals: list[int] = []
-        self.deferred: list[tuple[PostHook, nn.Parameter]] = []
+        self.averaged = b""
         self.silent = silent
         self.aborted = False
         self.is_manual = False
         self.active = 0
         self.digest = b""
-        self.alive: weakref.ref[object] | None = None
-
-    def is_dead(self) -> bool:
-        """Whether the graph task that it belonged to is gone without having come to its end."""
-        return self.alive is not None and self.alive() is None
+        self.alive: Callable[[], object] = lambda: self

@@ -6,7 +6,8 @@ where one differs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,13 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
-class _Owner(NamedTuple):
-    """One submodule, with what it held when we looked."""
-
-    module: nn.Module
-    children: dict[str, nn.Module | None]
-    parameters: dict[str, nn.Parameter | None]
+    _Table = tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]
 
 
 class Census:
@@ -42,14 +37,17 @@ class Census:
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
         self._ignored = frozenset(ignored)
-        self._owners: list[_Owner] = []
+        self._parameter_tables: list[_Table] = []
+        self._child_tables: list[_Table] = []
+        self._empty_tables: list[dict[str, Any]] = []
         self.parameters: list[nn.Parameter] = []
         self.specs: list[ParameterSpec] = []
         self._buffer_slots: list[tuple[str, nn.Module, str]] = []
         self._walk()
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        # a cast takes new memory, which shows; but the empty have no address
+        self._empty = [(p, p.dtype) for p in self.parameters if p.numel() == 0]
 
     def _walk(self) -> None:
         modules = list(self._module.named_modules())
@@ -60,7 +58,8 @@ class Census:
         }
         seen: set[int] = set()
         for prefix, owner in modules:
-            self._owners.append(_Owner(owner, dict(owner._modules), dict(owner._parameters)))
+            self._remember(owner._parameters, self._parameter_tables)
+            self._remember(owner._modules, self._child_tables)
             dot = prefix + "." if prefix else ""
             for name, parameter in owner._parameters.items():
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
@@ -73,6 +72,12 @@ class Census:
             self._buffer_slots.extend(
                 (dot + name, owner, name) for name in owner._buffers if dot + name not in self._ignored
             )
+
+    def _remember(self, table: dict[str, Any], tables: list[_Table]) -> None:
+        if table:
+            tables.append((table, tuple(table), tuple(table.values())))
+        else:
+            self._empty_tables.append(table)
 
     @property
     def names(self) -> list[str]:
@@ -95,17 +100,19 @@ class Census:
 
         Tensors that ``torch.func.functional_call`` has put in the place of parameters are looked through.
         """
-        for owner, children, parameters in self._owners:
-            held = owner._modules
-            if (held or children) and not _identical(held, children):
+        if any(self._empty_tables):
+            return False
+        for table, _, values in self._child_tables:
+            if len(table) != len(values) or not all(map(is_, table.values(), values)):
                 return False
-            now = owner._parameters
-            if (now or parameters) and not _identical(now, parameters) and _replaced(now, parameters):
+        for table, keys, values in self._parameter_tables:
+            same = len(table) == len(values) and all(map(is_, table.values(), values))
+            if not same and (tuple(table) != keys or any(map(_is_other_parameter, table.values(), values))):
                 return False
         current = self.parameters
         if [parameter.requires_grad for parameter in current] != self._trainable:
             return False
-        if [parameter.dtype for parameter in current] != self._dtypes:
+        if any(parameter.dtype is not dtype for parameter, dtype in self._empty):
             return False
         addresses = [parameter.data_ptr() for parameter in current]
         if addresses != self._addresses:
@@ -116,30 +123,14 @@ class Census:
         return True
 
 
-def _identical(now: dict[str, object], then: dict[str, object]) -> bool:
-    # == would compare tensors elementwise where two different ones stand under one name
-    return len(now) == len(then) and all(map(_is, now.values(), then.values())) and list(now) == list(then)
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
-
-
-def _replaced(now: dict[str, nn.Parameter | None], then: dict[str, nn.Parameter | None]) -> bool:
-    """Whether a parameter was added, removed or replaced by another one (not by a plain tensor)."""
-    if now.keys() != then.keys():
-        return True
-    return any(
-        value is not then[name] and (value is None or isinstance(value, nn.Parameter))
-        for name, value in now.items()
-    )
+def _is_other_parameter(now: object, then: object) -> bool:
+    return now is not then and (now is None or isinstance(now, nn.Parameter))
 
 
 def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
     if is_lazy(parameter):
         raise ValueError(
-            f"parameter {name!r} is lazy and has no shape yet: run one forward with the plain module before "
-            "wrapping it"
+            f"parameter {name!r} is lazy and has no shape yet: run one forward with the plain module before wrapping it"
         )
     if hasattr(parameter, "placements"):
         raise ValueError(

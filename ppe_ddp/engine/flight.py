@@ -10,6 +10,7 @@ the meantime (a repair) makes a ``.grad`` of its own instead of being added to a
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +62,6 @@ class Flight:
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Fill the bucket and start its reduction."""
-        if sender.idle and None not in self.gradients:
-            return
         if self._segment is None:
             self._adopt()
         else:
@@ -102,9 +101,7 @@ class Flight:
             for slot, gradient in zip(segment.slots, self.gradients, strict=True)
             if gradient is not None and gradient is not slot
         ]
-        absent = [
-            slot for slot, gradient in zip(segment.slots, self.gradients, strict=True) if gradient is None
-        ]
+        absent = [slot for slot, gradient in zip(segment.slots, self.gradients, strict=True) if gradient is None]
         if present:
             slots, gradients = zip(*present, strict=True)
             torch._foreach_copy_(slots, gradients)
@@ -112,14 +109,12 @@ class Flight:
             torch._foreach_zero_(absent)
         if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
             self.gradients = [
-                None if gradient is None else slot
-                for slot, gradient in zip(segment.slots, self.gradients, strict=True)
+                None if gradient is None else slot for slot, gradient in zip(segment.slots, self.gradients, strict=True)
             ]
 
     def land(self, sender: Sender) -> list[Tensor]:
         """Wait for the result; one gradient a member, each the tensor that ``.grad`` shall be."""
-        if self._buffer is None:  # idle: never left
-            return [gradient for gradient in self.gradients if gradient is not None]
+        assert self._buffer is not None
         if self._bucket is not None:
             sender.finish(self._bucket, self._pending)
             self._pending = None
@@ -147,10 +142,9 @@ class Flight:
     def abandon(self) -> None:
         """Wait for what is still in flight, and forget what came of it."""
         if self._pending is not None:
-            try:
+            # another error is on its way to the user already
+            with contextlib.suppress(Exception):
                 self._pending.wait()
-            except Exception:  # noqa: BLE001 - another error is on its way to the user already
-                pass
             self._pending = None
 
 
@@ -169,7 +163,7 @@ def _reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
         and not gradient.is_neg()
         and not gradient.is_conj()
         # one for the tensor, one for the handle that untyped_storage() makes
-        and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= 2  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= 2
     )
 
 

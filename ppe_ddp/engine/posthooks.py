@@ -1,20 +1,21 @@
-"""The user's own post-accumulate-grad hooks, which have to wait until a gradient is averaged.
+"""Hooks on parameters: ours, which says that a gradient has landed, and the user's, which have to wait for us.
 
-A hook that steps an optimizer as soon as a gradient is there would otherwise step with this rank's share of
-it. While a backward is being synchronized such hooks are kept back, and called when the average is in
-``.grad``; in ``no_sync()`` they are called at once, as without this library.
+A user's post-accumulate-grad hook that steps an optimizer as soon as a gradient is there would step with this
+rank's share of it, and only where there is one. While a backward is being synchronized such hooks are kept
+back, and called on every rank when the average is in ``.grad``; in ``no_sync()`` they are called at once, as
+without this library.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 if TYPE_CHECKING:
     import weakref
-    from collections import OrderedDict
     from collections.abc import Sequence
 
     from torch.utils.hooks import RemovableHandle
@@ -25,38 +26,25 @@ PostHook = Callable[[nn.Parameter], object]
 class Owner(Protocol):
     """Whoever wants to know when gradients land."""
 
-    def landed(self, index: int) -> None:
-        """The gradient of parameter ``index`` has landed."""
-        ...
-
     def displaced(self) -> None:
         """Another owner has taken over some of the parameters."""
         ...
 
 
-class LandingHook:
-    """Our own hook on a parameter; a class, so that it can be told from the user's.
+class LandingHook(functools.partial[None]):
+    """Our own hook: ``landed(owner, index, parameter)``, with the owner held weakly.
 
     A parameter has one at a time: when a module is wrapped twice, or two wrapped modules share a parameter,
-    the wrapper that was used last averages it, once.
+    the wrapper that was used last averages it, once. It is a ``partial`` because a call from autograd then
+    costs one Python frame, which is most of what a small parameter costs.
     """
 
-    __slots__ = ("_index", "_owner")
-
-    def __init__(self, owner: weakref.ref[Owner], index: int) -> None:
-        self._owner = owner
-        self._index = index
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        """Called by autograd when a gradient has been added to ``.grad``."""
-        owner = self._owner()
-        if owner is not None:
-            owner.landed(self._index)
+    __slots__ = ()
 
     def register(self, parameter: nn.Parameter) -> RemovableHandle:
         """Register on ``parameter``, before the user's hooks: we have to know first that a backward is on."""
-        handle = parameter.register_post_accumulate_grad_hook(self)
-        table: OrderedDict[int, PostHook] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self)
+        table = _table(parameter)
         if len(table) == 1:
             return handle
         others = [(key, hook) for key, hook in table.items() if hook is not self]
@@ -66,35 +54,69 @@ class LandingHook:
             if not isinstance(hook, LandingHook):
                 table[key] = hook
                 continue
-            other = hook._owner()
+            owner: weakref.ref[Owner] = hook.args[0]
+            other = owner()
             if other is not None:
                 other.displaced()
         return handle
 
 
-class _Deferred:
+class _KeptBack:
     """Stands in a parameter's hook table in the place of a user's hook, so that its handle still removes it."""
 
-    def __init__(self, hook: PostHook, defer: Callable[[PostHook, nn.Parameter], bool]) -> None:
-        self._hook = hook
-        self._defer = defer
+    def __init__(self, hook: PostHook, waits: Callable[[], bool]) -> None:
+        self.hook = hook
+        self._waits = waits
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        if not self._defer(self._hook, parameter):
-            self._hook(parameter)
+        if not self._waits():
+            self.hook(parameter)
 
 
-def keep_back(parameters: Sequence[nn.Parameter], defer: Callable[[PostHook, nn.Parameter], bool]) -> None:
-    """Put every user's hook on ``parameters`` behind ``defer``, which says whether it takes the call over."""
-    for parameter in parameters:
-        table = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if table is None or len(table) < 2:
-            continue  # ours alone
-        for key, hook in table.items():
-            if not isinstance(hook, LandingHook | _Deferred):
-                table[key] = _Deferred(hook, defer)
+class UserHooks:
+    """The user's hooks on the parameters of one module.
+
+    Args:
+        parameters: The parameters.
+        waits: Says whether a synchronization is under way, so that a hook has to wait.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], waits: Callable[[], bool]) -> None:
+        self._parameters = parameters
+        self._waits = waits
+        self._hooked: list[tuple[int, nn.Parameter]] = []
+        # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
+        self._optimized = [(i, parameter) for i, parameter in enumerate(parameters) if hasattr(parameter, _OPTIMIZERS)]
+
+    def keep_back(self) -> None:
+        """Find the hooks that were registered since we looked, and keep them back from now on."""
+        self._hooked.clear()
+        for i, parameter in enumerate(self._parameters):
+            table: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+            if table is None or len(table) < 2:
+                continue  # ours alone
+            self._hooked.append((i, parameter))
+            for key, hook in table.items():
+                if not isinstance(hook, LandingHook | _KeptBack):
+                    table[key] = _KeptBack(hook, self._waits)
+
+    def run(self, averaged: bytes) -> None:
+        """Call the hooks of the parameters in ``averaged`` (one byte a parameter)."""
+        for i, parameter in self._hooked:
+            if averaged[i]:
+                for hook in list(_table(parameter).values()):
+                    if isinstance(hook, _KeptBack):
+                        hook.hook(parameter)
+        for i, parameter in self._optimized:
+            if averaged[i]:
+                for optimizer in getattr(parameter, _OPTIMIZERS):
+                    optimizer.step()
+                parameter.grad = None
 
 
-def optimizers_in_backward(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters that torch's ``_apply_optimizer_in_backward(register_hook=False)`` gave an optimizer."""
-    return [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+def _table(parameter: nn.Parameter) -> dict[int, Any]:
+    table: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    return table

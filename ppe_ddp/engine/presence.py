@@ -51,7 +51,7 @@ class Reach:
         Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints).
         Empty for ``autograd.grad``, which accumulates nothing.
         """
-        executes = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+        executes = torch._C._will_engine_execute_node
         try:
             return [i for i, node in self._nodes if executes(node)]
         except RuntimeError:
@@ -94,7 +94,8 @@ class Channel:
         if self._groups.world_size == 1:
             return None
         flat = torch.frombuffer(message, dtype=torch.uint8)
-        return dist.all_reduce(flat, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+        work: dist.Work = dist.all_reduce(flat, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+        return work
 
 
 class Exchange:
@@ -128,10 +129,7 @@ class Exchange:
         reply = bytes(self._message)
         if reply[:DIGEST].translate(_COMPLEMENT) != reply[DIGEST:_HEADER]:
             return Agreement(False, b"", b"")
-        if self._fits:
-            body = reply[_HEADER : _HEADER + len(self._body)]
-        else:
-            body = self._send_body()
+        body = reply[_HEADER : _HEADER + len(self._body)] if self._fits else self._send_body()
         return Agreement(True, body[: self._mask_size], body[self._mask_size :])
 
     def _send_body(self) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
+import torch
 from torch.profiler import record_function
 
 from ppe_ddp.engine.flight import Flight, SparseFlight
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.layout import ParameterSpec, Plan
     from ppe_ddp.engine.sender import Sender
 
+    Take = Callable[[Sequence[int]], list[Tensor | None]]
+
 
 class Round:
     """The buckets of one plan on their way.
@@ -28,7 +31,7 @@ class Round:
         plan: What to send.
         segments: The arena's memory for it.
         waiting: One byte a parameter: whether its gradient is expected here and has not landed.
-        take: Takes the gradient of a parameter out of ``.grad``, or returns None.
+        take: Takes the gradients of parameters out of ``.grad``; None for one that is not there.
         sender: Reduces a bucket.
         views: Whether the results may be views of the segments.
         repair: Whether this is a second round.
@@ -41,7 +44,7 @@ class Round:
         segments: Sequence[Segment | None],
         *,
         waiting: bytes | bytearray,
-        take: Callable[[int], Tensor | None],
+        take: Take,
         sender: Sender,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
@@ -59,6 +62,8 @@ class Round:
         self._parameters = parameters
         self._views = views
         self._ranges = ranges
+        # only in a plan of fixed buckets are there members that no rank has
+        self._is_exact = sum(len(bucket.members) for bucket in plan.buckets) == sum(plan.present)
         self._missing = [sum(waiting[i] for i in bucket.members) for bucket in plan.buckets]
 
     def landed(self, index: int) -> None:
@@ -68,7 +73,8 @@ class Round:
         if self._missing[k] == 0:
             self.record.ready[k] = perf_counter_ns()
             if k == len(self.flights):
-                self.launch_ready()
+                with torch.no_grad():
+                    self.launch_ready()
 
     def launch_ready(self) -> None:
         """Launch buckets in order, up to the first that still misses a gradient of this rank."""
@@ -83,7 +89,7 @@ class Round:
     def _launch(self, k: int) -> None:
         bucket = self.plan.buckets[k]
         self.record.launch[k] = perf_counter_ns()
-        gradients = [self._take(i) for i in bucket.members]
+        gradients = self._take(bucket.members)
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
             return
@@ -96,8 +102,8 @@ class Round:
         else:
             flight.launch(self._sender, self._parameters, is_last=is_last)
 
-    def land(self, groups: Groups) -> Iterator[tuple[int, Tensor]]:
-        """Wait for the buckets in order; yields parameter index and averaged gradient.
+    def land(self, groups: Groups) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
+        """Wait for the buckets in order; yields the parameters of each and their averaged gradients.
 
         Sparse ones come last: they communicate only now, and by then no function of the user's is at work.
         """
@@ -105,15 +111,18 @@ class Round:
             if isinstance(flight, Flight):
                 results = flight.land(self._sender)
                 self.record.done[k] = perf_counter_ns()
-                for i, result in zip(flight.plan.members, results, strict=True):
-                    if self.plan.present[i]:
-                        yield i, result
+                members = flight.plan.members
+                if self._is_exact:
+                    yield members, results
+                else:
+                    chosen = [k for k, i in enumerate(members) if self.plan.present[i]]
+                    yield [members[k] for k in chosen], [results[k] for k in chosen]
         for k, flight in enumerate(self.flights):
             if isinstance(flight, SparseFlight):
                 result = flight.land(groups)
                 self.record.nbytes[k] = flight.nbytes
                 self.record.done[k] = perf_counter_ns()
-                yield flight.plan.members[0], result
+                yield flight.plan.members, [result]
 
     def abandon(self) -> Iterator[tuple[int, Tensor]]:
         """Wait for what is in flight; yields the gradients that this rank had put in."""

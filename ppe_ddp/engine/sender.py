@@ -27,7 +27,7 @@ class Sender(ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether buckets need not be made at all, since the result is what there is."""
+        """Whether nothing has to be sent at all, since one rank alone has its average already."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class FunctionSender(Sender):
 
     @property
     def idle(self) -> bool:
-        """One rank alone has its average already."""
+        """Whether one rank is alone, with our own function."""
         return self._groups.world_size == 1 and self._function is average
 
     @property
@@ -118,15 +118,15 @@ class FunctionSender(Sender):
         ]
         if wrong or bucket.buffer().numel() != total:
             raise FunctionError(
-                f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); it must change "
-                "values only"
+                f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); it must "
+                "change values only"
             )
 
 
 class HookSender(Sender):
     """Calls a communication hook of torch."""
 
-    def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:  # noqa: ANN401 - the hook's own
+    def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
         self._state = state
         self._hook = hook
@@ -152,8 +152,8 @@ class HookSender(Sender):
             value = value[0]
         if not isinstance(value, Tensor):
             raise FunctionError(
-                f"the Future of {self.title} holds {type(value).__name__} ({self.place(bucket)}); it must hold the reduced "
-                "flat tensor"
+                f"the Future of {self.title} holds {type(value).__name__} ({self.place(bucket)}); it must hold the "
+                "reduced flat tensor"
             )
         total = sum(gradient.numel() for gradient in bucket)
         if value.numel() != total:

@@ -26,13 +26,13 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - any structure
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``function`` applied to its tensors; the same object where nothing changed."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, PackedSequence):
         moved = function(value.data)
-        return value if moved is value.data else value.to(moved.device)
+        return value if moved is value.data else value.to(moved.device)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
         items = {key: mapped(function, item) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
@@ -48,7 +48,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: AN
     return value
 
 
-def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noqa: ANN401
+def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
     if not hasattr(value, "__setitem__"):
@@ -59,7 +59,7 @@ def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # no
     return twin
 
 
-def _mapped_dataclass(function: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401
+def _mapped_dataclass(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name, None)

@@ -102,7 +102,8 @@ class Ranks:
     @property
     def alive(self) -> bool:
         """Whether there are processes and the next run will use them, rather than start new ones."""
-        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+        started = len(self._processes) == self.world_size
+        return started and all(process.is_alive() for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
@@ -258,9 +259,11 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[int, bytes] | RankFailure | None:
         pipe, process = self._pipes[rank], self._processes[rank]
+        # Before the poll: an answer may arrive between the two, and its process end.
+        ended = not process.is_alive()
         try:
             if not pipe.poll():
-                return None if process.is_alive() else self._death(rank)
+                return self._death(rank) if ended else None
             answer = pipe.recv_bytes()
         except (EOFError, OSError):
             return self._death(rank)

@@ -1,0 +1,108 @@
+"""The commands of ``python -m ppe_ddp``: which there are, and how one is found.
+
+A command is a module with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit code). It is
+imported only when it is called, so that help and errors are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+_PROGRAM = "python -m ppe_ddp"
+_USAGE_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        words: How it is called: one word, or a group's word and its own.
+        summary: What it does, in one line.
+        module: Where its arguments and its ``run`` are.
+    """
+
+    words: tuple[str, ...]
+    summary: str
+    module: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        ("bench", "step"),
+        "one training step beside torch DDP, ppe's DDP and the bare module",
+        "ppe_ddp.cli.bench_step",
+    ),
+)
+"""All commands, in the order in which help lists them."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        words: The command line after the program's name; by default this process's own.
+
+    Returns:
+        The exit code: 0 for success, 2 for a wrong command line, others as the command has them.
+
+    Raises:
+        SystemExit: From argparse, for a command's ``--help`` (0) and for wrong arguments (2).
+    """
+    words = sys.argv[1:] if words is None else words
+    for command in COMMANDS:
+        size = len(command.words)
+        if tuple(words[:size]) == command.words:
+            return _call(command, words[size:])
+    group: list[str] = []
+    for word in words:
+        if word in ("-h", "--help"):
+            print(_listing(group))
+            return 0
+        if not _below([*group, word]):
+            print(_complaint(group, word), file=sys.stderr)
+            return _USAGE_ERROR
+        group.append(word)
+    print(_listing(group), file=sys.stderr)
+    return _USAGE_ERROR
+
+
+def _call(command: Command, words: Sequence[str]) -> int:
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} {' '.join(command.words)}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_args(words))
+    return code
+
+
+def _below(group: Sequence[str]) -> list[Command]:
+    return [command for command in COMMANDS if command.words[: len(group)] == tuple(group)]
+
+
+def _listing(group: Sequence[str]) -> str:
+    commands = {" ".join(command.words): command.summary for command in _below(group)}
+    width = max(map(len, commands))
+    lines = [f"  {words:<{width}}  {summary}" for words, summary in commands.items()]
+    title = " ".join([_PROGRAM, *group])
+    return "\n".join(
+        [f"usage: {title} COMMAND ...", "", *lines, "", f"{_PROGRAM} COMMAND --help tells more of each."]
+    )
+
+
+def _complaint(group: Sequence[str], word: str) -> str:
+    known = sorted({command.words[len(group)] for command in _below(group)})
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    what = "option" if word.startswith("-") else "command"
+    return f"{' '.join([_PROGRAM, *group])}: unknown {what} {word!r}{meant}\n\n{_listing(group)}"

@@ -1,0 +1,140 @@
+"""Who takes part in ``bench step``: each wraps a model of its own and knows what it has sent.
+
+Other people's wrappers are imported when they are made, so that one that is not installed is no error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ppe_ddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["CONTESTANTS", "Contestant", "Ours", "Traffic", "gradient_nbytes"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank handed to the transport in one step, in bytes.
+
+    Attributes:
+        gradient_nbytes: Gradients.
+        control_nbytes: What says which gradients exist.
+    """
+
+    gradient_nbytes: int = 0
+    control_nbytes: int = 0
+
+
+class Contestant(ABC):
+    """One way to train a model. All ranks make the same ones in the same order.
+
+    Args:
+        module: A model of its own.
+        is_dynamic: Whether a step leaves out some parameters.
+        options: Keywords for ppe_ddp.
+
+    Attributes:
+        name: What it is called in results.
+        module: The model.
+        trained: What to call: the wrapped model.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, module: nn.Module, *, is_dynamic: bool, options: Mapping[str, object]) -> None:
+        self.module = module
+        self.trained = self._wrap(module, is_dynamic, options)
+        self._is_dynamic = is_dynamic
+
+    @abstractmethod
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module: ...
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What the last step sent; its gradients must still be there."""
+
+
+class Ours(Contestant):
+    """ppe_ddp, with its defaults unless the user asks for something else."""
+
+    name = "ppe_ddp"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        return DistributedDataParallel(module, **options)  # type: ignore[arg-type]
+
+    def traffic(self) -> Traffic:
+        """As the engine has recorded it."""
+        assert isinstance(self.trained, DistributedDataParallel)
+        trace = self.trained.trace()
+        return Traffic() if trace is None else Traffic(trace.gradient_nbytes, trace.control_nbytes)
+
+
+class Torch(Contestant):
+    """torch's DistributedDataParallel, with the options that make it fast."""
+
+    name = "torch"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        return TorchDDP(module, gradient_as_bucket_view=True, find_unused_parameters=is_dynamic)
+
+    def traffic(self) -> Traffic:
+        """All gradients, present or not; an int32 for each parameter where some may be unused."""
+        sent = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in sent)
+        return Traffic(nbytes, 4 * len(sent) if self._is_dynamic else 0)
+
+
+class Ppe(Contestant):
+    """The DistributedDataParallel of pytorch-pfn-extras."""
+
+    name = "ppe"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                parallel = importlib.import_module("pytorch_pfn_extras.nn.parallel")
+        except ImportError as error:
+            raise ImportError(f"pytorch-pfn-extras is not installed ({error})") from error
+        wrapped: nn.Module = parallel.DistributedDataParallel(module)
+        return wrapped
+
+    def traffic(self) -> Traffic:
+        """The gradients that exist on some rank, which it fills in here, and an int64 for each parameter."""
+        return Traffic(gradient_nbytes(self.module), 8 * len(list(self.module.parameters())))
+
+
+class Bare(Contestant):
+    """The model alone, on each rank for itself."""
+
+    name = "bare"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        return module
+
+    def traffic(self) -> Traffic:
+        """Nothing."""
+        return Traffic()
+
+
+CONTESTANTS: tuple[type[Contestant], ...] = (Ours, Torch, Ppe, Bare)
+"""In the order in which results show them."""
+
+
+def gradient_nbytes(module: nn.Module) -> int:
+    """Bytes of the gradients that ``module`` holds."""
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return sum(grad.numel() * grad.element_size() for grad in gradients if grad is not None)

@@ -1,0 +1,244 @@
+"""What ``bench step`` trains: six models, each hard on data parallelism in a way of its own.
+
+Weights, data and branches follow from a seed alone, so that all contestants train the same thing.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["WORKLOADS", "Target", "Workload"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What ppe_ddp should reach.
+
+    Attributes:
+        reference: The contestant to compare with.
+        at_most: The largest ratio of the step times of ppe_ddp and ``reference``.
+        world_size: The number of ranks that this holds for.
+    """
+
+    reference: str
+    at_most: float
+    world_size: int
+
+
+class Workload(ABC):
+    """One model with its data.
+
+    Attributes:
+        name: What it is called on the command line.
+        title: What it is, in a few words.
+        steps: Steps in a block, unless the user says otherwise: more where a step is short.
+        is_dynamic: Whether a step leaves some parameters out, which torch DDP has to be told.
+        world_size: The number of ranks that it is meant for; None for any.
+        reference: The contestant that the others are compared with.
+        target: What ppe_ddp should reach; None where nothing is promised.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    steps: ClassVar[int] = 3
+    is_dynamic: ClassVar[bool] = False
+    world_size: ClassVar[int | None] = None
+    reference: ClassVar[str] = "torch"
+    target: ClassVar[Target | None] = None
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A new model, with weights from torch's global generator."""
+
+    @abstractmethod
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """The input of every step of one rank."""
+
+    def route(self, seed: int, step: int, rank: int) -> tuple[object, ...]:
+        """The model's further arguments in one step: nothing, or the branches to take."""
+        return ()
+
+    def loss(self, output: Tensor, batch: Tensor) -> Tensor:
+        """A scalar to differentiate."""
+        return output.square().mean()
+
+
+def _chain(width: int, depth: int) -> nn.Sequential:
+    """Many small layers in a row."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width)
+        # With others, gradients become denormal in a thousand layers, which makes arithmetic slow.
+        nn.init.orthogonal_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def _linear(width: int) -> nn.Linear:
+    linear = nn.Linear(width, width)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    return linear
+
+
+class WideMLP(Workload):
+    """Few large gradients, all in every step: nothing to save but waiting."""
+
+    name = "mlp"
+    title = "wide MLP, 8 x Linear(1024, 1024)"
+    target = Target("torch", 1.0, 2)
+
+    def build(self) -> nn.Module:
+        """Eight layers."""
+        return nn.Sequential(*[layer for _ in range(8) for layer in (_linear(1024), nn.ReLU())])
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """64 samples."""
+        return torch.randn(64, 1024, generator=generator)
+
+
+class SmallParameters(Workload):
+    """Gradients so small that handling them costs more than sending them."""
+
+    name = "small"
+    title = "400 small parameters, 200 x Linear(64, 64)"
+    steps = 8
+    target = Target("torch", 0.95, 2)
+
+    def build(self) -> nn.Module:
+        """Two hundred layers."""
+        return _chain(64, 200)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """16 samples."""
+        return torch.randn(16, 64, generator=generator)
+
+
+class TinyParameters(Workload):
+    """One rank alone: what is left is the wrapper's own time for each parameter."""
+
+    name = "tiny"
+    title = "2000 tiny parameters, 1000 x Linear(8, 8), one rank"
+    world_size = 1
+    reference = "bare"
+    target = Target("bare", 1.2, 1)
+
+    def build(self) -> nn.Module:
+        """A thousand layers."""
+        return _chain(8, 1000)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """8 samples."""
+        return torch.randn(8, 8, generator=generator)
+
+
+class _Branches(nn.Module):
+    """Layers of several branches each; one branch of each layer is used at a time."""
+
+    def __init__(self, layers: int, branches: int, width: int) -> None:
+        super().__init__()
+        self._count = branches
+        self.branches = nn.ModuleList(_linear(width) for _ in range(layers * branches))
+
+    def forward(self, x: Tensor, choices: tuple[int, ...]) -> Tensor:
+        for layer, choice in enumerate(choices):
+            x = functional.relu(self.branches[layer * self._count + choice](x))
+        return x
+
+
+class _Supernet(Workload):
+    """One random branch of each layer in every step."""
+
+    layers: ClassVar[int] = 8
+    branches: ClassVar[int] = 4
+    steps = 8
+    is_dynamic = True
+
+    def build(self) -> nn.Module:
+        return _Branches(self.layers, self.branches, 512)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(32, 512, generator=generator)
+
+    def route(self, seed: int, step: int, rank: int) -> tuple[object, ...]:
+        chooser = random.Random(f"{seed} {step}")
+        orders = [chooser.sample(range(self.branches), self.branches) for _ in range(self.layers)]
+        return (tuple(order[self._place(rank)] for order in orders),)
+
+    @abstractmethod
+    def _place(self, rank: int) -> int:
+        """Where in a random order of the branches the one of ``rank`` stands."""
+
+
+class SupernetCommon(_Supernet):
+    """The same branches on all ranks: three quarters of the gradients do not exist."""
+
+    name = "supernet-common"
+    title = "supernet, 1 of 4 Linear(512, 512) in each of 8 layers, the same on all ranks"
+    target = Target("torch", 0.5, 2)
+
+    def _place(self, rank: int) -> int:
+        return 0
+
+
+class SupernetOwn(_Supernet):
+    """Other branches on each rank (of up to four): a gradient that exists, exists on one rank only."""
+
+    name = "supernet-own"
+    title = "supernet, 1 of 4 Linear(512, 512) in each of 8 layers, another on each rank"
+    target = Target("torch", 0.8, 2)
+
+    def _place(self, rank: int) -> int:
+        return rank % self.branches
+
+
+class _TokenModel(nn.Module):
+    """An embedding, an encoder and a head."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return scores
+
+
+class Transformer(Workload):
+    """Gradients of all sizes, and the largest one, of the embedding, last of all."""
+
+    name = "transformer"
+    title = "transformer encoder, 4 layers of width 256, 4096 tokens"
+
+    def build(self) -> nn.Module:
+        """Embedding, encoder, head."""
+        return _TokenModel(4096, 256, 4)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """Four sequences of 32 random tokens."""
+        return torch.randint(4096, (4, 32), generator=generator)
+
+    def loss(self, output: Tensor, batch: Tensor) -> Tensor:
+        """Cross-entropy of each token given all of them."""
+        return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    WideMLP(),
+    SmallParameters(),
+    SupernetCommon(),
+    SupernetOwn(),
+    Transformer(),
+    TinyParameters(),
+)
+"""All of them; the one for a single rank last, since it needs processes of its own."""

@@ -1,0 +1,151 @@
+"""What ``bench step`` found out about one model: the numbers of all ranks brought together. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Traffic
+
+if TYPE_CHECKING:
+    from ppe_ddp.cli.bench_measure import RankResult
+    from ppe_ddp.cli.bench_models import Workload
+
+__all__ = ["ContestantResult", "ModelResult", "Spread", "combine"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it.
+
+    Attributes:
+        median: Half of the values are below.
+        lower: A quarter of the values are below.
+        upper: A quarter of the values are above.
+    """
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """That of ``values``, of which there is at least one."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, lower, upper)
+
+
+@dataclass(frozen=True)
+class ContestantResult:
+    """One contestant on one model.
+
+    Attributes:
+        name: The contestant.
+        skipped: Why it did not take part; None if it did, and all else is None if it did not.
+        milliseconds: Of one step.
+        ratio: Of its step time and the reference's, each time within one repetition.
+        traffic: What one rank sent in one step.
+        steps_ms: Of one step, a number for each repetition.
+    """
+
+    name: str
+    skipped: str | None = None
+    milliseconds: Spread | None = None
+    ratio: Spread | None = None
+    traffic: Traffic | None = None
+    steps_ms: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """All contestants on one model.
+
+    Attributes:
+        name: The model.
+        title: What it is.
+        world_size: On how many ranks.
+        block_steps: How many steps were timed at a time.
+        parameters: How many parameters it has.
+        parameter_nbytes: Their bytes.
+        existing_nbytes: Bytes of the gradients that some rank's own backward made in one step.
+        reference: Whom ratios compare with.
+        at_most: The largest ratio that ppe_ddp should have; None where nothing is promised.
+        met: Whether it has; None where nothing is promised.
+        contestants: Their results.
+    """
+
+    name: str
+    title: str
+    world_size: int
+    block_steps: int
+    parameters: int
+    parameter_nbytes: int
+    existing_nbytes: int
+    reference: str
+    at_most: float | None
+    met: bool | None
+    contestants: tuple[ContestantResult, ...]
+
+    @property
+    def ours(self) -> ContestantResult:
+        """That of ppe_ddp."""
+        return next(result for result in self.contestants if result.name == Ours.name)
+
+
+def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -> ModelResult:
+    """Brings together what the ranks measured.
+
+    A block took as long as it took the slowest rank. What was sent is rank 0's, and nothing where there is
+    no other rank.
+
+    Args:
+        workload: What was measured.
+        block_steps: How many steps a block had.
+        ranks: What each rank measured.
+    """
+    first = ranks[0]
+    seconds = {
+        name: [max(blocks) for blocks in zip(*(rank.seconds[name] for rank in ranks), strict=True)]
+        for name in first.seconds
+    }
+    base = seconds[workload.reference]
+    contestants = tuple(
+        ContestantResult(kind.name, first.skipped[kind.name])
+        if kind.name in first.skipped
+        else _result(kind.name, seconds[kind.name], base, first.traffic[kind.name], len(ranks))
+        for kind in CONTESTANTS
+    )
+    present = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
+    target = workload.target
+    at_most = target.at_most if target is not None and target.world_size == len(ranks) else None
+    ratio = next(result.ratio for result in contestants if result.name == Ours.name)
+    return ModelResult(
+        name=workload.name,
+        title=workload.title,
+        world_size=len(ranks),
+        block_steps=block_steps,
+        parameters=len(first.nbytes),
+        parameter_nbytes=sum(first.nbytes),
+        existing_nbytes=sum(n for n, here in zip(first.nbytes, present, strict=True) if here),
+        reference=workload.reference,
+        at_most=at_most,
+        met=None if at_most is None or ratio is None else ratio.median <= at_most,
+        contestants=contestants,
+    )
+
+
+def _result(
+    name: str, seconds: Sequence[float], base: Sequence[float], traffic: Traffic, world_size: int
+) -> ContestantResult:
+    steps_ms = tuple(1e3 * value for value in seconds)
+    return ContestantResult(
+        name,
+        milliseconds=Spread.of(steps_ms),
+        ratio=Spread.of([value / other for value, other in zip(seconds, base, strict=True)]),
+        traffic=traffic if world_size > 1 else Traffic(),
+        steps_ms=steps_ms,
+    )

@@ -1,0 +1,201 @@
+"""What one backward says to the other ranks: mask, buckets, vote, and if need be the buckets of a second round.
+
+The :class:`~ppe_ddp.engine.reducer.Reducer` decides when; this is what. Every rank comes through the same calls
+in the same order, whatever its own graph does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import or_
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.agreement import Consensus
+from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.broadcasting import broadcast_all
+from ppe_ddp.engine.gradients import Gradients
+from ppe_ddp.engine.round import Round
+from ppe_ddp.errors import PeerAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.engine.arena import Segment
+    from ppe_ddp.engine.backward import Backward
+    from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.layout import Packing, Plan
+    from ppe_ddp.engine.presence import Exchange
+    from ppe_ddp.engine.round import Take
+    from ppe_ddp.engine.sender import Sender
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a wrapper synchronizes; the same on every rank.
+
+    Attributes:
+        negotiate: Ranks may have different gradients. Without it, a difference is an error.
+        overlap: Communicate while backward runs. Without it, all of it comes after.
+        views: ``.grad`` may be a view of the arena: no copy back, but a kept ``.grad`` is overwritten.
+        broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
+        ranges: Mark launches for torch's profiler, at a few microseconds each.
+    """
+
+    negotiate: bool = True
+    overlap: bool = True
+    views: bool = False
+    broadcast_buffers: BroadcastFunction | None = None
+    ranges: bool = False
+
+
+class Communication:
+    """Carries the gradients of one census from rank to rank.
+
+    Args:
+        groups: Where to communicate.
+        sender: How to reduce a bucket.
+        packing: How to pack buckets.
+        policy: How to synchronize.
+    """
+
+    def __init__(self, groups: Groups, sender: Sender, packing: Packing, policy: Policy) -> None:
+        self._groups = groups
+        self._policy = policy
+        self.sender = sender
+        self.consensus = Consensus(
+            groups, packing, negotiate=policy.negotiate, with_buffers=policy.broadcast_buffers is not None
+        )
+        self.scale_by_active = False
+        """Whether to divide by the ranks that take part instead of by all."""
+
+    def arm(self, census: Census) -> None:
+        """Carry the gradients of ``census`` from now on."""
+        self._census = census
+        self._nothing = bytes(len(census.parameters))
+        self.gradients = Gradients(census, views=self._policy.views)
+        self.consensus.arm(census)
+
+    def ask(self, backward: Backward) -> None:
+        """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already."""
+        reached = backward.waiting or self._nothing
+        local = self._nothing if backward.silent else self.gradients.existing(reached)
+        backward.recorder.local = local
+        backward.exchange = self.consensus.ask(local, not backward.silent)
+        backward.phase = Phase.NEGOTIATING
+
+    def open_round(self, backward: Backward) -> Round:
+        """Take the agreed mask, waiting for it if need be, and make the round that sends what is in it."""
+        assert backward.exchange is not None
+        recorder = backward.recorder
+        answer = self.consensus.answer(backward.exchange, recorder.local)
+        recorder.control_nbytes += backward.exchange.nbytes
+        recorder.agreed = answer.mask
+        recorder.agreed_at = perf_counter_ns()
+        backward.active = sum(answer.extra)
+        backward.phase = Phase.LAUNCHING
+
+        def take(indices: Sequence[int]) -> list[Tensor | None]:
+            return [None] * len(indices) if backward.silent else self.gradients.take(indices)
+
+        plan = self.consensus.planner.plan(answer.mask)
+        backward.round = self._round(backward, plan, self.gradients.segments(plan), take)
+        return backward.round
+
+    def complete(self, backward: Backward) -> None:
+        """Launch what is left, wait for everything, and hand the averages over."""
+        if self.sender.idle:
+            backward.averaged = backward.recorder.agreed = backward.recorder.local
+            return
+        round_ = backward.round or self.open_round(backward)
+        round_.launch_all()
+        backward.phase = Phase.FINISHING
+        late = self._late(backward)
+        vote = self._vote(late, aborted=backward.aborted)
+        self._land(backward, round_)
+        outcome = self.consensus.answer(vote, b"")
+        backward.recorder.control_nbytes += vote.nbytes
+        backward.averaged = backward.recorder.agreed
+        if any(outcome.mask):
+            self._repair(backward, outcome.mask, late)
+            backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
+        arrivals = [] if backward.silent else backward.arrivals
+        backward.recorder.control_nbytes += self.consensus.learn_order(arrivals, backward.recorder.agreed)
+        if self._policy.broadcast_buffers is not None:
+            broadcast_all(self._policy.broadcast_buffers, self._census.buffers().values(), self._groups)
+        if not backward.aborted:
+            self._raise_for_peers([rank for rank, gave_up in enumerate(outcome.extra) if gave_up])
+
+    def put_back(self, backward: Backward) -> None:
+        """Give this rank's gradients back to parameters that have none, when the communication has failed."""
+        if backward.round is not None:
+            self.gradients.put_back(backward.round.abandon())
+
+    def _round(
+        self,
+        backward: Backward,
+        plan: Plan,
+        segments: list[Segment | None],
+        take: Take,
+        *,
+        repair: bool = False,
+    ) -> Round:
+        round_ = Round(
+            plan,
+            segments,
+            waiting=self._nothing if repair else backward.waiting or self._nothing,
+            take=take,
+            sender=self.sender,
+            specs=self._census.specs,
+            parameters=self._census.parameters,
+            # the memory of a second round is its own, and may go to .grad as it is
+            views=self._policy.views or repair,
+            repair=repair,
+            ranges=self._policy.ranges,
+        )
+        backward.recorder.rounds.append(round_.record)
+        return round_
+
+    def _late(self, backward: Backward) -> dict[int, Tensor]:
+        """Gradients that landed after their bucket had left, or that no rank expected; taken out of ``.grad``."""
+        if backward.silent:
+            return {}
+        found = zip(backward.surprises, self.gradients.take(backward.surprises), strict=True)
+        return {i: gradient for i, gradient in found if gradient is not None}
+
+    def _vote(self, late: dict[int, Tensor], *, aborted: bool) -> Exchange:
+        """Ask all ranks, beside the last bucket, what came late and who gave up."""
+        mask = bytearray(self._nothing)
+        for i in late:
+            mask[i] = 1
+        return self.consensus.ask(mask, aborted)
+
+    def _land(self, backward: Backward, round_: Round) -> None:
+        world_size = self._groups.world_size
+        scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
+        for indices, gradients in round_.land(self._groups):
+            if not backward.silent:
+                self.gradients.hand_over(indices, gradients, scale)
+
+    def _repair(self, backward: Backward, agreed: bytes, late: dict[int, Tensor]) -> None:
+        """Average what came late, in a second round, and add it: averaging is linear."""
+
+        def take(indices: Sequence[int]) -> list[Tensor | None]:
+            return [late.pop(i, None) for i in indices]
+
+        plan = self.consensus.planner.plan(agreed)
+        second = self._round(backward, plan, self.gradients.spare_segments(plan), take, repair=True)
+        second.launch_all()
+        self._land(backward, second)
+
+    def _raise_for_peers(self, aborted: list[int]) -> None:
+        if aborted:
+            raise PeerAbortedError(
+                f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, aborted))} raised an error, so "
+                "the gradients of this step lack its share; zero them and go on with the next step, or look at that "
+                "rank's traceback"
+            )

@@ -1,0 +1,88 @@
+"""The ``.grad`` of the parameters: what is there, taken out for a flight, handed back averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.arena import Arena
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.engine.arena import Segment
+    from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.layout import Plan
+
+
+class Gradients:
+    """Owns the arena and all access to ``.grad``.
+
+    Args:
+        census: The parameters.
+        views: Whether a ``.grad`` may be a view of the arena.
+    """
+
+    def __init__(self, census: Census, *, views: bool) -> None:
+        self._parameters: Sequence[nn.Parameter] = census.parameters
+        self._specs = census.specs
+        self._views = views
+        self._arena = Arena(census.specs)
+        self._laid: Plan | None = None
+        self._handed: list[tuple[nn.Parameter, Tensor]] = []
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes held beside the gradients."""
+        return self._arena.nbytes
+
+    def existing(self, reached: Iterable[int]) -> bytes:
+        """One byte a parameter: whether it is in ``reached``, or has a gradient already."""
+        return bytes(
+            [here or parameter.grad is not None for here, parameter in zip(reached, self._parameters, strict=True)]
+        )
+
+    def take(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """Take gradients out of ``.grad``, which is None from then on; None where there is none."""
+        parameters = self._parameters
+        taken: list[Tensor | None] = []
+        for i in indices:
+            parameter = parameters[i]
+            gradient = parameter.grad
+            if gradient is not None:
+                parameter.grad = None
+                if gradient.is_sparse and not self._specs[i].sparse:
+                    gradient = gradient.to_dense()
+            taken.append(gradient)
+        return taken
+
+    def segments(self, plan: Plan) -> list[Segment | None]:
+        """Memory for the buckets of ``plan`` in which no gradient lies that a parameter still has."""
+        if plan is not self._laid and any(parameter.grad is slot for parameter, slot in self._handed):
+            self._arena.renew()
+        self._laid = plan
+        self._handed.clear()
+        return self._arena.segments(plan)
+
+    def spare_segments(self, plan: Plan) -> list[Segment | None]:
+        """Memory for a second round, beside the first one's."""
+        return Arena(self._specs).segments(plan)
+
+    def hand_over(self, indices: Sequence[int], gradients: list[Tensor], scale: float = 1.0) -> None:
+        """Give averaged gradients to their parameters; add them where there is one already."""
+        parameters = self._parameters
+        if scale != 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale)
+        for i, gradient in zip(indices, gradients, strict=True):
+            parameter = parameters[i]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if self._views:
+            self._handed.extend((parameters[i], gradient) for i, gradient in zip(indices, gradients, strict=True))
+
+    def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
+        """Give gradients back to parameters that have none."""
+        for i, gradient in gradients:
+            if self._parameters[i].grad is None:
+                self._parameters[i].grad = gradient

@@ -1,0 +1,282 @@
+"""Random modules whose graphs differ on every rank and change at every step, made from a description.
+
+    Recipe  --build()-->  RandomModule        the same parameters on every rank
+    Recipe  --path()--->  Path                what one forward of one rank does: branches, exit, heads
+    Recipe  --batch()-->  a tensor            what it does it to
+
+A description is frozen and can be pickled, so ranks are sent a few numbers and make the module themselves; and
+every rank can also make the inputs and paths of all the others, which is how it knows what the mean must be.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["Kind", "Layer", "Path", "RandomModule", "Recipe", "Record"]
+
+_ROWS = 2
+_WIDTHS = (3, 8)
+
+
+class Kind(enum.Enum):
+    """What a layer does with its input. A *choice* is a number that each forward of each rank draws anew."""
+
+    LINEAR = "a linear map, always"
+    BRANCHES = "the choice's linear map of several"
+    SKIPPED = "a linear map or nothing (stochastic depth)"
+    SHARED = "the linear map of an earlier layer, once more"
+    CHECKPOINTED = "a linear map in a checkpoint"
+    REENTRANT = "a linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand"
+    DETACHED = "cuts the graph, or not: earlier parameters get no gradient"
+    FROZEN = "a linear map that is not trained"
+    UNUSED = "parameters that no path reaches"
+    EMPTY = "a parameter without elements"
+    SCALAR = "a parameter without dimensions"
+    TRANSPOSED = "a linear map whose weight is not row-major"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a random module.
+
+    Attributes:
+        kind: What it does.
+        dtype: Of its parameters; activations are float32 between layers.
+    """
+
+    kind: Kind
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Path:
+    """What one forward does.
+
+    Attributes:
+        choices: A number a layer, for those that have a choice.
+        depth: How many layers run before the heads (early exit).
+        heads: Which heads give an output; at least one.
+    """
+
+    choices: tuple[int, ...]
+    depth: int
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One of the structures in which a module gives its outputs."""
+
+    heads: list[Tensor | None]
+    depth: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The description of a random module and of the data it gets.
+
+    Attributes:
+        seed: Decides weights, inputs and paths.
+        layers: In the order of forward.
+        width: Features between layers.
+        heads: Outputs there can be; a path gives some of them, and None for the others.
+        early_exit: Whether a path may stop before the last layer.
+        common_path: Whether all ranks take the same path in a step, and so have the same gradients.
+        container: How outputs are given: 0 a tuple, 1 a dict, 2 a :class:`Record`.
+    """
+
+    seed: int
+    layers: tuple[Layer, ...]
+    width: int = 3
+    heads: int = 1
+    early_exit: bool = False
+    common_path: bool = False
+    container: int = 0
+
+    @classmethod
+    def random(
+        cls,
+        seed: int,
+        *,
+        dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
+        kinds: Sequence[Kind] = tuple(Kind),
+        common_path: bool = False,
+    ) -> Recipe:
+        """Draw a description.
+
+        Args:
+            seed: The same seed gives the same description, in every process.
+            dtypes: Of parameters.
+            kinds: Of layers.
+            common_path: See the attribute.
+        """
+        draw = random.Random(f"recipe {seed}")
+        layers = [Layer(draw.choice(kinds), draw.choice(dtypes)) for _ in range(draw.randint(3, 8))]
+        return cls(
+            seed,
+            tuple(layers),
+            width=draw.choice(_WIDTHS),
+            heads=draw.randint(1, 3),
+            early_exit=draw.random() < 0.5,
+            common_path=common_path,
+            container=draw.randrange(3),
+        )
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of the parameters."""
+        return frozenset({layer.dtype for layer in self.layers} | {self.head_dtype})
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """The dtype of the heads' parameters: that of the last layer."""
+        return self.layers[-1].dtype if self.layers else torch.float32
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether backward may start another one inside, which rules out ``autograd.grad`` and ``inputs=``."""
+        return any(layer.kind is Kind.REENTRANT for layer in self.layers)
+
+    def build(self, device: torch.device | str = "cpu") -> RandomModule:
+        """The module; the same parameters and buffers at every call, and on every rank."""
+        return RandomModule(self).to(device)
+
+    def path(self, step: int, rank: int, forward: int = 0) -> Path:
+        """What ``rank`` does in its ``forward``-th forward of ``step``."""
+        draw = self._draw("path", step, 0 if self.common_path else rank, forward)
+        count = len(self.layers)
+        return Path(
+            tuple(draw.randrange(6) for _ in range(count)),
+            draw.randint(0, count) if self.early_exit else count,
+            tuple(sorted(draw.sample(range(self.heads), draw.randint(1, self.heads)))),
+        )
+
+    def batch(self, step: int, rank: int, forward: int = 0) -> Tensor:
+        """What ``rank`` does it to: a float32 CPU tensor of shape (2, width) that requires grad."""
+        generator = torch.Generator().manual_seed(self._draw("batch", step, rank, forward).getrandbits(60))
+        return torch.randn(_ROWS, self.width, generator=generator).requires_grad_()
+
+    def _draw(self, *names: object) -> random.Random:
+        # A string seeds by its hash, which is the same in every process, unlike hash().
+        return random.Random(" ".join(map(str, (*names, self.seed))))
+
+
+class _Affine(nn.Module):
+    """A linear map of float32 activations, computed in the dtype of its parameters."""
+
+    def __init__(self, width: int, layer: Layer, generator: torch.Generator) -> None:
+        super().__init__()
+        shape = (width, width)
+        weight = torch.randn(shape, generator=generator, dtype=torch.float64) / width**0.5
+        if layer.dtype.is_complex:
+            weight = torch.complex(weight, torch.randn(shape, generator=generator, dtype=torch.float64))
+        weight = weight.to(layer.dtype)
+        if layer.kind is Kind.TRANSPOSED:
+            weight = weight.t()
+        trains = layer.kind is not Kind.FROZEN
+        self.weight = nn.Parameter(weight, requires_grad=trains)
+        self.bias = nn.Parameter(torch.zeros(width, dtype=layer.dtype), requires_grad=trains)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (rows, width) to (rows, width)."""
+        result = hidden.to(self.weight.dtype) @ self.weight + self.bias
+        if result.is_complex():
+            result = torch.view_as_real(result).sum(-1)
+        return torch.tanh(result.float())
+
+
+class _Layer(nn.Module):
+    """A layer that is made from its description; ``shared`` is the linear map of an earlier one."""
+
+    def __init__(self, layer: Layer, width: int, generator: torch.Generator, shared: _Affine | None) -> None:
+        super().__init__()
+        self.kind = layer.kind
+        self.maps = nn.ModuleList()
+        self.extra: nn.Parameter | None = None
+        if layer.kind is Kind.EMPTY:
+            self.extra = nn.Parameter(torch.zeros((0, width), dtype=layer.dtype))
+        elif layer.kind is Kind.SCALAR:
+            self.extra = nn.Parameter(torch.ones((), dtype=layer.dtype))
+        elif layer.kind is Kind.SHARED and shared is not None:
+            self.maps.append(shared)
+        elif layer.kind is not Kind.DETACHED:
+            count = 3 if layer.kind is Kind.BRANCHES else 1
+            self.maps.extend(_Affine(width, layer, generator) for _ in range(count))
+
+    def forward(self, hidden: Tensor, choice: int) -> Tensor:
+        """Map (rows, width) to (rows, width) in the way of ``choice``."""
+        kind = self.kind
+        if kind is Kind.DETACHED:
+            return hidden.detach() if choice % 2 else hidden
+        if kind is Kind.UNUSED or (kind is Kind.SKIPPED and choice % 2):
+            return hidden
+        if self.extra is not None:
+            term = self.extra.sum(0).real.float()
+            return hidden + term if kind is Kind.EMPTY else hidden * term
+        affine = self.maps[choice % len(self.maps)]
+        if kind in (Kind.CHECKPOINTED, Kind.REENTRANT):
+            # A reentrant checkpoint whose input needs no gradient computes none at all.
+            hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+            return checkpoint(affine, hidden, use_reentrant=kind is Kind.REENTRANT)  # type: ignore[no-any-return]
+        return affine(hidden)  # type: ignore[no-any-return]
+
+
+class RandomModule(nn.Module):
+    """The module that a :class:`Recipe` describes, with two buffers that follow this rank's inputs."""
+
+    seen: Tensor
+    running: Tensor
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        generator = torch.Generator().manual_seed(recipe.seed)
+        shared: _Affine | None = None
+        self.layers = nn.ModuleList()
+        for description in recipe.layers:
+            layer = _Layer(description, recipe.width, generator, shared)
+            if shared is None and description.kind is Kind.LINEAR:
+                first = layer.maps[0]
+                assert isinstance(first, _Affine)
+                shared = first
+            self.layers.append(layer)
+        head = Layer(Kind.LINEAR, recipe.head_dtype)
+        self.heads = nn.ModuleList(_Affine(recipe.width, head, generator) for _ in range(recipe.heads))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("running", torch.zeros(recipe.width))
+
+    def forward(self, batch: Tensor, path: Path) -> Any:  # noqa: ANN401 - one of three structures
+        """Run ``path`` on ``batch``, of shape (rows, width); heads that the path leaves out are None."""
+        with torch.no_grad():
+            self.seen += 1
+            self.running.lerp_(batch.detach().mean(0), 0.25)
+        hidden = batch
+        for layer, choice in zip(list(self.layers)[: path.depth], path.choices, strict=False):
+            hidden = layer(hidden, choice)
+        outputs = [head(hidden) if k in path.heads else None for k, head in enumerate(self.heads)]
+        if self.recipe.container == 1:
+            return {f"head{k}": output for k, output in enumerate(outputs)}
+        if self.recipe.container == 2:
+            return Record(outputs, path.depth)
+        return tuple(outputs)
+
+
+def losses(outputs: Any) -> list[Tensor]:  # noqa: ANN401 - what RandomModule.forward gives
+    """A scalar loss for each output that there is."""
+    if isinstance(outputs, Record):
+        outputs = outputs.heads
+    elif isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    return [(output + 0.5).square().mean() for output in outputs if output is not None]

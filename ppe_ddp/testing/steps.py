@@ -1,0 +1,325 @@
+"""Training steps that a wrapper must get right, and what one process says that they must come to.
+
+A step is a generator that stops after each synchronized backward. A rank runs one, with the wrapper; the
+:class:`Reference` runs those of all ranks side by side on copies of the module and averages where they stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ppe_ddp.testing.models import losses
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ppe_ddp.testing.models import Recipe
+
+__all__ = ["Expectation", "Reference", "Step", "StepKind", "Zeroing", "perform"]
+
+
+class StepKind(enum.Enum):
+    """What one step does."""
+
+    ONE_BACKWARD = "one forward, one backward"
+    MICRO_BATCHES = "two backwards in no_sync(), then one that synchronizes all three"
+    TWO_BACKWARDS = "two forwards, each with a backward"
+    TWO_LOSSES = "one forward with two losses, each with a backward"
+    RETAINED_GRAPH = "the same graph backwards twice"
+    TWO_FORWARDS = "two forwards, one backward"
+    ABSENT = "one rank has no backward and calls finish_grad_sync()"
+    ABSENT_WITH_MICRO_BATCH = "one rank has no backward but a gradient from no_sync(), and starts early"
+    LOOK = "one rank alone calls autograd.grad before the backward"
+    SOME_INPUTS = "backward(inputs=...) for the last parameters only"
+
+
+class Zeroing(enum.Enum):
+    """What happens to gradients before a step."""
+
+    TO_NONE = "zero_grad(set_to_none=True)"
+    TO_ZERO = "zero_grad(set_to_none=False)"
+    NOTHING = "they stay and are added to"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        kind: What it does.
+        zeroing: What happens to gradients before it.
+        updates: Whether the parameters are changed after it, by plain gradient descent.
+    """
+
+    kind: StepKind = StepKind.ONE_BACKWARD
+    zeroing: Zeroing = Zeroing.TO_NONE
+    updates: bool = True
+
+
+class Subject(Protocol):
+    """What a step is done with: the wrapper, or a copy of the module that has nobody to talk to."""
+
+    def __call__(self, *args: Any) -> Any: ...  # noqa: ANN401, D102
+    def no_sync(self) -> AbstractContextManager[None]: ...  # noqa: D102
+    def start_grad_sync(self) -> None: ...  # noqa: D102
+    def finish_grad_sync(self) -> None: ...  # noqa: D102
+    def parameters(self) -> Iterator[nn.Parameter]: ...  # noqa: D102
+    def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class _Actor:
+    """One rank in one step."""
+
+    subject: Subject
+    recipe: Recipe
+    number: int
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether this is the rank that does something else, another one in every step."""
+        return (self.number + self.recipe.seed) % self.world_size == self.rank
+
+    def batch(self, forward: int) -> Tensor:
+        return self.recipe.batch(self.number, self.rank, forward).detach().to(self.device).requires_grad_()
+
+    def losses(self, forward: int = 0, batch: Tensor | None = None) -> list[Tensor]:
+        batch = self.batch(forward) if batch is None else batch
+        return losses(self.subject(batch, self.recipe.path(self.number, self.rank, forward)))
+
+    def loss(self, forward: int = 0, batch: Tensor | None = None) -> Tensor:
+        return torch.stack(self.losses(forward, batch)).sum()
+
+
+def perform(
+    step: Step,
+    subject: Subject,
+    recipe: Recipe,
+    number: int,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device | str = "cpu",
+) -> Iterator[None]:
+    """Do ``step`` as ``rank``, stopping after each synchronized backward.
+
+    Args:
+        step: What to do.
+        subject: What to do it with. A wrapper needs all ranks to do the same step together.
+        recipe: The description of the module inside.
+        number: The number of the step, which decides inputs and paths.
+        rank: Whose inputs and paths.
+        world_size: How many ranks there are.
+        device: Where the module is.
+    """
+    if step.zeroing is not Zeroing.NOTHING:
+        subject.zero_grad(set_to_none=step.zeroing is Zeroing.TO_NONE)
+    actor = _Actor(subject, recipe, number, rank, world_size, torch.device(device))
+    kind = step.kind
+    if recipe.is_reentrant and kind in (StepKind.LOOK, StepKind.SOME_INPUTS):
+        kind = StepKind.ONE_BACKWARD  # torch refuses both with reentrant checkpoints
+    return _body(kind)(actor)
+
+
+def _body(kind: StepKind) -> Callable[[_Actor], Iterator[None]]:
+    return {
+        StepKind.ONE_BACKWARD: _one_backward,
+        StepKind.MICRO_BATCHES: _micro_batches,
+        StepKind.TWO_BACKWARDS: _two_backwards,
+        StepKind.TWO_LOSSES: _two_losses,
+        StepKind.RETAINED_GRAPH: _retained_graph,
+        StepKind.TWO_FORWARDS: _two_forwards,
+        StepKind.ABSENT: _absent,
+        StepKind.ABSENT_WITH_MICRO_BATCH: _absent_with_micro_batch,
+        StepKind.LOOK: _look,
+        StepKind.SOME_INPUTS: _some_inputs,
+    }[kind]
+
+
+def _one_backward(actor: _Actor) -> Iterator[None]:
+    actor.loss().backward()
+    yield
+
+
+def _micro_batches(actor: _Actor) -> Iterator[None]:
+    with actor.subject.no_sync():
+        for forward in (0, 1):
+            actor.loss(forward).backward()
+    actor.loss(2).backward()
+    yield
+
+
+def _two_backwards(actor: _Actor) -> Iterator[None]:
+    for forward in (0, 1):
+        actor.loss(forward).backward()
+        yield
+
+
+def _two_losses(actor: _Actor) -> Iterator[None]:
+    first, *others = actor.losses()
+    first.backward(retain_graph=True)
+    yield
+    (torch.stack(others).sum() if others else first * 0.5).backward()
+    yield
+
+
+def _retained_graph(actor: _Actor) -> Iterator[None]:
+    loss = actor.loss()
+    for retain in (True, False):
+        loss.backward(retain_graph=retain)
+        yield
+
+
+def _two_forwards(actor: _Actor) -> Iterator[None]:
+    (actor.loss(0) + 2 * actor.loss(1)).backward()
+    yield
+
+
+def _absent(actor: _Actor) -> Iterator[None]:
+    if actor.is_chosen:
+        actor.subject.finish_grad_sync()
+    else:
+        actor.loss().backward()
+    yield
+
+
+def _absent_with_micro_batch(actor: _Actor) -> Iterator[None]:
+    with actor.subject.no_sync():
+        actor.loss(0).backward()
+    if actor.is_chosen:
+        actor.subject.start_grad_sync()
+        actor.subject.finish_grad_sync()
+    else:
+        actor.loss(1).backward()
+    yield
+
+
+def _look(actor: _Actor) -> Iterator[None]:
+    if actor.is_chosen:
+        batch = actor.batch(1)
+        torch.autograd.grad(actor.loss(1, batch), batch, allow_unused=True)
+    actor.loss().backward()
+    yield
+
+
+def _some_inputs(actor: _Actor) -> Iterator[None]:
+    loss = actor.loss()
+    trained = [parameter for parameter in actor.subject.parameters() if parameter.requires_grad]
+    # The heads come last, so that there is something to reach on every path.
+    loss.backward(inputs=trained[-2 * actor.recipe.heads - 1 :])
+    yield
+
+
+class _Alone:
+    """A copy of a module as the subject of steps: nothing to synchronize with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters = module.parameters
+        self.zero_grad = module.zero_grad
+
+    def __call__(self, *args: Any) -> Any:  # noqa: ANN401
+        return self.module(*args)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def start_grad_sync(self) -> None:
+        pass
+
+    def finish_grad_sync(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What must be there after a synchronized backward.
+
+    Attributes:
+        means: The mean gradient by name, in the widest dtype; None where no rank has one.
+        scales: By name, the largest magnitude in that gradient on any rank: the measure for rounding.
+        present: For each rank, the names of the gradients that it has before they are averaged.
+        buffers: The buffers of rank 0.
+    """
+
+    means: dict[str, Tensor | None]
+    scales: dict[str, float]
+    present: tuple[frozenset[str], ...]
+    buffers: dict[str, Tensor]
+
+    @property
+    def union(self) -> frozenset[str]:
+        """The names of the gradients that exist on any rank."""
+        return frozenset().union(*self.present)
+
+
+class Reference:
+    """All ranks in one process: a copy of the module for each, averaged by hand.
+
+    Args:
+        module: The module as it is now, with its gradients; it is not changed, and must be in the same state
+            on all ranks.
+        world_size: How many ranks to be.
+    """
+
+    def __init__(self, module: nn.Module, world_size: int) -> None:
+        self._copies = [_copied(module) for _ in range(world_size)]
+
+    def expectations(
+        self, step: Step, recipe: Recipe, number: int, device: torch.device | str = "cpu"
+    ) -> Iterator[Expectation]:
+        """Do ``step`` as all ranks; yields after each synchronized backward."""
+        count = len(self._copies)
+        runs = [
+            perform(step, _Alone(twin), recipe, number, rank=rank, world_size=count, device=device)
+            for rank, twin in enumerate(self._copies)
+        ]
+        for _ in zip(*runs, strict=True):
+            yield self._average()
+
+    def _average(self) -> Expectation:
+        means: dict[str, Tensor | None] = {}
+        scales: dict[str, float] = {}
+        tables = [dict(twin.named_parameters()) for twin in self._copies]
+        present = tuple(
+            frozenset(name for name, parameter in table.items() if parameter.grad is not None)
+            for table in tables
+        )
+        for name in tables[0]:
+            parameters = [table[name] for table in tables]
+            gradients = [_wide(p.grad) for p in parameters if p.grad is not None]
+            if not gradients:
+                means[name] = None
+                continue
+            mean = torch.stack(gradients).sum(0) / len(parameters)
+            means[name] = mean
+            scales[name] = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter).copy_(mean)
+        buffers = {name: buffer.clone() for name, buffer in self._copies[0].named_buffers()}
+        for twin in self._copies[1:]:
+            for name, buffer in twin.named_buffers():
+                buffer.copy_(buffers[name])
+        return Expectation(means, scales, present, buffers)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(module)
+    for mine, theirs in zip(twin.parameters(), module.parameters(), strict=True):
+        mine.grad = None if theirs.grad is None else theirs.grad.detach().clone()
+    return twin

@@ -1,0 +1,41 @@
+"""Tests whose body runs on every rank: the decorators that turn such a body into a test."""
+
+import functools
+import importlib
+import inspect
+
+import torch
+import torch.distributed as dist
+
+
+def on_two_ranks(body):
+    """Make a test of `body`, which is called on each of two ranks with the test's parameters."""
+    return _on("two_ranks", body)
+
+
+def on_three_ranks(body):
+    """Make a test of `body`, which is called on each of three ranks with the test's parameters."""
+    return _on("three_ranks", body)
+
+
+def _on(fixture, body):
+    @functools.wraps(body)
+    def test(**arguments):
+        ranks = arguments.pop(fixture)
+        ranks.run(_call, body.__module__, body.__qualname__, arguments, timeout=40)
+
+    own = inspect.signature(body)
+    first = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
+    return test
+
+
+def _call(module, name, arguments):
+    # By name, as pickle would find the test that the decorator has put in the place of its body.
+    test = getattr(importlib.import_module(module), name)
+    torch.manual_seed(dist.get_rank())
+    test.__wrapped__(**arguments)
+    if dist.is_initialized():
+        # Each wrapper makes process groups, which have threads and sockets; the next run gets a fresh world.
+        dist.barrier()
+        dist.destroy_process_group()

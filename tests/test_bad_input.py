@@ -1,0 +1,365 @@
+"""Ranks that disagree, wrong arguments, a wrapper used where it cannot work: clear errors, and no hang."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded
+from ppe_ddp import (
+    CommunicationError,
+    DisagreementError,
+    DistributedDataParallel,
+    PpeDdpError,
+    UnusableError,
+    average,
+)
+from ppe_ddp.testing import Outcome, RankError, Ranks
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+@pytest.fixture(scope="module")
+def impatient_ranks():
+    """Two ranks with a short timeout, for what leaves their group broken."""
+    with Ranks(2, timeout=40, group_timeout=4) as ranks:
+        yield ranks
+
+
+def square(model, rank):
+    model(data(5, 4, rank=rank)).pow(2).sum().backward()
+
+
+def raised_everywhere(error):
+    """`error`'s text, after a look that it is the same on every rank."""
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, (type(error).__name__, str(error)))
+    assert len(set(texts)) == 1, texts
+    return str(error)
+
+
+class Pieces(nn.Module):
+    """Parameters by name, in the order given, and a buffer."""
+
+    def __init__(self, parameters, buffer=2):
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, nn.Parameter(parameter))
+        self.register_buffer("count", torch.zeros(buffer))
+
+    def forward(self, x):
+        return sum((x.mean() * parameter).sum() for parameter in self.parameters())
+
+
+COMMON = {"a": torch.ones(2, 3, 4, 5), "b": torch.ones(3), "c": torch.ones(2)}
+DIFFERENT = {
+    "more": (COMMON | {"d": torch.ones(1)}, {}, "'d' torch.float32"),
+    "fewer": ({"a": COMMON["a"], "b": COMMON["b"]}, {}, "'c' torch.float32"),
+    "names": ({"a": COMMON["a"], "other": COMMON["b"], "c": COMMON["c"]}, {}, "'other'.* where .*'b'"),
+    "order": ({"b": COMMON["b"], "a": COMMON["a"], "c": COMMON["c"]}, {}, "'b'.* where .*'a'"),
+    "shape": (
+        COMMON | {"b": torch.ones(4)},
+        {},
+        r"'b' torch.float32 \(4,\).* where .*'b' torch.float32 \(3,\)",
+    ),
+    "dtype": (COMMON | {"c": torch.ones(2).half()}, {}, "'c' torch.float16.* where .*'c' torch.float32"),
+    "format": (
+        COMMON | {"a": COMMON["a"].to(memory_format=torch.channels_last)},
+        {},
+        r"'a'.* strides \(60, 1, 15, 3\).* where .*'a'.* strides \(60, 20, 5, 1\)",
+    ),
+    "buffer": (COMMON, {"buffer": 3}, r"buffer 'count' torch.float32 \(3,\).* where .*\(2,\)"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+@on_three_ranks
+def test_different_modules_at_wrap(kind):
+    odd = dist.get_rank() == 2
+    parameters, arguments, text = DIFFERENT[kind]
+    pieces = Pieces(parameters if odd else COMMON, **(arguments if odd else {}))
+    with torch.no_grad():
+        for parameter in pieces.parameters():
+            parameter.fill_(dist.get_rank() + 1)
+    with pytest.raises(DisagreementError, match=f"rank 2 differs from rank 0: rank 2 has .*{text}") as caught:
+        DistributedDataParallel(pieces)
+    raised_everywhere(caught.value)
+    assert all((parameter == dist.get_rank() + 1).all() for parameter in pieces.parameters())
+    # All of them can go on with a module that is the same.
+    square(DistributedDataParallel(seeded(mlp, 4, 2)), dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "text"),
+    [
+        (
+            {"bucket_cap_mb": 1},
+            {"bucket_cap_mb": 2},
+            "bucket_cap_mb 2.0 .* where rank 0 has bucket_cap_mb 1.0",
+        ),
+        ({}, {"negotiate_grads": False}, "negotiate_grads False.* where .*negotiate_grads True"),
+        ({}, {"broadcast_buffers": False}, "broadcast_buffers False.* where .*broadcast_buffers True"),
+    ],
+    ids=["bucket_cap_mb", "negotiate_grads", "broadcast_buffers"],
+)
+@on_two_ranks
+def test_different_options_at_wrap(ours, theirs, text):
+    with pytest.raises(DisagreementError, match=text) as caught:
+        DistributedDataParallel(seeded(mlp, 4, 2), **(theirs if dist.get_rank() else ours))
+    raised_everywhere(caught.value)
+
+
+class Casting(nn.Module):
+    """Layers under any names, in any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for part in self.children():
+            x = torch.tanh(part(x.to(part.weight.dtype)))
+        return x.float() * getattr(self, "extra", 1)
+
+
+def add(module):
+    module.extra = nn.Parameter(torch.ones(4))
+
+
+def cast(module):
+    module.two.double()
+
+
+def turn(module):
+    module.one.weight.data = module.one.weight.data.t().contiguous().t()
+
+
+def rename(module):
+    module._modules = {{"two": "other"}.get(name, name): part for name, part in module._modules.items()}
+
+
+def assert_nothing_lost(module, own):
+    """What has landed is still there as it was; an error in the middle of backward keeps the rest away."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, own[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (add, "'extra'"),
+        (cast, "'two.weight' torch.float64"),
+        (turn, r"strides \(1, 4\)"),
+        (rename, "'other."),
+    ],
+)
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_different_modules_after_wrapping(change, text, overlap):
+    rank = dist.get_rank()
+    module = seeded(Casting)
+    wrapper = DistributedDataParallel(module, overlap=overlap)
+    if rank == 1:
+        change(module)
+    own = mean_gradients(module, lambda m, _: square(m, rank), world_size=1)
+    for _ in range(2):
+        wrapper.zero_grad()
+        with pytest.raises(DisagreementError, match=f"rank 1 has .*{text}") as caught:
+            square(wrapper, rank)
+        raised_everywhere(caught.value)
+        assert_nothing_lost(module, own)
+        if not overlap:
+            assert_gradients(module, own)
+    if rank == 0:
+        change(module)
+    wrapper.zero_grad()
+    square(wrapper, rank)
+    assert_gradients(module, mean_gradients(module, square))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x, way):
+        return self.parts[way](x) + self.parts[2](x)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_different_gradients_without_negotiation(overlap):
+    rank = dist.get_rank()
+    module = seeded(Branches)
+
+    def step(model, rank, way=0):
+        model(data(5, 4, rank=rank), way).pow(2).sum().backward()
+
+    wrapper = DistributedDataParallel(module, negotiate_grads=False, overlap=overlap)
+    expected = mean_gradients(module, step)
+    for _ in range(2):
+        wrapper.zero_grad()
+        with pytest.raises(DisagreementError, match=r"'parts\.0\..*negotiate_grads=False") as caught:
+            step(wrapper, rank, way=rank)
+        raised_everywhere(caught.value)
+        assert overlap or module.parts[rank].weight.grad is not None
+        assert module.parts[1 - rank].weight.grad is None
+        wrapper.zero_grad()
+        step(wrapper, rank)
+        assert_gradients(module, expected)
+
+
+@on_two_ranks
+def test_lazy_parameters_are_refused_by_name():
+    module = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'1\.(weight|bias)' is lazy.*run one forward"):
+        DistributedDataParallel(module)
+    module(data(5, 4))
+    square(DistributedDataParallel(module), dist.get_rank())
+
+
+@on_two_ranks
+def test_wrong_arguments():
+    module = seeded(mlp, 4, 2)
+    with pytest.raises(TypeError, match=r"wraps an nn\.Module, not str"):
+        DistributedDataParallel("module")
+    with pytest.raises(TypeError, match=r"broadcast_buffers.*device_ids=\[0\] by its name"):
+        DistributedDataParallel(module, [0])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'; did you mean 'bucket_cap_mb'"):
+        DistributedDataParallel(module, bucket_cap=1)
+    for size in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
+            DistributedDataParallel(module, bucket_cap_mb=size)
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
+        DistributedDataParallel(module, process_group=dist.group.WORLD, device_mesh=mesh)
+    with pytest.raises(ValueError, match="device_mesh must have one dimension, not 2"):
+        DistributedDataParallel(module, device_mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
+    with pytest.raises(ValueError, match="one process a device"):
+        DistributedDataParallel(module, device_ids=[0, 1])
+    wrapper = DistributedDataParallel(module)
+    for arguments in [(), (1,), (None, 1)]:
+        with pytest.raises(TypeError, match=r"hook"):
+            wrapper.register_comm_hook(*arguments)
+    wrapper.register_comm_hook(None, average)
+    with pytest.raises(RuntimeError, match="has one already"):
+        wrapper.register_comm_hook(None, average)
+
+
+@on_two_ranks
+def test_use_after_the_group_was_destroyed():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    square(wrapper, dist.get_rank())
+    x = data(5, 4)
+    loss = wrapper(x).sum()
+    dist.barrier()
+    dist.destroy_process_group()
+    uses = [lambda: wrapper(x), loss.backward, wrapper.start_grad_sync, wrapper.finish_grad_sync]
+    for use in uses:
+        with pytest.raises(UnusableError, match="was destroyed; wrap the module again"):
+            use()
+    wrapper.module(x)
+    with torch.no_grad():
+        wrapper(x)
+
+
+@on_two_ranks
+def test_use_after_a_subgroup_was_destroyed():
+    group = dist.new_group([0, 1])
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2), process_group=group)
+    square(wrapper, dist.get_rank())
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(UnusableError, match="was destroyed"):
+        wrapper(data(5, 4))
+
+
+@on_two_ranks
+def test_use_in_a_forked_child():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    square(wrapper, dist.get_rank())
+    loss = wrapper(data(5, 4)).sum()
+    before = gradients(wrapper.module)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(UnusableError, match="forked"):
+                wrapper(data(5, 4))
+            with pytest.raises(UnusableError, match="forked"):
+                loss.backward()
+            wrapper.module(data(5, 4)).sum()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_gradients(wrapper.module, before)
+    wrapper.zero_grad()
+    square(wrapper, dist.get_rank())
+    assert_gradients(wrapper.module, mean_gradients(wrapper.module, square))
+
+
+def start_on_rank_0_only(way):
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    square(wrapper, dist.get_rank())
+    if dist.get_rank() == 0:
+        if way == "backward":
+            square(wrapper, 0)
+        else:
+            wrapper.finish_grad_sync()
+    elif way == "exit":
+        os._exit(3)
+
+
+@pytest.mark.parametrize("way", ["backward", "finish_grad_sync"])
+def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impatient_ranks, way):
+    with pytest.raises(RankError) as caught:
+        impatient_ranks.run(start_on_rank_0_only, way, timeout=30, grace=10)
+    assert caught.value.ranks == {0: Outcome.RAISED}
+    error = caught.value.exceptions[0]
+    assert isinstance(error, CommunicationError)
+    assert str(error).startswith("rank 0 of 2: waiting for the other ranks to start their backward failed")
+
+
+def rank_1_exits():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    square(wrapper, dist.get_rank())
+    if dist.get_rank() == 1:
+        os._exit(3)
+    square(wrapper, 0)
+
+
+def test_a_rank_that_dies_ends_the_wait_of_the_others(impatient_ranks):
+    with pytest.raises(RankError) as caught:
+        impatient_ranks.run(rank_1_exits, timeout=30, grace=10)
+    assert caught.value.ranks[1] is Outcome.DIED
+    assert isinstance(caught.value.exceptions[0], CommunicationError)
+
+
+def raise_on_rank_0(gradients, group):
+    if dist.get_rank() == 0:
+        raise KeyError("only here")
+    return average(gradients, group)
+
+
+def reduce_with_an_error_on_rank_0():
+    square(DistributedDataParallel(seeded(mlp, 4, 2), reduce_function=raise_on_rank_0), dist.get_rank())
+
+
+def test_a_function_that_raises_on_one_rank_only(impatient_ranks):
+    with pytest.raises(RankError) as caught:
+        impatient_ranks.run(reduce_with_an_error_on_rank_0, timeout=30, grace=10)
+    assert caught.value.ranks == {0: Outcome.RAISED, 1: Outcome.RAISED}
+    assert isinstance(caught.value.exceptions[0], KeyError)
+    assert isinstance(caught.value.exceptions[1], RuntimeError)
+    assert "in raise_on_rank_0" in str(caught.value)
+
+
+def test_errors_are_one_tree():
+    for kind in (CommunicationError, DisagreementError, UnusableError):
+        assert issubclass(kind, PpeDdpError)
+    assert issubclass(PpeDdpError, RuntimeError)

@@ -1,0 +1,249 @@
+"""The command line: what is called how, and what a measurement says. Never how long anything takes."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from ppe_ddp import cli
+from ppe_ddp.cli import bench_contestants, bench_measure
+from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
+from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
+from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp.cli.bench_result import Spread, combine
+from ppe_ddp.testing import RankError
+
+NAMES = [kind.name for kind in CONTESTANTS]
+TINY_RUN = ["bench", "step", "--quick", "--steps", "1", "--repeats", "2"]
+
+
+def ppe_ddp(*words, launcher=()):
+    command = [sys.executable, *launcher, "-m", "ppe_ddp", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+# --- finding a command
+
+
+def test_help_lists_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert " ".join(command.words) in out
+        assert command.summary in out
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_half_a_command_lists_what_could_follow(words, capsys):
+    assert cli.main(words) == 2
+    assert "bench step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong", "right"),
+    [
+        (["bnch"], "bnch", "bench"),
+        (["bench", "steps"], "steps", "step"),
+        (["bench", "--quick"], "--quick", ""),
+    ],
+)
+def test_an_unknown_command_is_named_with_the_nearest(words, wrong, right, capsys):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert repr(wrong) in err.splitlines()[0]
+    assert not right or f"did you mean {right!r}?" in err
+    assert "bench step" in err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--model", "huge"],
+        ["--ranks", "0"],
+        ["--steps", "-1"],
+        ["--repeats", "many"],
+        ["--bucket-cap-mb", "nan"],
+        ["--json", "no/such/folder/result.json"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_wrong_argument_is_named_before_anything_runs(wrong, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "step", *wrong])
+    assert caught.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+# --- what is measured
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_every_step_of_a_model_gives_gradients_that_are_numbers(workload):
+    torch.manual_seed(0)
+    model = workload.build()
+    batch = workload.batch(torch.Generator().manual_seed(0))
+    workload.loss(model(batch, *workload.route(0, 0, 0)), batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert (len(gradients) < len(list(model.parameters()))) == workload.is_dynamic
+    smallest_normal = torch.finfo(torch.float32).tiny
+    for gradient in gradients:
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() > smallest_normal
+
+
+def test_branches_follow_from_seed_and_step():
+    common, own = workload_named("supernet-common"), workload_named("supernet-own")
+    for step in range(5):
+        assert common.route(3, step, 0) == common.route(3, step, 0) == common.route(3, step, 1)
+        (paths,) = zip(*(own.route(3, step, rank) for rank in range(4)), strict=True)
+        for layer in zip(*paths, strict=True):
+            assert sorted(layer) == [0, 1, 2, 3]
+    assert len({common.route(3, step, 0) for step in range(5)}) > 1
+
+
+def measure_wrongly(monkey):
+    def sum_only(gradients, group):
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient, group=group)
+
+    wrap = Ours._wrap
+    Ours._wrap = lambda self, module, is_dynamic, options: wrap(self, module, is_dynamic, {"reduce_function": sum_only})
+    try:
+        return measure(monkey, Settings(steps=1, repeats=1))
+    finally:
+        Ours._wrap = wrap
+
+
+def test_contestants_that_compute_something_else_are_not_timed(two_ranks):
+    with pytest.raises(RankError) as caught:
+        two_ranks.run(measure_wrongly, "supernet-common")
+    for error in caught.value.exceptions.values():
+        assert isinstance(error, bench_measure.GradientMismatchError)
+        assert "step 0" in str(error)
+        assert "ppe_ddp has a gradient of 'branches." in str(error)
+
+
+def test_ppe_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_pfn_extras.nn.parallel", None)
+    with pytest.raises(ImportError, match="pytorch-pfn-extras is not installed"):
+        Ppe(nn.Linear(1, 1), is_dynamic=False, options={})
+
+
+# --- what is made of it
+
+
+def rank_result(seconds, present, skipped=()):
+    traffic = {name: Traffic(8, 1) for name in seconds}
+    return RankResult(seconds, traffic, bytes(present), (4, 40, 400), dict(skipped))
+
+
+def test_a_step_takes_as_long_as_on_the_slowest_rank_and_ratios_are_taken_within_a_repetition():
+    first = {"ppe_ddp": [1.0, 8.0, 3.0], "torch": [2.0, 2.0, 1.0], "bare": [1.0, 1.0, 1.0]}
+    second = {"ppe_ddp": [2.0, 1.0, 1.0], "torch": [1.0, 4.0, 2.0], "bare": [1.0, 1.0, 1.0]}
+    ranks = [
+        rank_result(first, [1, 0, 0], {"ppe": "away"}),
+        rank_result(second, [1, 0, 1], {"ppe": "away"}),
+    ]
+    model = combine(workload_named("mlp"), 5, ranks)
+    assert model.ours.steps_ms == (2000.0, 8000.0, 3000.0)
+    assert model.ours.ratio == Spread(median=1.5, lower=1.25, upper=1.75)
+    assert (model.at_most, model.met) == (1.0, False)
+    assert (model.parameter_nbytes, model.existing_nbytes) == (444, 404)
+    assert [result.name for result in model.contestants] == NAMES
+    assert [result.skipped for result in model.contestants] == [None, None, "away", None]
+
+
+def test_a_target_holds_for_its_number_of_ranks_only():
+    seconds = {"ppe_ddp": [1.0], "torch": [2.0], "ppe": [2.0], "bare": [1.0]}
+    met = [combine(workload_named("small"), 1, [rank_result(seconds, [1, 1, 1])] * count).met for count in (1, 2, 3)]
+    assert met == [None, True, None]
+
+
+# --- the whole command
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """One run of the real command: its result as data, and as text."""
+    file = tmp_path_factory.mktemp("bench") / "result.json"
+    models = [word for name in ("supernet-common", "supernet-own", "small", "tiny") for word in ("--model", name)]
+    done = ppe_ddp(*TINY_RUN, *models, "--views", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done
+
+
+def results_of(model):
+    return {result["name"]: result for result in model["contestants"]}
+
+
+def test_everything_is_in_the_report(report):
+    data, done = report
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["machine"]["cores"] >= 1
+    assert (data["settings"]["steps"], data["settings"]["repeats"], data["settings"]["views"]) == (1, 2, True)
+    assert [model["name"] for model in data["models"]] == ["supernet-common", "supernet-own", "small", "tiny"]
+    assert [model["world_size"] for model in data["models"]] == [2, 2, 2, 1]
+    assert [model["at_most"] for model in data["models"]] == [0.5, 0.8, 0.95, 1.2]
+    for model in data["models"]:
+        assert [result["name"] for result in model["contestants"]] == NAMES
+        assert model["name"] in done.stdout
+        assert f"<= {model['at_most']:.2f}" in done.stdout
+    assert len(done.stderr.splitlines()) == len(data["models"])
+
+
+def test_medians_and_ratios_are_those_of_the_repetitions(report):
+    for model in report[0]["models"]:
+        results = results_of(model)
+        for result in results.values():
+            assert result["skipped"] is None
+            assert len(result["steps_ms"]) == 2
+            assert min(result["steps_ms"]) > 0
+            assert math.isclose(result["milliseconds"]["median"], sum(result["steps_ms"]) / 2)
+        assert set(results[model["reference"]]["ratio"].values()) == {1.0}
+        assert model["met"] == (results["ppe_ddp"]["ratio"]["median"] <= model["at_most"])
+
+
+def test_what_is_sent_is_what_exists(report):
+    shares = {"supernet-common": 1 / 4, "supernet-own": 2 / 4, "small": 1, "tiny": 1}
+    for model in report[0]["models"]:
+        assert model["existing_nbytes"] == shares[model["name"]] * model["parameter_nbytes"]
+        sent = {name: result["traffic"]["gradient_nbytes"] for name, result in results_of(model).items()}
+        alone = model["world_size"] == 1
+        exist, everything = (0, 0) if alone else (model["existing_nbytes"], model["parameter_nbytes"])
+        assert sent == {"ppe_ddp": exist, "torch": everything, "ppe": exist, "bare": 0}
+
+
+def test_presence_costs_less_than_ppes(report):
+    for model in report[0]["models"]:
+        control = {name: result["traffic"]["control_nbytes"] for name, result in results_of(model).items()}
+        if model["world_size"] > 1:
+            assert 0 < control["ppe_ddp"] < control["ppe"] == 8 * model["parameters"]
+
+
+def test_the_ranks_of_a_launcher_are_used():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = ppe_ddp(*TINY_RUN, "--model", "supernet-own", "--model", "tiny", "--json", "-", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert [model["world_size"] for model in data["models"]] == [2, 1]
+    ours = results_of(data["models"][0])["ppe_ddp"]
+    assert ours["traffic"]["gradient_nbytes"] == data["models"][0]["existing_nbytes"]
+    assert "supernet-own" in done.stderr
+
+
+def test_a_launchers_ranks_are_counted(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert cli.main(["bench", "step"]) == 2
+    assert "MASTER_PORT" in capsys.readouterr().err
+
+
+def test_gradient_bytes_are_those_that_are_there():
+    module = nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3)])
+    module[0](torch.zeros(1, 2)).sum().backward()
+    assert bench_contestants.gradient_nbytes(module) == 4 * (2 * 3 + 3)

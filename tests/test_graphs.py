@@ -1,0 +1,371 @@
+"""Any output of the module and any backward through it: the gradients are those of one process."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    check,
+    data,
+    mean_gradients,
+    mlp,
+    seeded,
+)
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_three_ranks, on_two_ranks
+
+# Packed, one gradient a bucket (reduced where it lies), several buckets of views, and all after backward.
+VARIANTS = [
+    {},
+    {"bucket_cap_mb": 1e-5},
+    {"gradient_as_bucket_view": True, "bucket_cap_mb": 2e-4},
+    {"overlap": False},
+]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "views", "after"])
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    value: torch.Tensor
+    note: str = "not a tensor"
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Outputs(nn.Module):
+    """Gives its three heads out in the structure that `shape` names."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x):
+        a, b, c = (head(x) for head in self.heads)
+        constant = x.detach() * 2
+        self.given = {
+            "tensor": a + b + c,
+            "tuple": (a, None, (b, [c, constant])),
+            "dict": {"a": a, 1: {"b": b}, "rest": (c, None)},
+            "named tuple": Pair(a, Pair(b, {"c": c, "constant": constant})),
+            "dataclass": Record([Record(a), Record((b, c))]),
+            "opaque": Opaque({"all": a * b * c}),
+            "none": None,
+            "no grad": constant,
+        }[self.shape]
+        return self.given
+
+
+def leaves(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Opaque):
+        yield from leaves(value.tensor)
+    elif dataclasses.is_dataclass(value):
+        yield from leaves(value.value)
+    elif isinstance(value, dict):
+        yield from leaves(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+
+
+@pytest.mark.parametrize("shape", ["tensor", "tuple", "dict", "named tuple", "dataclass", "opaque"])
+@on_two_ranks
+def test_any_structure_of_outputs(shape):
+    def step(model, rank):
+        given = model(data(4, 3, rank=rank))
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        assert given is inner.given
+        sum((tensor**2).sum() for tensor in leaves(given) if tensor.requires_grad).backward()
+
+    check(seeded(Outputs, shape), step)
+
+
+@on_two_ranks
+def test_outputs_without_gradients_are_the_same_objects_and_start_nothing():
+    for shape in ("none", "no grad"):
+        wrapper = DistributedDataParallel(seeded(Outputs, shape))
+        x = data(4, 3).requires_grad_()
+        given = wrapper(x)
+        assert given is wrapper.module.given
+        if given is not None:
+            assert not given.requires_grad
+            assert not given._backward_hooks
+        assert wrapper.trace() is None
+    wrapper = DistributedDataParallel(nn.Identity())
+    assert wrapper(x) is x
+
+
+@each_variant
+@on_two_ranks
+def test_one_output_of_several_changed_in_place(options):
+    def step(model, rank):
+        outputs = model(data(4, 3, rank=rank))
+        # Rank 1 leaves a head out, and changes an output in place.
+        loss = outputs[0].mul_(3).sum() if rank else (outputs[0] * outputs[2][1][0]).sum()
+        loss.backward()
+
+    check(seeded(Outputs, "tuple"), step, **options)
+
+
+class Branches(nn.Module):
+    """A trunk, and a branch for each way that the input goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(3, 4)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, way):
+        h = torch.tanh(self.trunk(x))
+        return self.head(torch.tanh(self.branches[way](h)))
+
+
+@each_variant
+@on_three_ranks
+def test_two_losses_two_backwards(options):
+    def step(model, rank):
+        model(data(4, 3, rank=rank), way=rank % 2).sum().backward()
+        model(data(4, 3, rank=rank, step=1), way=2 if rank == 1 else 0).pow(2).sum().backward()
+
+    check(seeded(Branches), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_two_losses_of_one_forward(options):
+    def step(model, rank):
+        output = model(data(4, 3, rank=rank), way=rank)
+        output.sum().backward(retain_graph=True)
+        output.pow(2).sum().backward(retain_graph=True)
+        output[:, 0].exp().sum().backward()
+
+    check(seeded(Branches), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_several_forwards_one_backward(options):
+    def step(model, rank):
+        parts = [model(data(4, 3, rank=rank, step=k), way=(rank + k) % 3) for k in range(2 + rank)]
+        with torch.no_grad():
+            model(data(4, 3, rank=rank), way=0)
+        sum(part.pow(2).sum() for part in parts).backward()
+
+    check(seeded(Branches), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_no_sync_accumulates_what_the_next_backward_averages(options):
+    module = seeded(Branches)
+
+    def step(model, rank):
+        model(data(4, 3, rank=rank), way=rank).sum().backward()
+        model(data(4, 3, rank=rank, step=1), way=0).pow(2).sum().backward()
+
+    expected = mean_gradients(module, step)
+    wrapper = DistributedDataParallel(module, **options)
+    rank = dist.get_rank()
+    for _ in range(3):
+        wrapper.zero_grad()
+        with wrapper.no_sync():
+            wrapper(data(4, 3), way=rank).sum().backward()
+            assert module.branches[1 - rank].weight.grad is None
+        wrapper(data(4, 3, step=1), way=0).pow(2).sum().backward()
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)
+
+
+class Shared(nn.Module):
+    """One layer used twice, one weight under two names, and one parameter used without a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = torch.tanh(self.first(x) * self.scale)
+        return self.second(x) * self.scale if times != 2 else x
+
+
+@each_variant
+@on_two_ranks
+def test_shared_weights(options):
+    check(
+        seeded(Shared), lambda model, rank: model(data(5, 4, rank=rank), rank + 1).sum().backward(), **options
+    )
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its middle, or not, as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, reentrant, skip):
+        x = self.layers[0](x)
+        for k in (1, 2):
+            if k != skip:
+                x = checkpoint(self.block, x, k, use_reentrant=reentrant)
+        return self.layers[3](x)
+
+    def block(self, x, k):
+        return torch.tanh(self.layers[k](x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@each_variant
+@on_two_ranks
+def test_checkpoints_inside(reentrant, options):
+    def step(model, rank):
+        model(data(5, 4, rank=rank), reentrant, skip=rank + 1).pow(2).sum().backward()
+
+    check(seeded(Checkpointed), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_different_numbers_of_reentrant_checkpoints(options):
+    # Nothing but checkpoints: the backward from outside reaches no parameter, each of its parts reaches some.
+    def step(model, rank):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner.order = (0, 1, 2) if rank else (1, 3)
+        model(data(5, 4, rank=rank).requires_grad_()).pow(2).sum().backward()
+
+    wrapper = check(seeded(OnlyCheckpoints), step, **options)
+    assert len(wrapper.trace().agreed) == 8
+
+
+class OnlyCheckpoints(Checkpointed):
+    def forward(self, x):
+        for k in self.order:
+            x = checkpoint(self.block, x, k, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@each_variant
+@on_two_ranks
+def test_the_whole_wrapper_in_a_checkpoint(reentrant, options):
+    def step(model, rank):
+        x = data(5, 3, rank=rank).requires_grad_()
+        y = checkpoint(lambda x: model(x, rank), x * 2, use_reentrant=reentrant)
+        z = checkpoint(lambda x: model(x, 2), x * 3, use_reentrant=reentrant)
+        (y * z).sum().backward()
+
+    check(seeded(Branches), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_a_rank_alone_may_look_at_gradients(options):
+    module = seeded(Branches)
+
+    def step(model, rank):
+        model(data(4, 3, rank=rank), way=rank).pow(2).sum().backward()
+
+    expected = mean_gradients(module, step)
+    wrapper = DistributedDataParallel(module, **options)
+    for turn in range(4):
+        wrapper.zero_grad()
+        if dist.get_rank() == turn % 2:
+            x = data(4, 3).requires_grad_()
+            output = wrapper(x, way=1)
+            parameters = list(module.parameters())
+            on_input = torch.autograd.grad(output.sum(), x, retain_graph=True)
+            on_both = torch.autograd.grad(output.sum(), [x, module.trunk.weight], retain_graph=True)
+            on_parameters = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+            assert torch.equal(on_input[0], on_both[0])
+            assert torch.equal(on_both[1], on_parameters[0])
+            assert all(parameter.grad is None for parameter in parameters)
+        step(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+
+
+@each_variant
+@on_two_ranks
+def test_gradient_penalty(options):
+    def step(model, rank):
+        x = data(4, 3, rank=rank).requires_grad_()
+        output = model(x, way=rank)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (output.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
+
+    check(seeded(Branches), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_backward_that_makes_a_graph(options):
+    # The gradient has a history of its own, which an average in place must not break.
+    def step(model, rank):
+        model(data(4, 3, rank=rank), way=rank).pow(2).sum().backward(create_graph=True)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
+
+    check(seeded(Branches), step, **options)
+
+
+@each_variant
+@on_two_ranks
+def test_backward_to_some_inputs_only(options):
+    def step(model, rank):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        x = data(4, 3, rank=rank).requires_grad_()
+        wanted = [inner.trunk.weight, x] if rank else [inner.head.bias, inner.trunk.weight]
+        model(x, way=1).pow(2).sum().backward(inputs=wanted)
+
+    wrapper = check(seeded(Branches), step, **options)
+    assert sorted(wrapper.trace().agreed) == ["head.bias", "trunk.weight"]
+
+
+class Gan(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        generator, critic = seeded(Branches), seeded(mlp, 2, 4, 1)
+        self.generator = DistributedDataParallel(generator, **options) if options else generator
+        self.critic = DistributedDataParallel(critic, **options) if options else critic
+
+    def forward(self, x, way):
+        return self.critic(self.generator(x, way))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_two_wrappers_in_one_graph(overlap):
+    def step(model, rank):
+        model(data(4, 3, rank=rank), rank).sum().backward()
+        fake = model.generator(data(4, 3, rank=rank, step=1), 2).detach()
+        model.critic(fake).pow(2).sum().backward()
+
+    expected = mean_gradients(Gan(), step)
+    gan = Gan(overlap=overlap)
+    for _ in range(3):
+        gan.zero_grad()
+        step(gan, dist.get_rank())
+        assert_gradients(gan, {name.replace(".", ".module.", 1): g for name, g in expected.items()})
+        assert_same_on_all_ranks(gan)

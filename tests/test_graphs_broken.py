@@ -1,0 +1,181 @@
+"""A backward that raises: what comes out, what the other ranks hear, and that the next step is right."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, seeded
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from rank_tests import on_three_ranks, on_two_ranks
+
+VARIANTS = [{}, {"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "views", "after"])
+
+
+class Broken(Exception):
+    """What the graph raises."""
+
+
+class Fuse(torch.autograd.Function):
+    """Passes through, and raises in backward where it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, blows):
+        ctx.blows = blows
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.blows:
+            raise Broken("blown")
+        return gradient, None
+
+
+class Fused(nn.Module):
+    """A fuse between its layers, and one before them: the last in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, place=None, reentrant=False):
+        x = x.clone().requires_grad_()
+        for k, layer in enumerate(self.layers):
+            x = Fuse.apply(x, place == k)
+            x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
+            x = torch.tanh(x)
+        return Fuse.apply(x, place == len(self.layers))
+
+
+def step(model, rank, **kwargs):
+    model(data(5, 4, rank=rank), **kwargs).pow(2).sum().backward()
+
+
+# 4: before any gradient has landed; 2: in the middle; 0: when all of them have.
+each_place = pytest.mark.parametrize("place", [4, 2, 0])
+
+
+@each_place
+@each_variant
+@on_two_ranks
+def test_on_all_ranks_and_a_fresh_step(place, options):
+    wrapper = DistributedDataParallel(seeded(Fused), **options)
+    expected = mean_gradients(wrapper.module, step)
+    for _ in range(3):
+        with pytest.raises(Broken, match="blown"):
+            step(wrapper, dist.get_rank(), place=place)
+        wrapper.zero_grad()
+        # The next one starts where the last broke off: on each rank the others have given up as well.
+        try:
+            step(wrapper, dist.get_rank())
+        except PeerAbortedError:
+            wrapper.zero_grad()
+            step(wrapper, dist.get_rank())
+        assert_gradients(wrapper.module, expected)
+        assert_same_on_all_ranks(wrapper.module)
+
+
+@each_place
+@each_variant
+@on_three_ranks
+def test_on_one_rank_alone_the_others_are_told(place, options):
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Fused), **options)
+    expected = mean_gradients(wrapper.module, step)
+    for turn in range(3):
+        if rank == turn:
+            with pytest.raises(Broken, match="blown"):
+                step(wrapper, rank, place=place)
+        else:
+            with pytest.raises(PeerAbortedError, match=f"rank {rank}: the backward of rank {turn} raised"):
+                step(wrapper, rank)
+        for _ in range(2):
+            wrapper.zero_grad()
+            step(wrapper, rank)
+            assert_gradients(wrapper.module, expected)
+            assert_same_on_all_ranks(wrapper.module)
+
+
+@on_two_ranks
+def test_inside_a_reentrant_checkpoint():
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Fused))
+    expected = mean_gradients(wrapper.module, step)
+    for turn in range(2):
+        with pytest.raises(Broken if rank == turn else PeerAbortedError):
+            step(wrapper, rank, place=2 if rank == turn else None, reentrant=True)
+        wrapper.zero_grad()
+        step(wrapper, rank, reentrant=True)
+        assert_gradients(wrapper.module, expected)
+
+
+@on_two_ranks
+def test_before_the_module_is_reached():
+    # In the loss, on all ranks: nothing was said to anybody, so nothing is left over.
+    wrapper = DistributedDataParallel(seeded(Fused))
+    expected = mean_gradients(wrapper.module, step)
+    for _ in range(2):
+        with pytest.raises(Broken):
+            Fuse.apply(wrapper(data(5, 4)), True).sum().backward()
+        assert wrapper.trace() is None
+    step(wrapper, dist.get_rank())
+    assert_gradients(wrapper.module, expected)
+
+
+@on_two_ranks
+def test_a_caught_error_that_is_kept_does_not_keep_the_backward():
+    # A traceback holds the frames of the backward; the next forward has to see that it is over all the same.
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Fused))
+    expected = mean_gradients(wrapper.module, step)
+    kept = []
+    gc.disable()
+    try:
+        for turn in range(2):
+            try:
+                step(wrapper, rank, place=1 if rank == turn else None)
+            except (Broken, PeerAbortedError) as error:
+                kept.append(error)
+            wrapper.zero_grad()
+            step(wrapper, rank)
+            assert_gradients(wrapper.module, expected)
+    finally:
+        gc.enable()
+    assert isinstance(kept[rank], Broken)
+    assert isinstance(kept[1 - rank], PeerAbortedError)
+
+
+@on_two_ranks
+def test_in_no_sync_nobody_else_hears_of_it():
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Fused))
+    expected = mean_gradients(wrapper.module, step)
+    if rank == 0:
+        with wrapper.no_sync(), pytest.raises(Broken):
+            step(wrapper, rank, place=1)
+        wrapper.zero_grad()
+    step(wrapper, rank)
+    assert_gradients(wrapper.module, expected)
+
+
+@on_two_ranks
+def test_the_gradients_of_the_others_are_still_there():
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Fused))
+    if rank == 0:
+        with pytest.raises(Broken):
+            step(wrapper, rank, place=0)
+    else:
+        with pytest.raises(PeerAbortedError, match="zero them and go on"):
+            step(wrapper, rank)
+        # What rank 0 had given before its error may be in or not; what is here is a gradient of every layer.
+        assert all(parameter.grad is not None for parameter in wrapper.parameters())
+    with pytest.raises(PeerAbortedError) if rank else pytest.raises(Broken):
+        step(wrapper, rank, place=None if rank else 3)
+    wrapper.zero_grad()
+    step(wrapper, rank)
+    assert_gradients(wrapper.module, mean_gradients(wrapper.module, step))

@@ -1,0 +1,353 @@
+"""Any parameter: frozen, added, moved, cast, shared, sparse, of any dtype, shape and memory format."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    check,
+    data,
+    gradients,
+    mean_gradients,
+    mlp,
+    seeded,
+)
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_two_ranks
+
+VARIANTS = [{}, {"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "views", "after"])
+
+
+def square(model, rank):
+    model(data(5, 4, rank=rank)).pow(2).sum().backward()
+
+
+def hold(wrapper, step=square, rounds=3, **tolerance):
+    """Hold `step` on `wrapper` to what one process computes with its module as it is now."""
+    for _ in range(rounds):
+        expected = mean_gradients(wrapper.module, step)
+        wrapper.zero_grad()
+        step(wrapper, dist.get_rank())
+        assert_gradients(wrapper.module, expected, **tolerance)
+        assert_same_on_all_ranks(wrapper.module)
+
+
+@each_variant
+@on_two_ranks
+def test_frozen_and_thawed(options):
+    module = seeded(mlp, 4, 4, 4, 2)
+    module[2].weight.requires_grad_(False)
+    wrapper = DistributedDataParallel(module, **options)
+    hold(wrapper)
+    assert module[2].weight.grad is None
+    module[2].weight.requires_grad_(True)
+    module[0].requires_grad_(False)
+    hold(wrapper)
+    assert module[2].weight.grad is not None
+    assert module[0].weight.grad is None
+    module[0].requires_grad_(True)
+    hold(wrapper)
+    # All but the input's layer frozen, and the input wants a gradient: nothing to synchronize.
+    module.requires_grad_(False)
+    wrapper.zero_grad()
+    x = data(5, 4).requires_grad_()
+    wrapper(x).sum().backward()
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in module.parameters())
+    module.requires_grad_(True)
+    hold(wrapper)
+
+
+@each_variant
+@on_two_ranks
+def test_frozen_on_one_rank_alone(options):
+    module = seeded(mlp, 4, 4, 2)
+    tables = mean_gradients(module, lambda model, rank: square(model, 1), world_size=1)
+    both = mean_gradients(module, square)
+    expected = both | {name: tables[name] / 2 for name in tables if name.startswith("0.")}
+    wrapper = DistributedDataParallel(module, **options)
+    if dist.get_rank() == 0:
+        module[0].requires_grad_(False)
+    for _ in range(3):
+        wrapper.zero_grad()
+        square(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+
+
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x * getattr(self, "scale", 1)
+
+
+@each_variant
+@on_two_ranks
+def test_added_replaced_and_removed(options):
+    module = seeded(Growing)
+    wrapper = DistributedDataParallel(module, **options)
+    hold(wrapper)
+    module.parts.append(seeded(nn.Linear, 4, 4))
+    hold(wrapper)
+    module.scale = nn.Parameter(torch.full((4,), 2.0))
+    hold(wrapper)
+    module.parts[0].weight = nn.Parameter(torch.eye(4))
+    hold(wrapper)
+    assert "parts.1.weight" in wrapper.trace().agreed
+    del module.parts[1], module.scale
+    hold(wrapper)
+    assert sorted(wrapper.trace().agreed) == ["parts.0.bias", "parts.0.weight"]
+
+
+@each_variant
+@on_two_ranks
+def test_cast_and_moved(options):
+    module = seeded(nn.Conv2d, 4, 3, 3)
+    wrapper = DistributedDataParallel(module, **options)
+
+    def step(model, rank):
+        x = data(2, 4, 5, 5, rank=rank).to(module.weight)
+        model(x).pow(2).sum().backward()
+
+    hold(wrapper, step)
+    wrapper.double()
+    hold(wrapper, step)
+    assert module.weight.grad.dtype == torch.float64
+    wrapper.to(torch.float32, memory_format=torch.channels_last)
+    hold(wrapper, step)
+    assert module.weight.grad.stride() == module.weight.stride()
+    module.weight.data = module.weight.data.contiguous()
+    hold(wrapper, step)
+    # Cast while gradients of the old dtype are still there.
+    wrapper.to(torch.float64)
+    hold(wrapper, step)
+    wrapper.to("cpu")
+    hold(wrapper, step)
+
+
+class Mixed(nn.Module):
+    """Parameters of many dtypes, some without elements, none of which autograd would mix by itself."""
+
+    DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.ParameterList(nn.Parameter(torch.randn(3, 2).to(dtype)) for dtype in self.DTYPES * 2)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, skip):
+        total = (self.empty.sum() + self.scalar) * x.mean()
+        for k, item in enumerate(self.items):
+            if k % 5 != skip:
+                value = (item * (k + 1)).pow(2) * x.to(item.dtype)
+                if value.is_complex():
+                    value = value * (1 + 2j)
+                total = total + (value.imag + value.real if value.is_complex() else value).sum().float()
+        return total
+
+
+@each_variant
+@on_two_ranks
+def test_dtypes_complex_and_zero_size(options):
+    def step(model, rank):
+        model(data(3, 2, rank=rank), skip=rank).backward()
+
+    wrapper = check(seeded(Mixed), step, tolerance={"rtol": 2e-2, "atol": 2e-2}, **options)
+    for parameter in wrapper.parameters():
+        assert parameter.grad.dtype == parameter.dtype
+        assert parameter.grad.shape == parameter.shape
+    assert wrapper.module.items[4].grad.imag.abs().sum() > 0
+
+
+class Strange(nn.Module):
+    """Weights in memory orders other than rows first, some with holes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.holes = nn.Parameter(torch.randn(4, 8)[:, ::2])
+        self.big = nn.Parameter(torch.randn(5, 2, 3, 4).permute(2, 0, 3, 1))
+
+    def forward(self, x, uses_turned):
+        y = self.conv(x).mean((2, 3)) @ self.holes
+        if uses_turned:
+            y = y @ self.turned[:4]
+        return y.sum() * self.big.pow(2).sum()
+
+
+@each_variant
+@on_two_ranks
+def test_memory_formats(options):
+    def step(model, rank):
+        x = data(2, 3, 5, 5, rank=rank).to(memory_format=torch.channels_last)
+        model(x, uses_turned=rank == 1).backward()
+
+    wrapper = check(seeded(Strange), step, **options)
+    for name in ("conv.weight", "turned", "big"):
+        parameter = wrapper.module.get_parameter(name)
+        assert parameter.grad.stride() == parameter.stride(), name
+
+
+class Words(nn.Module):
+    """Sparse gradients; the second table is also used densely where it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 4, sparse=True)
+        self.tied = nn.Embedding(7, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(6, 4, mode="sum", sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, words, uses):
+        h = sum(getattr(self, name)(words % getattr(self, name).num_embeddings).sum(0) for name in uses)
+        y = self.head(h)
+        return (
+            y.sum() + (h @ self.tied.weight.t()).pow(2).sum() if "tied" in uses and words[0, 0] else y.sum()
+        )
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        (("table",), ("table",)),
+        (("table",), ("bag",)),
+        (("tied",), ("tied", "table")),
+        (("table", "tied", "bag"), ("bag",)),
+    ],
+    ids=str,
+)
+@each_variant
+@on_two_ranks
+def test_sparse_embeddings(uses, options):
+    def step(model, rank):
+        words = torch.tensor([[rank, 3], [5, 3 + rank]])
+        model(words, uses[rank]).backward()
+
+    wrapper = check(seeded(Words), step, **options)
+    for name in ("table", "bag"):
+        gradient = getattr(wrapper.module, name).weight.grad
+        assert gradient is None or gradient.is_sparse
+    if uses == (("table",), ("bag",)):
+        gradient = wrapper.module.table.weight.grad.coalesce()
+        assert gradient.indices().tolist() == [[0, 3, 5]]
+    torch.optim.SparseAdam([wrapper.module.table.weight]).step()
+
+
+class OneStorage(nn.Module):
+    """Autograd gives both parameters views of one memory as their gradients."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(n * n))
+        self.b = nn.Parameter(torch.randn(n * n))
+        self.c = nn.Parameter(torch.randn(n, n))
+        self.n = n
+
+    def forward(self, x):
+        n = self.n
+        return ((self.a.view(n, n) + self.b.view(n, n) + self.c) * x).sum()
+
+
+# The large one is above the size from which a gradient is reduced where it lies, whatever the bucket's.
+@pytest.mark.parametrize("n", [2, 600])
+@each_variant
+@on_two_ranks
+def test_gradients_that_share_one_storage(n, options):
+    check(seeded(OneStorage, n), lambda model, rank: model(data(n, n, rank=rank)).backward(), **options)
+
+
+@pytest.mark.parametrize("n", [2, 600])
+@each_variant
+@on_two_ranks
+def test_gradients_that_the_user_keeps_stay_as_they_were(n, options):
+    module = seeded(OneStorage, n)
+    wrapper = DistributedDataParallel(module, **options)
+    kept = []
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: kept.append(gradient))
+    for step in range(3):
+        kept.clear()
+        wrapper.zero_grad()
+        output = wrapper(data(n, n, step=step))
+        output.register_hook(lambda gradient: kept.append(gradient))
+        output.backward()
+        own = data(n, n, step=step)
+        mean = (own + data(n, n, rank=1 - dist.get_rank(), step=step)) / 2
+        assert len(kept) == 4
+        for gradient in kept[1:]:
+            torch.testing.assert_close(gradient.view(n, n), own, rtol=0, atol=0)
+        for parameter in module.parameters():
+            torch.testing.assert_close(parameter.grad.view(n, n), mean)
+
+
+@each_variant
+@on_two_ranks
+def test_gradients_kept_over_zero_grad_and_zeroed_in_place(options):
+    module = seeded(mlp, 4, 4, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    hold(wrapper, rounds=2)
+    expected = mean_gradients(module, square)
+    for _ in range(3):
+        before = {name: parameter.grad for name, parameter in module.named_parameters()}
+        copies = gradients(module)
+        wrapper.zero_grad(set_to_none=True)
+        square(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+        if not options.get("gradient_as_bucket_view"):
+            for name, gradient in before.items():
+                assert torch.equal(gradient, copies[name])
+    for _ in range(3):
+        wrapper.zero_grad(set_to_none=False)
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        square(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+    # Not zeroed at all: the mean of the sums is what was there plus the mean.
+    square(wrapper, dist.get_rank())
+    assert_gradients(module, {name: gradient * 2 for name, gradient in expected.items()})
+
+
+@each_variant
+@on_two_ranks
+def test_clipping_and_an_optimizer_train_as_one_process_does(options):
+    module = seeded(mlp, 4, 8, 2)
+    twin = copy.deepcopy(module)
+    wrapper = DistributedDataParallel(module, **options)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (wrapper, twin))
+    for step in range(5):
+        expected = mean_gradients(
+            twin, lambda m, rank, s=step: m(data(5, 4, rank=rank, step=s)).pow(2).sum().backward()
+        )
+        for name, parameter in twin.named_parameters():
+            parameter.grad = expected[name]
+        wrapper(data(5, 4, step=step)).pow(2).sum().backward()
+        for parameters, optimizer in ((module.parameters(), ours), (twin.parameters(), theirs)):
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@on_two_ranks
+def test_a_module_without_parameters_or_with_frozen_ones_only():
+    wrapper = DistributedDataParallel(nn.Dropout(0.0))
+    x = data(3, 2).requires_grad_()
+    wrapper(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 2))
+    frozen = seeded(nn.Linear, 2, 2).requires_grad_(False)
+    wrapper = DistributedDataParallel(frozen)
+    F.mse_loss(wrapper(x), torch.zeros(3, 2)).backward()
+    assert frozen.weight.grad is None

@@ -1,0 +1,321 @@
+"""PyTorch's own tools around and inside of the wrapper: functional calls, autocast, compile, copies."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    check,
+    data,
+    gradients,
+    mean_gradients,
+    mlp,
+    seeded,
+)
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_three_ranks, on_two_ranks
+
+VARIANTS = [{}, {"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "views", "after"])
+
+
+def square(model, rank, step=0):
+    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
+
+
+@each_variant
+@on_two_ranks
+def test_functional_call(options):
+    def step(model, rank):
+        prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+        own = dict(model.named_parameters())
+        # Rank 1 replaces one parameter by a function of it, and another by one that is none of the module's.
+        replaced = {prefix + "0.weight": own[prefix + "0.weight"] * 2}
+        if rank == 1:
+            replaced[prefix + "2.bias"] = torch.ones(2, requires_grad=True)
+        functional_call(model, replaced, (data(5, 4, rank=rank),)).pow(2).sum().backward()
+        square(model, rank)
+
+    wrapper = check(seeded(mlp, 4, 4, 2), step, **options)
+    assert isinstance(wrapper.module[0].weight, nn.Parameter)
+
+
+@on_two_ranks
+def test_functional_gradients_on_one_rank_alone():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    expected = mean_gradients(wrapper.module, square)
+    if dist.get_rank() == 0:
+        own = {name: parameter.detach() for name, parameter in wrapper.named_parameters()}
+
+        def loss(parameters, x):
+            return functional_call(wrapper, parameters, (x,)).pow(2).sum()
+
+        twin = copy.deepcopy(wrapper.module)
+        square(twin, 0)
+        slopes = torch.func.grad(loss)(own, data(5, 4))
+        assert_gradients(twin, {name.removeprefix("module."): slope for name, slope in slopes.items()})
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(own, data(5, 4))
+        assert per_sample["module.0.weight"].shape == (5, 4, 4)
+        torch.testing.assert_close(per_sample["module.0.weight"].sum(0), slopes["module.0.weight"])
+    square(wrapper, dist.get_rank())
+    assert_gradients(wrapper.module, expected)
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x, way=0):
+        h = self.layers[0](x)
+        h = self.norm(self.layers[1 + way](h)) + self.layers[1 + way](h)
+        return self.head(torch.relu(h))
+
+
+@each_variant
+@on_two_ranks
+def test_autocast_with_a_scaler(options):
+    module = seeded(Norms)
+    twin = copy.deepcopy(module)
+    wrapper = DistributedDataParallel(module, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapper, twin)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in optimizers]
+
+    def step(model, rank, k, scaler):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(data(5, 4, rank=rank, step=k), way=rank)
+        assert output.dtype == torch.bfloat16
+        loss = output.float().pow(2).mean()
+        # In one step rank 1 alone overflows: both have to skip it.
+        scaler.scale(loss * (float("inf") if k == 2 and rank == 1 else 1)).backward()
+
+    for k in range(5):
+        expected = mean_gradients(twin, lambda m, rank, k=k: step(m, rank, k, scalers[1]))
+        for name, parameter in twin.named_parameters():
+            parameter.grad = expected[name]
+        wrapper.zero_grad()
+        step(wrapper, dist.get_rank(), k, scalers[0])
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert scalers[0].get_scale() == 2048.0
+    for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Parts(nn.Module):
+    """A few fixed parts, chosen at every call by an argument that the graph is compiled for."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, way: int):
+        return torch.tanh(self.parts[way](x)) + self.parts[2](x)
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+@on_two_ranks
+def test_compile(place):
+    torch._dynamo.reset()
+    module = seeded(Parts)
+    expected = mean_gradients(module, lambda m, rank: m(data(5, 4, rank=rank), rank).pow(2).sum().backward())
+    counted = []
+
+    def backend(graph, inputs):
+        counted.append(graph)
+        return graph
+
+    if place == "inside":
+        model = wrapper = DistributedDataParallel(torch.compile(module, backend="aot_eager"))
+    else:
+        wrapper = DistributedDataParallel(module)
+        model = torch.compile(wrapper, backend="aot_eager")
+    for _ in range(3):
+        wrapper.zero_grad()
+        model(data(5, 4), dist.get_rank()).pow(2).sum().backward()
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)
+    assert len(wrapper.trace().agreed) == 6
+    assert len(wrapper.trace().local) == 4
+    # Something was compiled at all, and forward without gradients works too.
+    torch._dynamo.reset()
+    compiled = torch.compile(wrapper if place == "outside" else module, backend=backend)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(data(5, 4), 0), module(data(5, 4), 0))
+    assert counted
+    torch._dynamo.reset()
+
+
+@on_two_ranks
+def test_compile_outside_in_a_larger_function():
+    torch._dynamo.reset()
+    module = seeded(Parts)
+
+    def loss_of(model, rank):
+        return model(data(5, 4, rank=rank) * 2, rank).pow(2).sum()
+
+    expected = mean_gradients(module, lambda m, rank: loss_of(m, rank).backward())
+    wrapper = DistributedDataParallel(module)
+    compiled = torch.compile(lambda x, rank: wrapper(x * 2, rank).pow(2).sum(), backend="aot_eager")
+    for _ in range(3):
+        wrapper.zero_grad()
+        with wrapper.no_sync():
+            compiled(data(5, 4), dist.get_rank()).backward()
+        wrapper.zero_grad()
+        compiled(data(5, 4), dist.get_rank()).backward()
+        assert_gradients(module, expected)
+    torch._dynamo.reset()
+
+
+def by_pickle(wrapper):
+    return pickle.loads(pickle.dumps(wrapper))
+
+
+def by_save(wrapper):
+    file = io.BytesIO()
+    torch.save(wrapper, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, by_pickle, by_save], ids=["deepcopy", "pickle", "save"])
+@on_two_ranks
+def test_copies_train_in_step(way):
+    rank = dist.get_rank()
+    original = DistributedDataParallel(seeded(mlp, 4, 4, 2), gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
+    square(original, rank)
+    twin = way(original)
+    kept = gradients(original)
+    for wrapper in (twin, way(twin), original, twin):
+        expected = mean_gradients(wrapper.module, lambda m, r: square(m, r, step=1))
+        wrapper.zero_grad()
+        square(wrapper, rank, step=1)
+        assert_gradients(wrapper.module, expected)
+        assert_same_on_all_ranks(wrapper.module)
+        assert wrapper.trace() is not None
+        with torch.no_grad():
+            for parameter in wrapper.parameters():
+                parameter -= 0.1 * parameter.grad
+    assert not set(map(id, twin.parameters())) & set(map(id, original.parameters()))
+    assert kept.keys() == gradients(original).keys()
+
+
+def average_nothing(gradients, group):
+    for gradient in gradients:
+        gradient.fill_(7)
+
+
+def clear(wrapper):
+    for parameter in wrapper.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@on_two_ranks
+def test_copies_keep_options_functions_and_hooks():
+    original = DistributedDataParallel(seeded(mlp, 4, 2), reduce_function=average_nothing)
+    original.register_comm_hook(clear)
+    for twin in (copy.deepcopy(original), by_pickle(original)):
+        with twin.no_sync():
+            pass
+        square(twin, dist.get_rank())
+        assert all((parameter.grad == 7).all() for parameter in twin.parameters())
+
+
+@on_three_ranks
+def test_a_pickled_wrapper_finds_its_subgroup_again():
+    group = dist.new_group([2, 1], use_local_synchronization=False)
+    if dist.get_rank() == 0:
+        return
+    wrapper = by_pickle(DistributedDataParallel(seeded(mlp, 4, 2), process_group=group))
+    rank = dist.get_rank()
+    square(wrapper, rank)
+    tables = [mean_gradients(wrapper.module, lambda m, _, r=r: square(m, r), 1) for r in (1, 2)]
+    assert_gradients(wrapper.module, {name: (tables[0][name] + tables[1][name]) / 2 for name in tables[0]})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@each_variant
+@on_two_ranks
+def test_optimizers_that_step_in_backward_hooks(when, options):
+    # As in torch's tutorial "How to save memory by fusing the optimizer step into the backward pass".
+    module = seeded(Norms)
+    twin = copy.deepcopy(module)
+    optimizers = {parameter: torch.optim.Adam([parameter], lr=0.1) for parameter in module.parameters()}
+
+    def hook(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    def register():
+        return [parameter.register_post_accumulate_grad_hook(hook) for parameter in module.parameters()]
+
+    handles = register() if when == "before" else []
+    wrapper = DistributedDataParallel(module, **options)
+    handles = handles or register()
+    reference = torch.optim.Adam(twin.parameters(), lr=0.1)
+
+    def step(model, rank, k):
+        model(data(5, 4, rank=rank, step=k), way=rank if k % 2 else 0).pow(2).sum().backward()
+
+    for k in range(4):
+        expected = mean_gradients(twin, lambda m, rank, k=k: step(m, rank, k))
+        for name, parameter in twin.named_parameters():
+            parameter.grad = expected[name]
+        reference.step()
+        step(wrapper, dist.get_rank(), k)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    for handle in handles:
+        handle.remove()
+    step(wrapper, dist.get_rank(), 4)
+    assert_gradients(module, mean_gradients(module, lambda m, rank: step(m, rank, 4)))
+
+
+@each_variant
+@on_two_ranks
+def test_wrapping_one_module_twice(options):
+    module = seeded(mlp, 4, 4, 2)
+    expected = mean_gradients(module, square)
+    first = DistributedDataParallel(module, **options)
+    second = DistributedDataParallel(module, **options)
+    around = DistributedDataParallel(DistributedDataParallel(module, **options), **options)
+    for wrapper in (first, second, first, around, second, around):
+        module.zero_grad()
+        square(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)
+
+
+@on_two_ranks
+def test_a_dropped_wrapper_lets_go_of_its_module():
+    # At once: the garbage collector runs at another moment on every rank, and a rank whose wrapper is still
+    # alive would wait for the others.
+    module = seeded(mlp, 4, 4, 2)
+    expected = mean_gradients(module, lambda m, _: square(m, dist.get_rank()), world_size=1)
+    wrapper = DistributedDataParallel(module)
+    square(wrapper, dist.get_rank())
+    gc.collect()
+    gc.disable()
+    try:
+        del wrapper
+        for _ in range(2):
+            module.zero_grad()
+            square(module, dist.get_rank())
+            assert_gradients(module, expected)
+    finally:
+        gc.enable()
