@@ -54,9 +54,7 @@ class RoutedNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(64, WIDTH)
-        self.stages = nn.ModuleList(
-            nn.ModuleList(make_branch() for _ in range(BRANCHES)) for _ in range(STAGES)
-        )
+        self.stages = nn.ModuleList(nn.ModuleList(make_branch() for _ in range(BRANCHES)) for _ in range(STAGES))
         self.heads = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)) for _ in range(STAGES // EXIT_EVERY)
         )
@@ -75,9 +73,7 @@ class RoutedNetwork(nn.Module):
 
 
 def make_branch() -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-    )
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -157,9 +153,7 @@ def main() -> None:
         table.add_row("sent in a step", f"{mean / 2**20:.2f} MiB", f"{everything / 2**20:.2f} MiB")
         table.add_row("ratio", f"{mean / everything:.2f}", "1.00")
     console.print(table)
-    console.print(
-        f"A step used {statistics.fmean(used) / everything:.0%} of the parameters, on one rank or another."
-    )
+    console.print(f"A step used {statistics.fmean(used) / everything:.0%} of the parameters, on one rank or another.")
     if job.world_size > 1:
         console.print("Only their gradients were sent; torch DDP would have sent one for every parameter.")
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -21,9 +22,11 @@ NAMES = [kind.name for kind in CONTESTANTS]
 TINY_RUN = ["bench", "step", "--quick", "--steps", "1", "--repeats", "2"]
 
 
-def ppe_ddp(*words, launcher=()):
+def ppe_ddp(*words, launcher=(), path=None):
     command = [sys.executable, *launcher, "-m", "ppe_ddp", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    paths = [str(path or ""), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
 
 # --- finding a command
@@ -158,8 +161,8 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank_and_ratios_are_taken_within
 
 
 def test_a_target_holds_for_its_number_of_ranks_only():
-    seconds = {"ppe_ddp": [1.0], "torch": [2.0], "ppe": [2.0], "bare": [1.0]}
-    met = [combine(workload_named("small"), 1, [rank_result(seconds, [1, 1, 1])] * count).met for count in (1, 2, 3)]
+    rank = rank_result({"ppe_ddp": [1.0], "torch": [2.0], "ppe": [2.0], "bare": [1.0]}, [1, 1, 1])
+    met = [combine(workload_named("small"), 1, [rank] * count).met for count in (1, 2, 3)]
     assert met == [None, True, None]
 
 
@@ -170,7 +173,7 @@ def test_a_target_holds_for_its_number_of_ranks_only():
 def report(tmp_path_factory):
     """One run of the real command: its result as data, and as text."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
-    models = [word for name in ("supernet-common", "supernet-own", "small", "tiny") for word in ("--model", name)]
+    models = [f"--model={name}" for name in ("supernet-common", "supernet-own", "small", "tiny")]
     done = ppe_ddp(*TINY_RUN, *models, "--views", "--json", str(file))
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done
@@ -224,18 +227,22 @@ def test_presence_costs_less_than_ppes(report):
             assert 0 < control["ppe_ddp"] < control["ppe"] == 8 * model["parameters"]
 
 
-def test_the_ranks_of_a_launcher_are_used():
+def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
+    (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = ppe_ddp(*TINY_RUN, "--model", "supernet-own", "--model", "tiny", "--json", "-", launcher=launcher)
+    words = [*TINY_RUN, "--model=supernet-own", "--model=tiny", "--json=-"]
+    done = ppe_ddp(*words, launcher=launcher, path=tmp_path)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert [model["world_size"] for model in data["models"]] == [2, 1]
+    for model in data["models"]:
+        assert "not here" in results_of(model)["ppe"]["skipped"]
+    assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in done.stderr
     ours = results_of(data["models"][0])["ppe_ddp"]
     assert ours["traffic"]["gradient_nbytes"] == data["models"][0]["existing_nbytes"]
-    assert "supernet-own" in done.stderr
 
 
-def test_a_launchers_ranks_are_counted(monkeypatch, capsys):
+def test_a_launchers_environment_that_is_wrong_is_named(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)

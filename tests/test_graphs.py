@@ -213,9 +213,7 @@ class Shared(nn.Module):
 @each_variant
 @on_two_ranks
 def test_shared_weights(options):
-    check(
-        seeded(Shared), lambda model, rank: model(data(5, 4, rank=rank), rank + 1).sum().backward(), **options
-    )
+    check(seeded(Shared), lambda model, rank: model(data(5, 4, rank=rank), rank + 1).sum().backward(), **options)
 
 
 class Checkpointed(nn.Module):
@@ -256,7 +254,7 @@ def test_different_numbers_of_reentrant_checkpoints(options):
         model(data(5, 4, rank=rank).requires_grad_()).pow(2).sum().backward()
 
     wrapper = check(seeded(OnlyCheckpoints), step, **options)
-    assert len(wrapper.trace().agreed) == 8
+    assert len({*wrapper.trace().agreed, *wrapper.trace().repaired}) == 8
 
 
 class OnlyCheckpoints(Checkpointed):

@@ -136,6 +136,37 @@ def test_cast_and_moved(options):
     hold(wrapper, step)
 
 
+@on_two_ranks
+def test_cast_there_and_back():
+    # Nothing of it shows afterwards in shapes or dtypes, but autograd has made other nodes for the parameters.
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    wrapper.double().float()
+    hold(wrapper)
+    wrapper.double().float()
+    hold(wrapper)
+
+
+@on_two_ranks
+def test_another_dtype_at_the_same_address():
+    # As it happens where the second of two casts gets the memory that the first has given back.
+    module = seeded(mlp, 4, 4, 2)
+    wrapper = DistributedDataParallel(module)
+
+    def step(model, rank):
+        model(data(5, 4, rank=rank).to(next(model.parameters()))).pow(2).sum().backward()
+
+    hold(wrapper, step)
+    for parameter in module.parameters():
+        memory = parameter.data
+        values = memory.to(torch.float16)
+        parameter.data = memory.view(torch.float16).flatten()[: memory.numel()].view(memory.shape)
+        parameter.data.copy_(values)
+        assert parameter.data_ptr() == memory.data_ptr()
+        parameter.grad = None
+    hold(wrapper, step, rtol=1e-2, atol=1e-2)
+    assert all(parameter.grad.dtype == torch.float16 for parameter in module.parameters())
+
+
 class Mixed(nn.Module):
     """Parameters of many dtypes, some without elements, none of which autograd would mix by itself."""
 
@@ -214,9 +245,7 @@ class Words(nn.Module):
     def forward(self, words, uses):
         h = sum(getattr(self, name)(words % getattr(self, name).num_embeddings).sum(0) for name in uses)
         y = self.head(h)
-        return (
-            y.sum() + (h @ self.tied.weight.t()).pow(2).sum() if "tied" in uses and words[0, 0] else y.sum()
-        )
+        return y.sum() + (h @ self.tied.weight.t()).pow(2).sum() if "tied" in uses and words[0, 0] else y.sum()
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,7 @@ def _listing(group: Sequence[str]) -> str:
     width = max(map(len, commands))
     lines = [f"  {words:<{width}}  {summary}" for words, summary in commands.items()]
     title = " ".join([_PROGRAM, *group])
-    return "\n".join(
-        [f"usage: {title} COMMAND ...", "", *lines, "", f"{_PROGRAM} COMMAND --help tells more of each."]
-    )
+    return "\n".join([f"usage: {title} COMMAND ...", "", *lines, "", f"{_PROGRAM} COMMAND --help tells more of each."])
 
 
 def _complaint(group: Sequence[str], word: str) -> str:

@@ -140,9 +140,7 @@ class _Race:
         for name, contestant in self.contestants.items():
             if name in ("torch", "bare"):
                 continue
-            for parameter, theirs in zip(
-                contestant.module.named_parameters(), expected.parameters(), strict=True
-            ):
+            for parameter, theirs in zip(contestant.module.named_parameters(), expected.parameters(), strict=True):
                 _compare(parameter, theirs.grad, f"step {step}, rank {self._rank}: {name}")
 
 

@@ -53,17 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_count, metavar="N", help="steps in a block (default: 3, or 8 where a step is short)"
     )
-    parser.add_argument(
-        "--repeats", type=_count, metavar="N", help=f"repetitions (default: {defaults.repeats})"
-    )
+    parser.add_argument("--repeats", type=_count, metavar="N", help=f"repetitions (default: {defaults.repeats})")
     parser.add_argument(
         "--quick",
         action="store_true",
         help=f"{_QUICK_STEPS} steps, {_QUICK_REPEATS} repetitions: a first look",
     )
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, metavar="N", help="of weights, data and order"
-    )
+    parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of weights, data and order")
     parser.add_argument(
         "--json",
         type=_output,
@@ -94,9 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             _join(arguments.ranks)
     except (RuntimeError, ValueError) as error:
         return _fail(error, 2)
-    results = (
-        _joined(settings, workloads) if joins else _alone(settings, workloads, arguments.ranks or _RANKS)
-    )
+    results = _joined(settings, workloads) if joins else _alone(settings, workloads, arguments.ranks or _RANKS)
     try:
         models = list(_combined(settings, results))
     except RankError as error:
@@ -125,9 +119,7 @@ def _join(wanted: int | None) -> None:
     job = init_process_group("gloo")
     if wanted is not None and wanted != job.world_size:
         dist.destroy_process_group()
-        raise ValueError(
-            f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave --ranks out"
-        )
+        raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave --ranks out")
 
 
 def _fail(error: Exception, code: int) -> int:

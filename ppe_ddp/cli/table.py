@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rich import box
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_step_table"]
 
-_PLAIN_WIDTH = 120
+_WIDTH = 110
 
 
 def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO | None = None) -> None:
@@ -28,39 +28,45 @@ def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO |
     """
     console = _console(sys.stdout if file is None else file)
     table = Table(box=box.SIMPLE_HEAD, title="One training step: medians (middle half)", caption=caption)
-    table.add_column("model")
-    table.add_column("")
+    table.add_column("model", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for heading in ("ms a step", "ratio", "target", "MB sent", "control B"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in models:
-        for place, result in enumerate(model.contestants):
-            label = f"{model.name}\n[dim]{_ranks(model.world_size)}[/dim]" if place == 0 else ""
+        count = f"{model.world_size} rank{'s' if model.world_size != 1 else ''}"
+        labels = [model.name, f"[dim]{count}[/dim]", f"[dim]ratio to {model.reference}[/dim]", ""]
+        for label, result in zip(labels, model.contestants, strict=True):
             table.add_row(label, result.name, *_cells(model, result))
         table.add_section()
     console.print(table)
+    for line in dict.fromkeys(_reasons(models)):
+        console.print(line, markup=False)
 
 
 def _console(file: TextIO) -> Console:
-    # Without a terminal rich would fold the table to 80 columns.
-    return Console(file=file, width=None if file.isatty() else _PLAIN_WIDTH, highlight=False)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
+    # Where there is less room, numbers would be cut off.
+    width = max(_WIDTH, Console(file=file).width)
+    return Console(file=file, width=width, highlight=False)
 
 
 def _cells(model: ModelResult, result: ContestantResult) -> tuple[str, ...]:
     if result.milliseconds is None or result.ratio is None or result.traffic is None:
-        return (f"skipped: {result.skipped}", "", "", "", "")
+        return ("skipped", "", "", "", "")
     traffic = result.traffic
-    ratio = f"{_spread(result.ratio, 2)} x {model.reference}"
     return (
         _spread(result.milliseconds, 1),
-        "" if result.name == model.reference else ratio,
+        "" if result.name == model.reference else _spread(result.ratio, 2),
         _target(model) if result.name == model.ours.name else "",
         f"{traffic.gradient_nbytes / 1e6:.2f}" if traffic.gradient_nbytes else "-",
         str(traffic.control_nbytes) if traffic.control_nbytes else "-",
     )
+
+
+def _reasons(models: Sequence[ModelResult]) -> Iterator[str]:
+    for model in models:
+        for result in model.contestants:
+            if result.skipped is not None:
+                yield f"{result.name} skipped: {result.skipped}"
 
 
 def _spread(spread: Spread, digits: int) -> str:

@@ -46,8 +46,7 @@ class Census:
         self._walk()
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        # a cast takes new memory, which shows; but the empty have no address
-        self._empty = [(p, p.dtype) for p in self.parameters if p.numel() == 0]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     def _walk(self) -> None:
         modules = list(self._module.named_modules())
@@ -112,7 +111,7 @@ class Census:
         current = self.parameters
         if [parameter.requires_grad for parameter in current] != self._trainable:
             return False
-        if any(parameter.dtype is not dtype for parameter, dtype in self._empty):
+        if [parameter.dtype for parameter in current] != self._dtypes:
             return False
         addresses = [parameter.data_ptr() for parameter in current]
         if addresses != self._addresses:

@@ -16,6 +16,7 @@ from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.round import Round
+from ppe_ddp.engine.trace import span
 from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Communication:
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         backward.recorder.local = local
-        backward.exchange = self.consensus.ask(local, not backward.silent)
+        with span("negotiate", enabled=self._policy.ranges):
+            backward.exchange = self.consensus.ask(local, not backward.silent)
         backward.phase = Phase.NEGOTIATING
 
     def open_round(self, backward: Backward) -> Round:
@@ -108,9 +110,13 @@ class Communication:
 
     def complete(self, backward: Backward) -> None:
         """Launch what is left, wait for everything, and hand the averages over."""
-        if self.sender.idle:
-            backward.averaged = backward.recorder.agreed = backward.recorder.local
-            return
+        with span("finish", enabled=self._policy.ranges):
+            if self.sender.idle:
+                backward.averaged = backward.recorder.agreed = backward.recorder.local
+            else:
+                self._complete(backward)
+
+    def _complete(self, backward: Backward) -> None:
         round_ = backward.round or self.open_round(backward)
         round_.launch_all()
         backward.phase = Phase.FINISHING

@@ -58,6 +58,7 @@ class Flight:
         self._bucket: GradBucket | None = None
         self._pending: Waitable | None = None
         self._buffer: Tensor | None = None
+        self._alias: Tensor | None = None
         self._tensors: list[Tensor] = []
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
@@ -70,9 +71,11 @@ class Flight:
         if self.plan.numel == 0:
             return
         members = self.plan.members
+        # Only aliases go out: a function that changes the shape of what it gets does not change ours.
+        self._alias = self._buffer.detach()
         self._bucket = GradBucket.of(
-            self._tensors,
-            buffer=self._buffer,
+            self._tensors if sender.is_ours else [tensor.detach() for tensor in self._tensors],
+            buffer=self._alias,
             parameters=[parameters[i] for i in members],
             names=tuple(self._specs[i].name for i in members),
             index=self.plan.index,
@@ -116,9 +119,9 @@ class Flight:
         """Wait for the result; one gradient a member, each the tensor that ``.grad`` shall be."""
         assert self._buffer is not None
         if self._bucket is not None:
-            sender.finish(self._bucket, self._pending)
+            sender.finish(self._bucket, self._pending, self._tensors)
             self._pending = None
-            if self._bucket.buffer() is not self._buffer:
+            if self._bucket.buffer() is not self._alias:
                 self._buffer.copy_(self._bucket.buffer())
         if self._views and self._segment is not None:
             return self._tensors

@@ -13,23 +13,27 @@ transport that gets messages of different lengths may end the process (gloo does
 
 from __future__ import annotations
 
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import distributed_c10d as c10d
 
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
+    from torch.autograd.graph import Node
 
     from ppe_ddp.engine.groups import Groups
 
 DIGEST = 16
 _HEADER = 2 * DIGEST
+_PATIENCE = 2.0  # seconds: failures reach the ranks at about the same time
 _COMPLEMENT = bytes(255 - value for value in range(256))
 
 
@@ -37,13 +41,16 @@ class Reach:
     """Knows which parameters the backward that is running now will accumulate into."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._nodes: dict[int, Node] = {}
+        self.refresh(i for i, parameter in enumerate(parameters) if parameter.requires_grad)
+
+    def refresh(self, indices: Iterable[int]) -> None:
+        """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new one."""
         with torch.enable_grad():
-            # Holding the nodes keeps them the parameters' own: autograd itself holds them weakly.
-            self._nodes = [
-                (i, get_gradient_edge(parameter).node)
-                for i, parameter in enumerate(parameters)
-                if parameter.requires_grad
-            ]
+            for i in indices:
+                # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
+                self._nodes[i] = get_gradient_edge(self._parameters[i]).node
 
     def indices(self) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
@@ -53,7 +60,7 @@ class Reach:
         """
         executes = torch._C._will_engine_execute_node
         try:
-            return [i for i, node in self._nodes if executes(node)]
+            return [i for i, node in self._nodes.items() if executes(node)]
         except RuntimeError:
             return []  # autograd.grad on the parameters themselves
 
@@ -78,6 +85,7 @@ class Channel:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._capacity = 64
+        self._count = 0
 
     def exchange(self, digest: bytes, mask: bytes | bytearray, extra: bytes = b"") -> Exchange:
         """Start one exchange; nothing waits until its ``result()`` is asked for.
@@ -89,8 +97,28 @@ class Channel:
         """
         return Exchange(self, digest, bytes(mask), extra)
 
+    def absent(self) -> list[int]:
+        """The ranks that did not take part in the last exchange, as far as can be said: for messages.
+
+        Every rank whose exchange failed says so in the group's store; who says nothing for a while was not there.
+        """
+        groups = self._groups
+        try:
+            store = c10d._get_process_group_store(groups.control)
+            keys = [f"ppe_ddp/waited/{self._count}/{rank}" for rank in range(groups.world_size)]
+            store.set(keys[groups.rank], "1")
+            deadline = monotonic() + _PATIENCE
+            silent = keys
+            while silent and monotonic() < deadline:
+                sleep(0.05)
+                silent = [key for key in silent if not store.check([key])]
+            return [keys.index(key) for key in silent]
+        except RuntimeError:
+            return []  # the store is gone as well
+
     def _send(self, message: bytearray) -> dist.Work | None:
         """Start the MAX all-reduce of ``message``, in place."""
+        self._count += 1
         if self._groups.world_size == 1:
             return None
         flat = torch.frombuffer(message, dtype=torch.uint8)
@@ -148,9 +176,11 @@ class Exchange:
         try:
             work.wait()
         except RuntimeError as error:
+            absent = self._channel.absent()
+            others = f"rank {', '.join(map(str, absent))}, which did not come" if absent else "the other ranks"
             raise CommunicationError(
-                f"rank {groups.rank} of {groups.world_size}: waiting for the other ranks to start their backward "
-                f"failed: {error}. Every rank must run the same number of synchronized backwards: one that has none "
+                f"rank {groups.rank} of {groups.world_size}: waiting for {others} to start a backward failed: "
+                f"{error}. Every rank must run the same number of synchronized backwards: one that has none "
                 "in this step calls ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`, and "
                 "an error on another rank ends here, so look for the first traceback of all ranks."
             ) from error

@@ -13,7 +13,7 @@ import threading
 import weakref
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.autograd import Variable
@@ -147,16 +147,18 @@ class Reducer:
         with self._lock:
             backward = self._backward
             if backward is None or backward.alive() is None:
-                backward = self._running() or self._begin()
+                backward = self._running() or self._begin(index)
             if backward is None or backward.phase is Phase.FAILED:
                 return
             backward.arrivals.append(index)
             waiting = backward.waiting
             if waiting is None:
                 return  # negotiated when backward is over
+            if backward.is_manual:
+                self._refuse(index)
             try:
                 if not waiting[index]:
-                    self._surprised(backward, index)
+                    backward.surprises.append(index)
                 else:
                     waiting[index] = 0
                     if backward.round is not None:
@@ -167,13 +169,11 @@ class Reducer:
                 self._fail(backward)
                 raise
 
-    def _surprised(self, backward: Backward, index: int) -> None:
-        if backward.is_manual:
-            raise RuntimeError(
-                f"rank {self.groups.rank}: a backward reached {self._names[index]!r} between start_grad_sync() and "
-                "finish_grad_sync(); finish first"
-            )
-        backward.surprises.append(index)
+    def _refuse(self, index: int) -> NoReturn:
+        raise RuntimeError(
+            f"rank {self.groups.rank}: a backward reached {self._names[index]!r} between start_grad_sync() and "
+            "finish_grad_sync(); finish first"
+        )
 
     def _open_if_agreed(self, backward: Backward) -> None:
         assert backward.exchange is not None
@@ -192,9 +192,12 @@ class Reducer:
 
     # ------------------------------------------------------------------ begin and launch
 
-    def _begin(self) -> Backward | None:
+    def _begin(self, landed: int | None = None) -> Backward | None:
         """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
         reached = self._reach.indices()
+        if landed is not None and not reached:
+            self._reach = Reach(self._parameters)  # our nodes were not those that autograd uses
+            reached = self._reach.indices()
         callback = self._standby()
         if callback is None or callback.backward is not None:
             callback = _EndOfBackward(self)
@@ -253,7 +256,9 @@ class Reducer:
 
     def _close(self, backward: Backward) -> None:
         backward.phase = Phase.OVER
+        backward.round = None  # its flights hold gradients, and it holds the backward that holds it
         backward.recorder.done_at = perf_counter_ns()
+        self._reach.refresh(backward.surprises)
         self._last = backward.recorder
         self._backward = None
 
@@ -298,6 +303,7 @@ class Reducer:
         """Put the gradients of this rank back, so that nothing is lost."""
         backward.phase = Phase.FAILED
         self.communication.put_back(backward)
+        backward.round = None
 
     def _recover(self, backward: Backward) -> None:
         """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""

@@ -6,10 +6,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import record_function
 
 from ppe_ddp.engine.flight import Flight, SparseFlight
-from ppe_ddp.engine.trace import RoundRecord
+from ppe_ddp.engine.trace import RoundRecord, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -96,10 +95,7 @@ class Round:
         flight = Flight(bucket, gradients, self._segments[k], self._specs, views=self._views)
         self.flights.append(flight)
         is_last = k == len(self.plan.buckets) - 1
-        if self._ranges:
-            with record_function(f"ppe_ddp.launch[{k}]"):
-                flight.launch(self._sender, self._parameters, is_last=is_last)
-        else:
+        with span(f"launch[{k}]", enabled=self._ranges):
             flight.launch(self._sender, self._parameters, is_last=is_last)
 
     def land(self, groups: Groups) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
@@ -119,6 +115,7 @@ class Round:
                     yield [members[k] for k in chosen], [results[k] for k in chosen]
         for k, flight in enumerate(self.flights):
             if isinstance(flight, SparseFlight):
+                self._sender.pass_over(self._specs[flight.plan.members[0]].name)
                 result = flight.land(groups)
                 self.record.nbytes[k] = flight.nbytes
                 self.record.done[k] = perf_counter_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,12 @@ from ppe_ddp.errors import CommunicationError, FunctionError
 from ppe_ddp.functions import average
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction
     from ppe_ddp.engine.groups import Groups
+
+logger = logging.getLogger("ppe_ddp")
 
 
 class Sender(ABC):
@@ -24,6 +29,12 @@ class Sender(ABC):
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self._has_warned = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether what is called is known to keep its contract."""
+        return False
 
     @property
     def idle(self) -> bool:
@@ -43,11 +54,23 @@ class Sender(ABC):
             self._annotate(error, bucket)
             raise
 
-    def finish(self, bucket: GradBucket, pending: Waitable | None) -> None:
-        """Wait for ``pending`` and see that the result is in ``bucket.buffer()``."""
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
+        """Wait for ``pending`` and see that the result is in ``bucket.buffer()``.
+
+        Args:
+            bucket: What was sent.
+            pending: What :meth:`start` returned.
+            memory: What the tensors of the bucket are aliases of.
+        """
         try:
             value = None if pending is None else pending.wait()
             self._accept(bucket, value)
+            wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
+            if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
+                raise FunctionError(
+                    f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); "
+                    "it must change values only"
+                )
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -61,6 +84,12 @@ class Sender(ABC):
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"in {self.title} on {self.place(bucket)}")
+
+    def pass_over(self, name: str) -> None:
+        """Take note that the sparse gradient of parameter ``name`` does not come through here; warn once."""
+        if not self.is_ours and not self._has_warned:
+            self._has_warned = True
+            logger.warning("sparse gradients (%s) are averaged by all-gather, not by %s", name, self.title)
 
     def place(self, bucket: GradBucket) -> str:
         """Rank, bucket and parameters, for messages."""
@@ -77,19 +106,24 @@ class FunctionSender(Sender):
         self._function = function
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is the default function."""
+        return self._function is average
+
+    @property
     def idle(self) -> bool:
         """Whether one rank is alone, with our own function."""
-        return self._groups.world_size == 1 and self._function is average
+        return self._groups.world_size == 1 and self.is_ours
 
     @property
     def title(self) -> str:
         """The function's name."""
         return f"reduce_function {_name(self._function)}"
 
-    def finish(self, bucket: GradBucket, pending: Waitable | None) -> None:
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
         """Wait for ``pending``; what goes wrong in our own function is the transport's."""
-        if self._function is not average:
-            super().finish(bucket, pending)
+        if not self.is_ours:
+            super().finish(bucket, pending, memory)
             return
         try:
             if pending is not None:
@@ -110,17 +144,7 @@ class FunctionSender(Sender):
         )
 
     def _accept(self, bucket: GradBucket, value: object) -> None:
-        total = sum(gradient.numel() for gradient in bucket)
-        wrong = [
-            name
-            for name, gradient, parameter in zip(bucket.names(), bucket, bucket.parameters(), strict=True)
-            if gradient.shape != parameter.shape
-        ]
-        if wrong or bucket.buffer().numel() != total:
-            raise FunctionError(
-                f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); it must "
-                "change values only"
-            )
+        """The result is in place, whatever the Work or Future holds."""
 
 
 class HookSender(Sender):
@@ -155,7 +179,7 @@ class HookSender(Sender):
                 f"the Future of {self.title} holds {type(value).__name__} ({self.place(bucket)}); it must hold the "
                 "reduced flat tensor"
             )
-        total = sum(gradient.numel() for gradient in bucket)
+        total = sum(parameter.numel() for parameter in bucket.parameters())
         if value.numel() != total:
             raise FunctionError(
                 f"the Future of {self.title} holds {value.numel()} elements, the bucket has {total} "
@@ -163,6 +187,11 @@ class HookSender(Sender):
             )
         if value is not bucket.buffer():
             bucket.set_buffer(value.reshape(-1).to(bucket.buffer().dtype))
+
+
+def _differ(tensor: Tensor, memory: Tensor) -> bool:
+    """Whether ``tensor`` is no longer the same view of the same memory."""
+    return tensor.shape != memory.shape or tensor.stride() != memory.stride() or tensor.data_ptr() != memory.data_ptr()
 
 
 def _name(function: object) -> str:

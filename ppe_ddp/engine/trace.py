@@ -6,12 +6,22 @@ only when somebody asks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
+from torch.profiler import record_function
+
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ppe_ddp.engine.layout import Plan
+
+
+def span(name: str, *, enabled: bool) -> AbstractContextManager[object]:
+    """A range ``ppe_ddp.<name>`` in torch's profiler, if ``enabled``."""
+    return record_function(f"ppe_ddp.{name}") if enabled else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Observation:
         title: The case and the variant.
         problems: The laws that it saw broken by itself.
         digests: For each synchronized backward, a digest of each gradient by name.
-        collectives: The buckets in the order in which this rank sent them.
+        collectives: For each synchronized backward, the buckets in the order in which this rank sent them.
         gradients: The gradients at the end.
     """
 
@@ -164,7 +164,7 @@ class Observation:
     title: str
     problems: list[str] = field(default_factory=list)
     digests: list[dict[str, str]] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[list[Collective]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
@@ -219,14 +219,19 @@ def observe(
     plugs = plugs or Plugs()
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     seen = Observation(rank, f"{case} with {variant}")
-    wrapper = _wrapped(case, variant, plugs, seen, group, device)
+    log: list[Collective] = []
+    wrapper = _wrapped(case, variant, plugs, log, group, device)
     _check_start(wrapper.module, case.recipe.build(device), seen)
+    reference = Reference(wrapper.module, world_size)
     for number, step in enumerate(case.steps):
-        reference = Reference(wrapper.module, world_size)
+        reference.follow(wrapper.module)
         expected = list(reference.expectations(step, case.recipe, number, device))
         run = perform(step, wrapper, case.recipe, number, rank=rank, world_size=world_size, device=device)
         for k, (expectation, _) in enumerate(zip(expected, run, strict=True)):
             first = len(seen.problems)
+            seen.collectives.append(log.copy())
+            log.clear()
+            _check_order(seen)
             _check_state(wrapper.module, expectation, plugs, seen)
             _check_trace(wrapper.trace(), wrapper.module, expectation, plugs, case, variant, seen)
             for i in range(first, len(seen.problems)):
@@ -308,24 +313,25 @@ def _wrapped(
     case: Case,
     variant: Variant,
     plugs: Plugs,
-    seen: Observation,
+    log: list[Collective],
     group: ProcessGroup | None,
     device: torch.device | str,
 ) -> DistributedDataParallel:
     module = case.recipe.build(device)
-    if seen.rank != 0:
+    rank = dist.get_rank(group)
+    if rank != 0:
         with torch.no_grad():  # the wrapper has to bring rank 0's here
             for tensor in itertools.chain(module.parameters(), module.buffers()):
-                tensor.fill_(seen.rank)
+                tensor.fill_(rank)
     wrapper = DistributedDataParallel(
         module,
         process_group=group,
-        reduce_function=_RecordedFunction(plugs.reduce_function or average, seen.collectives),
+        reduce_function=_RecordedFunction(plugs.reduce_function or average, log),
         broadcast_function=plugs.broadcast_function,
         **variant.keywords(),
     )
     if plugs.hook is not None:
-        hook = _RecordedHook(plugs.hook, seen.collectives)
+        hook = _RecordedHook(plugs.hook, log)
         wrapper.register_comm_hook(copy.deepcopy(plugs.state), hook)
     return wrapper
 
@@ -335,6 +341,16 @@ def _check_start(module: nn.Module, original: nn.Module, seen: Observation) -> N
     wrong = [name for name, tensor in module.state_dict().items() if not torch.equal(tensor, theirs[name])]
     if wrong:
         seen.problems.append(f"after wrapping, {', '.join(wrong)} should be those of rank 0")
+
+
+def _check_order(seen: Observation) -> None:
+    """Law 1, within a rank: buckets are counted up, and the last one says so, in each round."""
+    sent = seen.collectives[-1]
+    if sent and not sent[-1].is_last:
+        seen.problems.append("law 1: the last bucket does not say that it is the last")
+    for earlier, later in itertools.pairwise(sent):
+        if not earlier.is_last and earlier.index >= later.index:
+            seen.problems.append(f"law 1: bucket {later.index} comes after bucket {earlier.index}")
 
 
 def _check_state(module: nn.Module, expected: Expectation, plugs: Plugs, seen: Observation) -> None:
@@ -410,10 +426,13 @@ def _different_gradients(who: str, ours: list[dict[str, str]], theirs: list[dict
     return []
 
 
-def _different_collectives(who: str, ours: list[Collective], theirs: list[Collective]) -> list[str]:
-    for k, (mine, other) in enumerate(itertools.zip_longest(ours, theirs)):
-        if mine != other:
-            return [f"law 1: {who} differ in collective {k}: {other} and {mine}"]
+def _different_collectives(
+    who: str, ours: list[list[Collective]], theirs: list[list[Collective]]
+) -> list[str]:
+    for k, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        for a, b in itertools.zip_longest(other, mine):
+            if a != b:
+                return [f"law 1: in synchronization {k}, {who} differ in what they send: {a} and {b}"]
     return []
 
 

@@ -33,18 +33,33 @@ _WIDTHS = (3, 8)
 class Kind(enum.Enum):
     """What a layer does with its input. A *choice* is a number that each forward of each rank draws anew."""
 
-    LINEAR = "a linear map, always"
-    BRANCHES = "the choice's linear map of several"
-    SKIPPED = "a linear map or nothing (stochastic depth)"
-    SHARED = "the linear map of an earlier layer, once more"
-    CHECKPOINTED = "a linear map in a checkpoint"
-    REENTRANT = "a linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand"
-    DETACHED = "cuts the graph, or not: earlier parameters get no gradient"
-    FROZEN = "a linear map that is not trained"
-    UNUSED = "parameters that no path reaches"
-    EMPTY = "a parameter without elements"
-    SCALAR = "a parameter without dimensions"
-    TRANSPOSED = "a linear map whose weight is not row-major"
+    LINEAR = enum.auto()
+    """A linear map, always."""
+    BRANCHES = enum.auto()
+    """The choice's linear map of several."""
+    SKIPPED = enum.auto()
+    """A linear map or nothing (stochastic depth)."""
+    SHARED = enum.auto()
+    """The linear map of an earlier layer, once more."""
+    CHECKPOINTED = enum.auto()
+    """A linear map in a checkpoint."""
+    REENTRANT = enum.auto()
+    """A linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand."""
+    DETACHED = enum.auto()
+    """Cuts the graph, or not: earlier parameters get no gradient."""
+    FROZEN = enum.auto()
+    """A linear map that is not trained."""
+    UNUSED = enum.auto()
+    """Parameters that no path reaches."""
+    EMPTY = enum.auto()
+    """A parameter without elements."""
+    SCALAR = enum.auto()
+    """A parameter without dimensions."""
+    TRANSPOSED = enum.auto()
+    """A linear map whose weight is not row-major."""
+
+    def __repr__(self) -> str:
+        return f"Kind.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -29,24 +29,43 @@ __all__ = ["Expectation", "Reference", "Step", "StepKind", "Zeroing", "perform"]
 class StepKind(enum.Enum):
     """What one step does."""
 
-    ONE_BACKWARD = "one forward, one backward"
-    MICRO_BATCHES = "two backwards in no_sync(), then one that synchronizes all three"
-    TWO_BACKWARDS = "two forwards, each with a backward"
-    TWO_LOSSES = "one forward with two losses, each with a backward"
-    RETAINED_GRAPH = "the same graph backwards twice"
-    TWO_FORWARDS = "two forwards, one backward"
-    ABSENT = "one rank has no backward and calls finish_grad_sync()"
-    ABSENT_WITH_MICRO_BATCH = "one rank has no backward but a gradient from no_sync(), and starts early"
-    LOOK = "one rank alone calls autograd.grad before the backward"
-    SOME_INPUTS = "backward(inputs=...) for the last parameters only"
+    ONE_BACKWARD = enum.auto()
+    """One forward, one backward."""
+    MICRO_BATCHES = enum.auto()
+    """Two backwards in no_sync(), then one that synchronizes all three."""
+    TWO_BACKWARDS = enum.auto()
+    """Two forwards, each with a backward."""
+    TWO_LOSSES = enum.auto()
+    """One forward with two losses, each with a backward."""
+    RETAINED_GRAPH = enum.auto()
+    """The same graph backwards twice."""
+    TWO_FORWARDS = enum.auto()
+    """Two forwards, one backward."""
+    ABSENT = enum.auto()
+    """One rank has no backward and calls finish_grad_sync()."""
+    ABSENT_WITH_MICRO_BATCH = enum.auto()
+    """One rank has no backward but a gradient from no_sync(), and starts early."""
+    LOOK = enum.auto()
+    """One rank alone calls autograd.grad before the backward."""
+    SOME_INPUTS = enum.auto()
+    """Backward(inputs=...) for the last parameters only."""
+
+    def __repr__(self) -> str:
+        return f"StepKind.{self.name}"
 
 
 class Zeroing(enum.Enum):
     """What happens to gradients before a step."""
 
-    TO_NONE = "zero_grad(set_to_none=True)"
-    TO_ZERO = "zero_grad(set_to_none=False)"
-    NOTHING = "they stay and are added to"
+    TO_NONE = enum.auto()
+    """Zero_grad(set_to_none=True)."""
+    TO_ZERO = enum.auto()
+    """Zero_grad(set_to_none=False)."""
+    NOTHING = enum.auto()
+    """They stay and are added to."""
+
+    def __repr__(self) -> str:
+        return f"Zeroing.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -268,13 +287,24 @@ class Reference:
     """All ranks in one process: a copy of the module for each, averaged by hand.
 
     Args:
-        module: The module as it is now, with its gradients; it is not changed, and must be in the same state
-            on all ranks.
+        module: Any module of the kind; it is not changed.
         world_size: How many ranks to be.
     """
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
-        self._copies = [_copied(module) for _ in range(world_size)]
+        self._copies = [copy.deepcopy(module) for _ in range(world_size)]
+
+    def follow(self, module: nn.Module) -> None:
+        """Take over the state of ``module``, with its gradients, for all ranks.
+
+        Rounding does not pile up over steps if each step begins with this.
+        """
+        state = module.state_dict()
+        gradients = [parameter.grad for parameter in module.parameters()]
+        for twin in self._copies:
+            twin.load_state_dict(state)
+            for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.detach().clone()
 
     def expectations(
         self, step: Step, recipe: Recipe, number: int, device: torch.device | str = "cpu"
@@ -316,10 +346,3 @@ class Reference:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(module)
-    for mine, theirs in zip(twin.parameters(), module.parameters(), strict=True):
-        mine.grad = None if theirs.grad is None else theirs.grad.detach().clone()
-    return twin
