@@ -26,8 +26,8 @@ class Waitable(Protocol):
         ...
 
 
-class GradBucket(tuple["Tensor", ...]):
-    """The gradients that travel together: a tuple of tensors that also has torch's ``GradBucket`` methods.
+class GradBucket(list["Tensor"]):
+    """The gradients that travel together: a list of tensors that also has torch's ``GradBucket`` methods.
 
     The tensors have one dtype and one device, and the shapes of their parameters. All of them are views of
     the flat tensor ``buffer()``, so a function may work on either; what it leaves there is the result. A
@@ -46,8 +46,8 @@ class GradBucket(tuple["Tensor", ...]):
     def of(
         cls,
         gradients: Sequence[Tensor],
-        *,
         buffer: Tensor,
+        *,
         parameters: list[nn.Parameter],
         names: tuple[str, ...],
         index: int,
@@ -62,9 +62,9 @@ class GradBucket(tuple["Tensor", ...]):
         bucket._is_last = is_last
         return bucket
 
-    # The C++ argument parser of torch accepts subclasses of tuple where it wants a list of tensors, which is
-    # why this is a tuple and not an abstract Sequence; pickling one would copy gradients by surprise.
-    __hash__ = object.__hash__
+    # A real list, not an abstract Sequence, because the C++ argument parser of torch wants one (and not a tuple,
+    # because torch's own hooks take a tuple for one that holds the buffer).
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         """Buckets are equal when they are the same bucket: tensors do not compare to one truth value."""
@@ -90,7 +90,7 @@ class GradBucket(tuple["Tensor", ...]):
         """Their names in the wrapped module: the key for state that is kept for each parameter."""
         return self._names
 
-    def index(self) -> int:  # type: ignore[override]  # torch's name, not tuple's
+    def index(self) -> int:  # type: ignore[override]  # torch's name, not list's
         """The number of this bucket: its place in this backward's launch order.
 
         For a torch hook with a state of its own, the number of a fixed set of parameters in every step,
@@ -103,13 +103,18 @@ class GradBucket(tuple["Tensor", ...]):
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Take ``buffer`` (1-D, same number of elements, dtype and device) as this bucket's result."""
-        if buffer.numel() != self._buffer.numel() or buffer.dtype != self._buffer.dtype:
+        """Let ``buffer`` (1-D, same number of elements, any dtype) take the place of the flat gradients.
+
+        The tensors of the bucket become views of it, and what is in it at the end is the result.
+        """
+        before = self._buffer
+        if buffer.numel() != before.numel():
             raise ValueError(
-                f"set_buffer() of bucket {self._index} needs {self._buffer.numel()} elements of "
-                f"{self._buffer.dtype}, not {buffer.numel()} of {buffer.dtype}"
+                f"set_buffer() of bucket {self._index} needs {before.numel()} elements, not {buffer.numel()}"
             )
-        self._buffer = buffer
+        self._buffer = buffer = buffer.reshape(-1)
+        shift = buffer.storage_offset() - before.storage_offset()
+        self[:] = [buffer.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + shift) for tensor in self]
 
 
 class ReduceFunction(Protocol):

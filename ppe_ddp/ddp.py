@@ -353,8 +353,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
-        own = self.module.state_dict(keep_vars=True).keys()
-        return self.module.load_state_dict(without_prefix(state_dict, own), strict=strict, assign=assign)
+        if any(key.startswith("module.") for key in state_dict):
+            state_dict = without_prefix(state_dict, self.module.state_dict(keep_vars=True).keys())
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but connections; the copy makes its own at its first forward, on all ranks together."""

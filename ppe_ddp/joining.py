@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.reducer import Reducer
 
 
-def announce(reducer: Reducer, *, synchronizes: bool) -> bool:
-    """Tell the ranks that have joined whether this forward has a synchronized backward. They ask by False.
-
-    Returns:
-        Whether any rank synchronizes.
-    """
+def announce(reducer: Reducer, *, synchronizes: bool) -> None:
+    """Tell the ranks that have joined whether this forward has a synchronized backward; does not wait."""
     word = torch.tensor([int(synchronizes)])
+    dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control, async_op=True)
+
+
+def _any_synchronizes(reducer: Reducer) -> bool:
+    """Hear, on a rank that has joined, what the others announce."""
+    word = torch.tensor([0])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
     return bool(word.item())
 
@@ -52,18 +55,32 @@ class Shadow(JoinHook):
         self._reducer = reducer
         self._module = module
         self._before = before
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-join")
+        self._step: Future[None] | None = None
         if reducer is not None:
             reducer.communication.scale_by_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Take part in one step of the others, with nothing to give."""
+        self._settle()
         if self._reducer is not None:
-            self._before()
-            if announce(self._reducer, synchronizes=False):
-                self._reducer.finish(silent=True)
+            # On a thread, since several wrappers may have joined: the others finish theirs in another order.
+            self._step = self._thread.submit(self._take_part, self._reducer)
+
+    def _take_part(self, reducer: Reducer) -> None:
+        self._before()
+        if _any_synchronizes(reducer):
+            reducer.finish(silent=True)
+
+    def _settle(self) -> None:
+        if self._step is not None:
+            self._step.result()
+            self._step = None
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that went on to the end."""
+        self._settle()
+        self._thread.shutdown()
         reducer = self._reducer
         if reducer is None:
             return

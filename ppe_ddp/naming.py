@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from torch import nn
+
+_EXTRA = "_extra_state"
 
 
 def add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Where the wrapper is a part of a larger module, that looks for our names with ``module.``."""
-    for key in wrapper.get_submodule("module").state_dict(keep_vars=True):
-        inner = f"{prefix}module.{key}"
-        if prefix + key in state_dict and inner not in state_dict:
-            state_dict[inner] = state_dict.pop(prefix + key)
+    module = wrapper.get_submodule("module")
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    own |= {f"{name}.{_EXTRA}".lstrip(".") for name, part in module.named_modules() if _has_extra_state(part)}
+    for key in list(state_dict):
+        name = key[len(prefix) :]
+        inner = f"{prefix}module.{name}"
+        if key.startswith(prefix) and name in own and inner not in state_dict:
+            state_dict[inner] = state_dict.pop(key)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:

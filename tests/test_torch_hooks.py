@@ -132,14 +132,14 @@ def test_registration_by_keyword_and_by_torchs_own_function():
 
 
 @contextlib.contextmanager
-def gathers_as_over_nccl():
-    """Let `all_gather` give Futures as NCCL's do; torch's quantization hooks know no others."""
+def gathers_for_quantization():
+    """Let `all_gather` give Futures of the kind that torch's quantization hooks expect, and gloo's are not."""
     gather = dist.all_gather
 
     def all_gather(outputs, tensor, group=None, async_op=False):
         work = gather(outputs, tensor, group=group, async_op=True)
         twin = mock.Mock()
-        twin.get_future = lambda: work.get_future().then(lambda _: [outputs])
+        twin.get_future = lambda: work.get_future().then(lambda _: [torch.stack(outputs)])
         return twin
 
     with mock.patch.object(dist, "all_gather", all_gather):
@@ -151,7 +151,7 @@ def gathers_as_over_nccl():
 @on_two_ranks
 def test_quantization_hooks(kind, options):
     hook = getattr(quantization, f"quantization_per{kind}_hook")
-    with gathers_as_over_nccl():
+    with gathers_for_quantization():
         # One bucket with both wrappers, so that the same numbers share a scale.
         hold_to_torch(seeded(Layers), lambda: (dist.group.WORLD, hook), steps=4, rtol=1e-3, atol=2e-2, **options)
         wrapper = DistributedDataParallel(seeded(Layers), **options)
@@ -224,7 +224,7 @@ class Routes(nn.Module):
 WAYS = [(0, 1), (2, 3), (0, 5), (4,), (1, 2, 3), (5, 0, 4), (2,), (3, 4)]
 
 
-each_cap = pytest.mark.parametrize("cap", [None, 7e-4], ids=["one bucket", "several buckets"])
+each_cap = pytest.mark.parametrize("cap", [None, 4e-4], ids=["one bucket", "several buckets"])
 
 
 @each_cap
@@ -234,13 +234,9 @@ def test_power_sgd_of_full_rank_is_exact_whatever_the_mask(cap, options):
     # At full rank nothing is approximated, so the mean has to come out however the gradients are packed.
     module = seeded(Routes)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=cap, **options)
-    make = power_state(
-        power.powerSGD_hook,
-        matrix_approximation_rank=8,
-        min_compression_rate=0,
-        # A layer that no rank has used is all zeros, by whose length the hook would divide.
-        orthogonalization_epsilon=1e-8,
-    )
+    # A layer that no rank has used is all zeros: the hook would divide by its length, and start from it again.
+    unused = {"orthogonalization_epsilon": 1e-8, "warm_start": False}
+    make = power_state(power.powerSGD_hook, matrix_approximation_rank=8, min_compression_rate=0, **unused)
     state, hook = make()
     wrapper.register_comm_hook(state, hook)
     for turn in range(14):

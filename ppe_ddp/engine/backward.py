@@ -44,6 +44,7 @@ class Backward:
         silent: Whether this rank contributes nothing and takes nothing.
         aborted: Whether that is because its own backward raised.
         active: The number of ranks that contribute.
+        source: The first of them; its buffers are broadcast.
         digest: What this rank says that it synchronizes.
     """
 
@@ -60,5 +61,6 @@ class Backward:
         self.aborted = False
         self.is_manual = False
         self.active = 0
+        self.source = 0
         self.digest = b""
         self.alive: Callable[[], object] = lambda: True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
 
 
-def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups) -> None:
-    """Overwrite ``tensors`` by those of the group's rank 0. All ranks must call this with the same list.
+def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> None:
+    """Overwrite ``tensors`` by those of one rank. All ranks must call this with the same list.
+
+    Args:
+        function: How to; a function of the user's knows no other source than the group's rank 0.
+        tensors: Of any dtypes and devices; changed in place.
+        groups: Where to.
+        source: Whose tensors; a rank of the group.
 
     Raises:
         FunctionError: The function returned something that cannot be waited for.
@@ -28,7 +35,8 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
     """
     with torch.no_grad():
         try:
-            pending = [function(kind, groups.buckets) for kind in _by_kind(tensors)]
+            send = partial(broadcast, source=source) if function is broadcast else function
+            pending = [send(kind, groups.buckets) for kind in _by_kind(tensors)]
             for work in pending:
                 if isinstance(work, Waitable):
                     work.wait()
@@ -40,7 +48,7 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
         except Exception as error:
             if function is broadcast and isinstance(error, RuntimeError):
                 raise CommunicationError(
-                    f"rank {groups.rank}: broadcasting from rank 0 failed: {error}. An error or a crash on another "
+                    f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on another "
                     "rank ends here: look for the first traceback of all ranks."
                 ) from error
             if hasattr(error, "add_note"):  # Python 3.11

@@ -99,6 +99,7 @@ class Communication:
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
         backward.active = sum(answer.extra)
+        backward.source = max(answer.extra.find(1), 0)
         backward.phase = Phase.LAUNCHING
 
         def take(indices: Sequence[int]) -> list[Tensor | None]:
@@ -132,7 +133,8 @@ class Communication:
         arrivals = [] if backward.silent else backward.arrivals
         backward.recorder.control_nbytes += self.consensus.learn_order(arrivals, backward.recorder.agreed)
         if self._policy.broadcast_buffers is not None:
-            broadcast_all(self._policy.broadcast_buffers, self._census.buffers().values(), self._groups)
+            buffers = self._census.buffers().values()
+            broadcast_all(self._policy.broadcast_buffers, buffers, self._groups, source=backward.source)
         if not backward.aborted:
             self._raise_for_peers([rank for rank, gave_up in enumerate(outcome.extra) if gave_up])
 

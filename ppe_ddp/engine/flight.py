@@ -58,7 +58,6 @@ class Flight:
         self._bucket: GradBucket | None = None
         self._pending: Waitable | None = None
         self._buffer: Tensor | None = None
-        self._alias: Tensor | None = None
         self._tensors: list[Tensor] = []
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
@@ -71,17 +70,25 @@ class Flight:
         if self.plan.numel == 0:
             return
         members = self.plan.members
-        # Only aliases go out: a function that changes the shape of what it gets does not change ours.
-        self._alias = self._buffer.detach()
         self._bucket = GradBucket.of(
-            self._tensors if sender.is_ours else [tensor.detach() for tensor in self._tensors],
-            buffer=self._alias,
+            *self._given(self._buffer, sender),
             parameters=[parameters[i] for i in members],
             names=tuple(self._specs[i].name for i in members),
             index=self.plan.index,
             is_last=is_last,
         )
         self._pending = sender.start(self._bucket)
+
+    def _given(self, buffer: Tensor, sender: Sender) -> tuple[list[Tensor], Tensor]:
+        """What goes out: never our own tensors to a stranger, who may change their shapes."""
+        if sender.is_ours:
+            return self._tensors, buffer
+        if not sender.may_resize:
+            return [tensor.detach() for tensor in self._tensors], buffer.detach()
+        copy = buffer.clone()  # what grows here must not grow into the next bucket
+        base = buffer.storage_offset()
+        views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
+        return views, copy
 
     def _adopt(self) -> None:
         spec = self._specs[self.plan.members[0]]
@@ -115,14 +122,25 @@ class Flight:
                 None if gradient is None else slot for slot, gradient in zip(segment.slots, self.gradients, strict=True)
             ]
 
+    def is_back(self) -> bool:
+        """Whether nothing of it is on its way any more."""
+        is_done = getattr(self._pending, "done", None) or getattr(self._pending, "is_completed", None)
+        return self._pending is None or (is_done is not None and bool(is_done()))
+
+    def settle(self, sender: Sender) -> None:
+        """Wait until nothing of it is on its way."""
+        if self._pending is not None and self._bucket is not None:
+            sender.settle(self._bucket, self._pending)
+
     def land(self, sender: Sender) -> list[Tensor]:
         """Wait for the result; one gradient a member, each the tensor that ``.grad`` shall be."""
         assert self._buffer is not None
         if self._bucket is not None:
             sender.finish(self._bucket, self._pending, self._tensors)
             self._pending = None
-            if self._bucket.buffer() is not self._alias:
-                self._buffer.copy_(self._bucket.buffer())
+            result = self._bucket.buffer()
+            if result.data_ptr() != self._buffer.data_ptr() or result.dtype != self._buffer.dtype:
+                self._buffer.copy_(result)
         if self._views and self._segment is not None:
             return self._tensors
         return self._back_to_gradients()

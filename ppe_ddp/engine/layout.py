@@ -228,8 +228,11 @@ class Planner:
         return len(self._plans)
 
     def unlearned(self, present: bytes) -> bool:
-        """Whether ``present`` has a parameter whose place in the order is still a guess."""
-        return any(here and i not in self._learned for i, here in enumerate(present))
+        """Whether ``present`` has a parameter whose place in the order is still a guess.
+
+        Never for fixed buckets, which another order would fill with other parameters.
+        """
+        return not self.packing.fixed and any(here and i not in self._learned for i, here in enumerate(present))
 
     def learn(self, positions: Sequence[float | None]) -> None:
         """Set the order by agreed arrival positions in [0, 1), None where no rank saw the parameter.

@@ -71,19 +71,27 @@ class Round:
         self._missing[k] -= 1
         if self._missing[k] == 0:
             self.record.ready[k] = perf_counter_ns()
-            if k == len(self.flights):
+            if k >= len(self.flights):
                 with torch.no_grad():
                     self.launch_ready()
 
     def launch_ready(self) -> None:
         """Launch buckets in order, up to the first that still misses a gradient of this rank."""
         while len(self.flights) < len(self.plan.buckets) and self._missing[len(self.flights)] <= 0:
+            if self._sender.one_at_a_time and not all(flight.is_back() for flight in self._dense()):
+                break
             self._launch(len(self.flights))
 
     def launch_all(self) -> None:
         """Launch what is left: no gradient will land any more."""
         for k in range(len(self.flights), len(self.plan.buckets)):
+            if self._sender.one_at_a_time:
+                for flight in self._dense():
+                    flight.settle(self._sender)
             self._launch(k)
+
+    def _dense(self) -> list[Flight]:
+        return [flight for flight in self.flights if isinstance(flight, Flight)]
 
     def _launch(self, k: int) -> None:
         bucket = self.plan.buckets[k]

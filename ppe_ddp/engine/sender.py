@@ -27,6 +27,11 @@ class Sender(ABC):
     keeps_state_by_index = False
     """Whether a bucket index has to mean the same parameters in every step."""
 
+    may_resize = False
+    """Whether the flat buffer may be made larger meanwhile."""
+    one_at_a_time = False
+    """Whether a bucket must not leave before the one ahead of it has come back."""
+
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._has_warned = False
@@ -50,6 +55,14 @@ class Sender(ABC):
         """Start the reduction of ``bucket``; None if it is done."""
         try:
             return self._call(bucket)
+        except Exception as error:
+            self._annotate(error, bucket)
+            raise
+
+    def settle(self, bucket: GradBucket, pending: Waitable) -> None:
+        """Wait for ``pending``; its result is for :meth:`finish`."""
+        try:
+            pending.wait()
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -150,12 +163,16 @@ class FunctionSender(Sender):
 class HookSender(Sender):
     """Calls a communication hook of torch."""
 
+    # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
+    # was done in. With two buckets under way, the ranks would not communicate in the same order.
+    one_at_a_time = True
+
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
         self._state = state
         self._hook = hook
         # None or a process group is all the state of a hook that keeps none.
-        self.keeps_state_by_index = state is not None and not hasattr(state, "rank")
+        self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
 
     @property
     def title(self) -> str:
@@ -186,12 +203,12 @@ class HookSender(Sender):
                 f"({self.place(bucket)}); it must hold the reduced flat tensor"
             )
         if value is not bucket.buffer():
-            bucket.set_buffer(value.reshape(-1).to(bucket.buffer().dtype))
+            bucket.set_buffer(value)
 
 
 def _differ(tensor: Tensor, memory: Tensor) -> bool:
-    """Whether ``tensor`` is no longer the same view of the same memory."""
-    return tensor.shape != memory.shape or tensor.stride() != memory.stride() or tensor.data_ptr() != memory.data_ptr()
+    """Whether ``tensor`` has another form than the memory behind it."""
+    return tensor.shape != memory.shape or tensor.stride() != memory.stride()
 
 
 def _name(function: object) -> str:

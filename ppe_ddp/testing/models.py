@@ -11,8 +11,8 @@ every rank can also make the inputs and paths of all the others, which is how it
 from __future__ import annotations
 
 import enum
-import random
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,8 @@ class Kind(enum.Enum):
     """A parameter without elements."""
     SCALAR = enum.auto()
     """A parameter without dimensions."""
+    EMBEDDING = enum.auto()
+    """Adds the choice's row of a table whose gradient is sparse."""
     TRANSPOSED = enum.auto()
     """A linear map whose weight is not row-major."""
 
@@ -137,7 +139,7 @@ class Recipe:
             kinds: Of layers.
             common_path: See the attribute.
         """
-        draw = random.Random(f"recipe {seed}")
+        draw = Random(f"recipe {seed}")
         layers = [Layer(draw.choice(kinds), draw.choice(dtypes)) for _ in range(draw.randint(3, 8))]
         return cls(
             seed,
@@ -183,9 +185,9 @@ class Recipe:
         generator = torch.Generator().manual_seed(self._draw("batch", step, rank, forward).getrandbits(60))
         return torch.randn(_ROWS, self.width, generator=generator).requires_grad_()
 
-    def _draw(self, *names: object) -> random.Random:
+    def _draw(self, *names: object) -> Random:
         # A string seeds by its hash, which is the same in every process, unlike hash().
-        return random.Random(" ".join(map(str, (*names, self.seed))))
+        return Random(" ".join(map(str, (*names, self.seed))))
 
 
 class _Affine(nn.Module):
@@ -207,9 +209,11 @@ class _Affine(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (rows, width) to (rows, width)."""
         result = hidden.to(self.weight.dtype) @ self.weight + self.bias
-        if result.is_complex():
-            result = torch.view_as_real(result).sum(-1)
-        return torch.tanh(result.float())
+        return torch.tanh(_real(result).float())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
 
 
 class _Layer(nn.Module):
@@ -224,6 +228,11 @@ class _Layer(nn.Module):
             self.extra = nn.Parameter(torch.zeros((0, width), dtype=layer.dtype))
         elif layer.kind is Kind.SCALAR:
             self.extra = nn.Parameter(torch.ones((), dtype=layer.dtype))
+        elif layer.kind is Kind.EMBEDDING:
+            # torch differentiates no complex embedding.
+            dtype = torch.float32 if layer.dtype.is_complex else layer.dtype
+            table = torch.randn((6, width), generator=generator).to(dtype)
+            self.maps.append(nn.Embedding(6, width, sparse=True, _weight=table))
         elif layer.kind is Kind.SHARED and shared is not None:
             self.maps.append(shared)
         elif layer.kind is not Kind.DETACHED:
@@ -238,8 +247,12 @@ class _Layer(nn.Module):
         if kind is Kind.UNUSED or (kind is Kind.SKIPPED and choice % 2):
             return hidden
         if self.extra is not None:
-            term = self.extra.sum(0).real.float()
+            term = _real(self.extra.sum(0)).float()
             return hidden + term if kind is Kind.EMPTY else hidden * term
+        if kind is Kind.EMBEDDING:
+            rows = torch.tensor([choice, 0], device=hidden.device)
+            found: Tensor = self.maps[0](rows)
+            return hidden + found.float()
         affine = self.maps[choice % len(self.maps)]
         if kind in (Kind.CHECKPOINTED, Kind.REENTRANT):
             # A reentrant checkpoint whose input needs no gradient computes none at all.
@@ -272,7 +285,7 @@ class RandomModule(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("running", torch.zeros(recipe.width))
 
-    def forward(self, batch: Tensor, path: Path) -> Any:  # noqa: ANN401 - one of three structures
+    def forward(self, batch: Tensor, path: Path) -> Any:
         """Run ``path`` on ``batch``, of shape (rows, width); heads that the path leaves out are None."""
         with torch.no_grad():
             self.seen += 1
@@ -288,7 +301,7 @@ class RandomModule(nn.Module):
         return tuple(outputs)
 
 
-def losses(outputs: Any) -> list[Tensor]:  # noqa: ANN401 - what RandomModule.forward gives
+def losses(outputs: Any) -> list[Tensor]:
     """A scalar loss for each output that there is."""
     if isinstance(outputs, Record):
         outputs = outputs.heads

@@ -86,12 +86,12 @@ class Step:
 class Subject(Protocol):
     """What a step is done with: the wrapper, or a copy of the module that has nobody to talk to."""
 
-    def __call__(self, *args: Any) -> Any: ...  # noqa: ANN401, D102
-    def no_sync(self) -> AbstractContextManager[None]: ...  # noqa: D102
-    def start_grad_sync(self) -> None: ...  # noqa: D102
-    def finish_grad_sync(self) -> None: ...  # noqa: D102
-    def parameters(self) -> Iterator[nn.Parameter]: ...  # noqa: D102
-    def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
+    def __call__(self, *args: Any) -> Any: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
+    def start_grad_sync(self) -> None: ...
+    def finish_grad_sync(self) -> None: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class _Alone:
         self.parameters = module.parameters
         self.zero_grad = module.zero_grad
 
-    def __call__(self, *args: Any) -> Any:  # noqa: ANN401
+    def __call__(self, *args: Any) -> Any:
         return self.module(*args)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -323,8 +323,7 @@ class Reference:
         scales: dict[str, float] = {}
         tables = [dict(twin.named_parameters()) for twin in self._copies]
         present = tuple(
-            frozenset(name for name, parameter in table.items() if parameter.grad is not None)
-            for table in tables
+            frozenset(name for name, parameter in table.items() if parameter.grad is not None) for table in tables
         )
         for name in tables[0]:
             parameters = [table[name] for table in tables]
@@ -335,8 +334,10 @@ class Reference:
             mean = torch.stack(gradients).sum(0) / len(parameters)
             means[name] = mean
             scales[name] = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+            is_sparse = any(p.grad is not None and p.grad.is_sparse for p in parameters)
             for parameter in parameters:
-                parameter.grad = torch.empty_like(parameter).copy_(mean)
+                gradient = torch.empty_like(parameter).copy_(mean)
+                parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
         buffers = {name: buffer.clone() for name, buffer in self._copies[0].named_buffers()}
         for twin in self._copies[1:]:
             for name, buffer in twin.named_buffers():
@@ -345,4 +346,4 @@ class Reference:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.detach().to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)

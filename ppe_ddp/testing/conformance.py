@@ -1,0 +1,258 @@
+"""The conformance kit: certify a backend, a reduce function or a hook in three lines.
+
+    from ppe_ddp.testing import check_reduce_function
+    if __name__ == "__main__":  # ranks are started by spawn, which imports this file again
+        check_reduce_function(my_reduce)
+
+A check starts ranks, asks questions with known answers (:mod:`~ppe_ddp.testing.probes`), trains random dynamic
+models and holds them to the laws (:mod:`~ppe_ddp.testing.laws`). What it does not do: measure speed, or look for
+errors that come only with more ranks, more data or other hardware than it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ppe_ddp.testing.backend_probes import probe_backend
+from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
+from ppe_ddp.testing.laws import Observation, breaches, observe_all
+from ppe_ddp.testing.models import Kind, Recipe
+from ppe_ddp.testing.probes import probe_broadcast, probe_reduction
+from ppe_ddp.testing.rank_error import RankError
+from ppe_ddp.testing.ranks import Ranks
+from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+
+if TYPE_CHECKING:
+    from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
+
+__all__ = ["World", "check_backend", "check_broadcast_function", "check_comm_hook", "check_reduce_function"]
+
+T = TypeVar("T")
+
+_TOLD = 12
+_VARIANTS = (
+    Variant(),
+    Variant(views=True, bucket_mb=0.0002),
+    Variant(overlap=False, bucket_mb=0.0002),
+    Variant(overlap=False, views=True),
+)
+_STEPS = (
+    (Step(), Step(StepKind.MICRO_BATCHES, Zeroing.TO_ZERO)),
+    (Step(StepKind.ABSENT), Step(zeroing=Zeroing.NOTHING)),
+    (Step(StepKind.TWO_BACKWARDS), Step(StepKind.TWO_FORWARDS)),
+    (Step(StepKind.LOOK), Step(StepKind.TWO_LOSSES)),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a check takes place.
+
+    Attributes:
+        sizes: Numbers of ranks, each started in turn. Errors that two ranks hide show with three; more cost time.
+        backend: The backend of the default process group.
+        setup: Called without arguments in each new process, for example to register the backend. A function
+            of a module.
+        device: Of modules and tensors: "cpu", or "cuda" for the device that is current on each rank.
+        timeout: Seconds that any part of a check may take until its ranks are given up.
+        ranks: Ranks that run already, to use instead of starting any; everything above but the device is
+            theirs then.
+    """
+
+    sizes: tuple[int, ...] = (2, 3)
+    backend: str = "gloo"
+    setup: Callable[[], object] | None = None
+    device: str = "cpu"
+    timeout: float = 60.0
+    ranks: tuple[Ranks, ...] = ()
+
+    @contextmanager
+    def start(self, size: int) -> Iterator[Ranks]:
+        """Start ``size`` ranks, and end them."""
+        with Ranks(size, backend=self.backend, timeout=self.timeout, prepare=self.setup) as ranks:
+            yield ranks
+
+
+def check_reduce_function(
+    reduce_function: ReduceFunction,
+    *,
+    tolerance: float | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
+    world: World | None = None,
+) -> None:
+    """Certify a reduce function: :class:`ppe_ddp.ReduceFunction` has its contract.
+
+    It must average in place, in the group that it is given, whatever the shapes; must leave all other memory
+    alone; must return None or something to wait for; and trained with it, random models must keep the laws.
+
+    Args:
+        reduce_function: What the ranks can import: a function of a module, an instance that can be pickled.
+        tolerance: The largest error of a mean, in units of the largest element. None: what rounding explains.
+        dtypes: Which gradients it shall be able to average.
+        world: Where; by default over gloo, on two ranks and on three.
+
+    Raises:
+        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
+        TypeError: It cannot be sent to the ranks.
+    """
+    plugs = Plugs(reduce_function=reduce_function, tolerance=tolerance)
+    name = f"reduce function {_name(reduce_function)}"
+    _check(name, plugs, probe_reduction, dtypes, world or World())
+
+
+def check_comm_hook(
+    state: object,
+    hook: CommHook,
+    *,
+    tolerance: float | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    world: World | None = None,
+) -> None:
+    """Certify a communication hook of torch's kind: ``hook(state, bucket)`` returns a Future.
+
+    Args:
+        state: The hook's state; copied for each model. Must be such that it can be pickled.
+        hook: What the ranks can import.
+        tolerance: The largest error of a mean, in units of the largest gradient element: a hook that
+            compresses has one. None: what rounding explains.
+        dtypes: Which gradients it shall be able to average.
+        world: Where; by default over gloo, on two ranks and on three.
+
+    Raises:
+        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
+        TypeError: It or its state cannot be sent to the ranks.
+    """
+    plugs = Plugs(hook=hook, state=state, tolerance=tolerance)
+    _check(f"communication hook {_name(hook)}", plugs, probe_reduction, dtypes, world or World())
+
+
+def check_broadcast_function(
+    broadcast_function: BroadcastFunction,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool),
+    world: World | None = None,
+) -> None:
+    """Certify a broadcast function: :class:`ppe_ddp.BroadcastFunction` has its contract.
+
+    Args:
+        broadcast_function: What the ranks can import.
+        dtypes: Which tensors it shall be able to copy. The models need float32, float64 and int64.
+        world: Where; by default over gloo, on two ranks and on three.
+
+    Raises:
+        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
+        TypeError: It cannot be sent to the ranks.
+    """
+    plugs = Plugs(broadcast_function=broadcast_function)
+    name = f"broadcast function {_name(broadcast_function)}"
+    _check(name, plugs, probe_broadcast, dtypes, world or World(), trained=(torch.float32, torch.float64))
+
+
+def check_backend(
+    backend: str,
+    setup: Callable[[], object] | None = None,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64, torch.bfloat16),
+    world: World | None = None,
+) -> None:
+    """Certify a torch.distributed backend for use with this library.
+
+    It must do what the engine asks for: all-reduces (uint8 and int64 MAX; int64 and floating SUM), broadcasts,
+    all-gathers, objects and barriers, Works that can be waited for, asked and continued from, and groups that
+    only their members make; and random models must keep the laws over it.
+
+    Args:
+        backend: Its name, as for ``torch.distributed.init_process_group``.
+        setup: Called in each new process; registers the backend. A function of a module.
+        device: Of modules and tensors: "cpu" or "cuda".
+        dtypes: Which parameters the models have.
+        world: Where; ``backend``, ``setup`` and ``device`` stand in for its own.
+
+    Raises:
+        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
+    """
+    world = world or World()
+    world = World(world.sizes, backend, setup, device, world.timeout, world.ranks)
+    cases = _cases(dtypes, tuple(Kind))
+    for ranks in _worlds(world, f"backend {backend}"):
+        where = f"backend {backend} on {ranks.world_size} ranks"
+        _judge(where, _ran(where, ranks, probe_backend, device))
+        _judge(where, _laws(where, ranks, cases, Plugs(), device))
+
+
+def _check(
+    name: str,
+    plugs: Plugs,
+    probe: Callable[[Plugs, Sequence[torch.dtype], str], list[str]],
+    dtypes: Sequence[torch.dtype],
+    world: World,
+    trained: Sequence[torch.dtype] = (),
+) -> None:
+    # A sparse gradient is not sent by functions and hooks.
+    kinds = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
+    cases = _cases(trained or dtypes, kinds)
+    for ranks in _worlds(world, name):
+        where = f"{name} on {ranks.world_size} ranks"
+        _judge(where, _ran(where, ranks, probe, plugs, tuple(dtypes), world.device))
+        _judge(where, _laws(where, ranks, cases, plugs, world.device))
+
+
+def _cases(dtypes: Sequence[torch.dtype], kinds: Sequence[Kind]) -> list[Case]:
+    return [Case(Recipe.random(seed, dtypes=tuple(dtypes), kinds=kinds), steps) for seed, steps in enumerate(_STEPS)]
+
+
+def _worlds(world: World, name: str) -> Iterator[Ranks]:
+    if world.ranks:
+        yield from world.ranks
+        return
+    for size in world.sizes:
+        with world.start(size) as ranks:
+            _ran(f"{name} on {size} ranks, at the start", ranks, int)
+            yield ranks
+
+
+def _laws(where: str, ranks: Ranks, cases: Sequence[Case], plugs: Plugs, device: str) -> list[list[str]]:
+    by_rank = _ran(where, ranks, _observed, tuple(cases), plugs, device)
+    problems: list[str] = []
+    for seen in zip(*by_rank, strict=True):
+        found = breaches(seen)
+        problems.extend(found and [*found, f"(seen in {seen[0].title})"])
+    return [problems]
+
+
+def _observed(cases: Sequence[Case], plugs: Plugs, device: str) -> list[Observation]:
+    seen = list(chain(*(observe_all(case, _VARIANTS, plugs, device=device) for case in cases)))
+    for observation in seen:
+        observation.gradients = {}  # compared already; they need not travel
+    return seen
+
+
+def _ran(where: str, ranks: Ranks, function: Callable[..., T], *args: object) -> list[T]:
+    try:
+        return ranks.run(function, *args)
+    except RankError as error:
+        raise ConformanceError(f"{where}: {error}") from error
+
+
+def _judge(where: str, by_rank: Sequence[Sequence[str]]) -> None:
+    """Raise if anything is wrong; the same sentence from several ranks is told once."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, problems in enumerate(by_rank):
+        for problem in problems:
+            ranks_of.setdefault(problem, []).append(rank)
+    if not ranks_of:
+        return
+    lines = [problem if len(by_rank) == 1 else f"ranks {who}: {problem}" for problem, who in ranks_of.items()]
+    more = [f"... and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else []
+    raise ConformanceError("\n  ".join([f"{where} does not conform:", *lines[:_TOLD], *more]))
+
+
+def _name(plug: object) -> str:
+    return getattr(plug, "__qualname__", None) or type(plug).__qualname__

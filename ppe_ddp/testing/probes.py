@@ -1,0 +1,190 @@
+"""Questions with known answers, put to a function, a hook or a backend directly, on every rank of a world.
+
+Each probe runs on all ranks together and returns what is wrong, as sentences. It is apart from the laws because
+it says which promise is broken, where a model that trains wrongly only says that one is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ppe_ddp.contracts import GradBucket, Waitable
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.sender import FunctionSender, HookSender, Sender
+from ppe_ddp.functions import average, broadcast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.testing.cases import Plugs
+
+__all__ = ["probe_broadcast", "probe_reduction"]
+
+_Shape = tuple[int, ...]
+_BUCKETS: tuple[tuple[_Shape, ...], ...] = (
+    ((5,),),
+    ((3, 4), (0, 2), (), (7,)),
+    ((1,),),
+    ((1 << 16,), (33,)),
+)
+_GUARD = 16
+_ROUNDINGS = 16
+
+
+def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
+    """Hand known buckets to a reduce function or hook, several in flight at a time.
+
+    A function is also asked in groups that split the world: one of rank 0 alone, one of all others. A hook is
+    given no group, so there it would not know.
+
+    Args:
+        plugs: What to ask.
+        dtypes: Of buckets.
+        device: Of buckets.
+    """
+    problems: list[str] = []
+    for group in _groups(split=plugs.hook is None):
+        groups = Groups.duplicate(group)
+        sender = _sender(plugs, groups)
+        for dtype in dtypes:
+            problems.extend(_reduced(sender, groups, dtype, device, plugs.tolerance))
+    return problems
+
+
+def _sender(plugs: Plugs, groups: Groups) -> Sender:
+    if plugs.hook is not None:
+        return HookSender(copy.deepcopy(plugs.state), plugs.hook, groups)
+    return FunctionSender(plugs.reduce_function or average, groups)
+
+
+def _groups(*, split: bool) -> Iterator[ProcessGroup]:
+    """All ranks; then this rank's part of a world that is split into rank 0 and the others."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    yield everyone
+    if split and dist.get_world_size() > 2:
+        others = list(range(1, dist.get_world_size()))
+        yield dist.new_group([0] if dist.get_rank() == 0 else others, use_local_synchronization=True)
+
+
+def _reduced(sender: Sender, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None) -> Iterator[str]:
+    asked = [_Question(k, shapes, groups, dtype, device) for k, shapes in enumerate(_BUCKETS)]
+    with torch.no_grad():
+        if sender.one_at_a_time:
+            for question in asked:
+                sender.finish(question.bucket, sender.start(question.bucket), question.memory)
+        else:
+            pending = [sender.start(question.bucket) for question in asked]
+            for question, work in zip(asked, pending, strict=True):
+                sender.finish(question.bucket, work, question.memory)
+    members = dist.get_process_group_ranks(groups.parent)
+    where = f"a bucket of {dtype} over ranks {members}"
+    if len(members) < dist.get_world_size():
+        where += " (does it use the group that it is given?)"
+    for question in asked:
+        yield from (f"{where}: {problem}" for problem in question.problems(tolerance))
+
+
+class _Question:
+    """A bucket whose mean is known, in memory that has guards before and after it."""
+
+    def __init__(self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str) -> None:
+        sizes = [math.prod(shape) for shape in shapes]
+        count = sum(sizes)
+        members = dist.get_process_group_ranks(groups.parent)
+        shares = [_numbers(count, dtype, index, rank) for rank in members]
+        self._mean = torch.stack([share.double() for share in shares]).mean(0)
+        self._guarded = torch.full((count + 2 * _GUARD,), 77.0, dtype=dtype, device=device)
+        self._flat = self._guarded[_GUARD : _GUARD + count]
+        self._flat.copy_(shares[groups.rank])
+        starts = [0, *accumulate(sizes)]
+        self.memory = [
+            self._flat[start : start + size].view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=False)
+        ]
+        self._parameters = [nn.Parameter(torch.full(shape, 3.0, dtype=dtype, device=device)) for shape in shapes]
+        self.bucket = GradBucket.of(
+            [view.detach() for view in self.memory],
+            buffer=self._flat.detach(),
+            parameters=self._parameters,
+            names=tuple(f"bucket{index}.{k}" for k in range(len(shapes))),
+            index=index,
+            is_last=index == len(_BUCKETS) - 1,
+        )
+
+    def problems(self, tolerance: float | None) -> Iterator[str]:
+        """What is wrong with the answer."""
+        result = self.bucket.buffer().detach().reshape(-1).double().cpu()
+        largest = float(self._mean.abs().max())
+        allowed = (_ROUNDINGS * torch.finfo(self._flat.dtype).eps if tolerance is None else tolerance) * largest
+        offset = 0
+        for name, gradient in zip(self.bucket.names(), self.memory, strict=True):
+            chunk = slice(offset, offset + gradient.numel())
+            offset += gradient.numel()
+            if not gradient.numel():
+                continue
+            error = float((result[chunk] - self._mean[chunk]).abs().max())
+            if not error <= allowed:
+                yield f"{name} is off the mean by {error:.3g}, where {allowed:.3g} is allowed"
+        if not ((self._guarded[:_GUARD] == 77).all() and (self._guarded[-_GUARD:] == 77).all()):
+            yield f"memory outside of bucket {self.bucket.index()} was written to"
+        if not all((parameter == 3).all() for parameter in self._parameters):
+            yield f"parameters of bucket {self.bucket.index()} were changed; only gradients may be"
+
+
+def _numbers(count: int, dtype: torch.dtype, *seeds: int) -> Tensor:
+    """Numbers of a rank that every other rank can make too; most are not the same on any two ranks."""
+    seed = sum(value * 1009**k for k, value in enumerate(seeds))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
+    """Let a broadcast function copy known tensors, over all ranks and over parts of them.
+
+    Args:
+        plugs: What to ask.
+        dtypes: Of tensors.
+        device: Of tensors.
+    """
+    function = plugs.broadcast_function or broadcast
+    problems: list[str] = []
+    for group in _groups(split=True):
+        members = dist.get_process_group_ranks(group)
+        for dtype in dtypes:
+            tensors = _assorted(dtype, device, dist.get_rank())
+            wanted = _assorted(dtype, device, members[0])
+            with torch.no_grad():
+                work = function(tensors, group)
+                if isinstance(work, Waitable):
+                    work.wait()
+                elif work is not None:
+                    problems.append(f"it returned {type(work).__name__}, not None, a Work or a Future")
+            wrong = [
+                f"{tuple(tensor.shape)} (strides {tensor.stride()})"
+                for tensor, want in zip(tensors, wanted, strict=True)
+                if not torch.equal(tensor, want)
+            ]
+            if wrong:
+                problems.append(
+                    f"tensors of {dtype} over ranks {members}: those of shape {', '.join(wrong)} are not those of the "
+                    "group's rank 0"
+                )
+    return problems
+
+
+def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
+    numbers = [_numbers(math.prod(shape), torch.float64, k, rank) for k, shape in enumerate(_BUCKETS[1])]
+    plain = [(number * 8).view(shape) for number, shape in zip(numbers, _BUCKETS[1], strict=True)]
+    plain.append((_numbers(12, torch.float64, 9, rank) * 8).view(3, 4).t())
+    # Negative numbers have no unsigned counterpart that all platforms agree on.
+    return [(tensor if dtype.is_signed else tensor.abs()).to(dtype).to(device) for tensor in plain]

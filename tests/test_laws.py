@@ -1,0 +1,243 @@
+"""The laws on random dynamic models: real ranks against one process, under every combination of options."""
+
+import functools
+import logging
+import re
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ppe_ddp
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.presence import Reach
+from ppe_ddp.testing import RankError
+from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
+from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
+from ppe_ddp.testing.models import Kind, Layer, Recipe
+from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+LAYERS = st.builds(Layer, st.sampled_from(Kind), st.sampled_from(DTYPES))
+RECIPES = st.builds(
+    Recipe,
+    seed=st.integers(0, 999),
+    layers=st.lists(LAYERS, min_size=1, max_size=6).map(tuple),
+    width=st.sampled_from([3, 8]),
+    heads=st.integers(1, 3),
+    early_exit=st.booleans(),
+    common_path=st.booleans(),
+    container=st.integers(0, 2),
+)
+STEPS = st.builds(Step, st.sampled_from(StepKind), st.sampled_from(Zeroing), st.booleans())
+CASES = st.builds(Case, RECIPES, st.lists(STEPS, min_size=1, max_size=3).map(tuple))
+
+
+def in_place_mean(gradients, group):
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(dist.get_world_size(group))
+
+
+# Our own function, one of a user, and one of a user on a thread.
+PLUGS = st.sampled_from(
+    [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))],
+)
+
+# The same examples every time, so that a red run is real, and always the same time.
+laws_hold = functools.partial(
+    settings,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@functools.cache
+def duplicates(duplicate, parent):
+    return duplicate(parent)
+
+
+def observed(case, plugs, variants):
+    # Every wrapper makes process groups of its own, which takes longer than everything else; as these wrappers come
+    # one after another, they can use the same.
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
+    shared = functools.partial(duplicates, Groups.duplicate)
+    with mock.patch.object(Groups, "duplicate", shared):
+        seen = observe_all(case, variants, plugs)
+    for observation in seen:
+        observation.gradients = {}
+    return seen
+
+
+def assert_laws(ranks, case, plugs=None, variants=None):
+    variants = variants or Variant.every(common_path=case.recipe.common_path)
+    by_rank = ranks.run(observed, case, plugs or Plugs(), variants, timeout=40)
+    for seen in zip(*by_rank, strict=True):
+        assert breaches(seen) == [], seen[0].title
+
+
+@laws_hold(max_examples=30)
+@given(case=CASES, plugs=PLUGS)
+def test_random_models_on_two_ranks(two_ranks, case, plugs):
+    assert_laws(two_ranks, case, plugs)
+
+
+@laws_hold(max_examples=20)
+@given(case=CASES, plugs=PLUGS)
+def test_random_models_on_three_ranks(three_ranks, case, plugs):
+    assert_laws(three_ranks, case, plugs)
+
+
+EVERYTHING = tuple(Layer(kind, DTYPES[k % len(DTYPES)]) for k, kind in enumerate(Kind))
+
+
+@pytest.mark.parametrize("zeroing", Zeroing, ids=lambda zeroing: zeroing.name)
+@pytest.mark.parametrize("world", ["two_ranks", "three_ranks"])
+def test_every_step_in_turn_on_a_model_of_every_layer(request, world, zeroing):
+    recipe = Recipe(1, EVERYTHING, width=8, heads=3, early_exit=True)
+    steps = tuple(Step(kind, zeroing) for kind in StepKind)
+    assert_laws(request.getfixturevalue(world), Case(recipe, steps))
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
+    recipe = Recipe(2, (Layer(Kind.LINEAR), Layer(kind), Layer(kind)), heads=2, common_path=True)
+    kinds = [kind for kind in StepKind if Case(recipe, (Step(kind),)).fits(Variant(negotiate=False))]
+    steps = tuple(Step(kind, zeroing) for zeroing in (Zeroing.TO_NONE, Zeroing.NOTHING) for kind in kinds)
+    variants = [variant for variant in Variant.every(common_path=True) if not variant.negotiate]
+    assert_laws(two_ranks, Case(recipe, steps), variants=variants)
+
+
+# ---------------------------------------------------------------- found by the tests above, in small
+
+
+def test_the_last_bucket_that_is_sent_is_the_last_also_where_an_empty_one_follows(two_ranks):
+    recipe = Recipe(3, (Layer(Kind.EMPTY, torch.float64), Layer(Kind.LINEAR)))
+    assert_laws(two_ranks, Case(recipe), Plugs(in_place_mean))
+
+
+def test_a_hook_counts_steps_by_is_last_where_a_sparse_gradient_comes_last(two_ranks):
+    counts = two_ranks.run(count_last_buckets)
+    assert counts == [3, 3]
+
+
+def count_last_buckets():
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
+    seen = []
+
+    def count(gradients, group):
+        seen.append(gradients.is_last())
+        return ppe_ddp.average(gradients, group)
+
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
+    wrapper = ppe_ddp.DistributedDataParallel(module, reduce_function=count, bucket_cap_mb=0.000001)
+    for _ in range(3):
+        wrapper(torch.tensor([dist.get_rank()])).sum().backward()
+    return sum(seen)
+
+
+class CheckpointedFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, batch):
+        return self.outer(checkpoint(self.inner, batch, use_reentrant=True))
+
+
+def keep_gradients_while_one_rank_is_late():
+    wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False, bucket_cap_mb=0.000001)
+    for _ in range(2):
+        loss = wrapper(torch.ones(2, 3, requires_grad=True)).sum()
+        if dist.get_rank() == 0:
+            time.sleep(0.2)  # so that the other rank's mask is there before the first gradient lands
+            loss.grad_fn.next_functions[0][0].register_prehook(lambda _: time.sleep(0.1))
+        loss.backward()
+    return wrapper.module.inner.bias.grad
+
+
+def test_what_comes_late_depends_on_time_also_where_all_ranks_have_the_same_gradients(two_ranks):
+    first, second = two_ranks.run(keep_gradients_while_one_rank_is_late, timeout=20)
+    assert torch.equal(first, second)
+
+
+# ---------------------------------------------------------------- the laws can be broken
+
+
+def observe_with_a_reach_of_everything(case):
+    everything = mock.patch.object(Reach, "indices", lambda reach: [i for i, _ in reach._nodes])
+    with everything:
+        return observe(case, Variant())
+
+
+def test_law_3_hears_of_gradients_that_exist_nowhere(two_ranks):
+    case = Case(Recipe(4, (Layer(Kind.UNUSED), Layer(Kind.LINEAR))), (Step(),))
+    found = breaches(two_ranks.run(observe_with_a_reach_of_everything, case))
+    assert any("law 3" in problem and "too many ['layers.0.maps.0.bias'" in problem for problem in found), found
+
+
+def only_on_rank_0(gradients, group):
+    mine = gradients.buffer().clone()
+    in_place_mean(gradients, group)
+    if dist.get_rank(group) != 0:
+        gradients.buffer().copy_(mine)
+
+
+def test_check_case_raises_the_same_on_every_rank(two_ranks):
+    case = Case(Recipe(5, (Layer(Kind.LINEAR),)), (Step(),))
+    two_ranks.run(check_case, case)
+    with pytest.raises(RankError) as caught:
+        two_ranks.run(check_case, case, Variant(), Plugs(only_on_rank_0))
+    first, second = (str(caught.value.exceptions[rank]) for rank in (0, 1))
+    assert isinstance(caught.value.exceptions[0], ConformanceError)
+    assert first == second
+    assert "rank 1: step 0 (ONE_BACKWARD), backward 0: law 2: the gradient of layers.0.maps.0.weight is off" in first
+    assert "law 2: after synchronization 0, rank 1 and rank 0 have different bits in" in first
+
+
+def test_breaches_compare_what_ranks_did(two_ranks):
+    case = Case(Recipe(6, (Layer(Kind.LINEAR),)), (Step(),))
+    first, second = two_ranks.run(observe, case, Variant(), Plugs(in_place_mean))
+    assert breaches([first, second]) == []
+    second.buckets[0].reverse()
+    second.buckets[0].append((("more",), False))
+    second.collectives[0].pop()
+    assert [re.sub(r"differ.*", "differ", problem) for problem in breaches([first, second])] == [
+        "law 1: in synchronization 0, rank 1 and rank 0 differ"
+    ] * 2
+
+
+# ---------------------------------------------------------------- the models
+
+
+def described(recipe):
+    weights = recipe.build().state_dict()
+    paths = [recipe.path(step, rank) for step in range(3) for rank in range(3)]
+    return weights, paths, recipe.batch(1, 2), Recipe.random(7)
+
+
+@laws_hold(max_examples=5)
+@given(recipe=RECIPES)
+def test_a_description_means_the_same_in_every_process(two_ranks, recipe):
+    own = described(recipe)
+    for weights, paths, batch, drawn in two_ranks.run(described, recipe):
+        assert all(torch.equal(tensor, own[0][name]) for name, tensor in weights.items())
+        assert (paths, drawn) == (own[1], own[3])
+        assert torch.equal(batch, own[2])
+
+
+@laws_hold(max_examples=50)
+@given(recipe=RECIPES)
+def test_paths_differ_unless_they_are_common(recipe):
+    paths = [[recipe.path(step, rank) for step in range(8)] for rank in range(2)]
+    assert (paths[0] == paths[1]) == recipe.common_path
+    assert all(path.heads for path in paths[0])

@@ -1,0 +1,261 @@
+"""What a program written for torch's wrapper uses: keywords, groups, optimizers in backward."""
+
+import copy
+import inspect
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+def square(model, rank, step=0):
+    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
+
+
+class Warnings(logging.Handler):
+    """The texts that the library warns with."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("ppe_ddp").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_):
+        logging.getLogger("ppe_ddp").removeHandler(self)
+
+
+@on_two_ranks
+def test_all_keywords_of_torch_are_known():
+    signature = inspect.signature(TorchDDP)
+    defaults = {
+        name: parameter.default
+        for name, parameter in signature.parameters.items()
+        if name != "module" and parameter.default is not inspect.Parameter.empty
+    }
+    with Warnings() as texts:
+        square(DistributedDataParallel(seeded(mlp, 4, 2), **defaults), dist.get_rank())
+    assert not texts
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"check_reduction": True},
+        {"device_ids": []},
+        {"dim": 0},
+    ],
+    ids=str,
+)
+@on_two_ranks
+def test_hints_that_are_never_needed(hint):
+    module = seeded(mlp, 4, 2)
+    with Warnings() as texts:
+        wrapper = DistributedDataParallel(module, **hint)
+    assert not texts
+    expected = mean_gradients(module, square)
+    square(wrapper, dist.get_rank())
+    assert_gradients(module, expected)
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"output_device": 0},
+        {"dim": 1},
+        {"delay_all_reduce_named_params": [("a", None)]},
+        {"param_to_hook_all_reduce": nn.Parameter(torch.zeros(1))},
+        {"mixed_precision": object},
+    ],
+    ids=lambda ignored: next(iter(ignored)),
+)
+@on_two_ranks
+def test_what_has_no_meaning_is_warned_about_once(ignored):
+    (name,) = ignored
+    with Warnings() as texts:
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 2), **ignored)
+        for _ in range(2):
+            square(wrapper, dist.get_rank())
+    assert len(texts) == 1
+    assert f"ignores {name}: " in texts[0]
+
+
+@on_two_ranks
+def test_bucket_cap_mb():
+    module = seeded(mlp, 4, 64, 64, 2)
+    sizes = {}
+    for cap in (None, 0.01, 1e-6):
+        wrapper = DistributedDataParallel(module, bucket_cap_mb=cap)
+        square(wrapper, dist.get_rank())
+        sizes[cap] = [bucket.nbytes for bucket in wrapper.trace().buckets]
+    assert len(sizes[None]) == 1
+    assert 1 < len(sizes[0.01]) < 6
+    assert all(nbytes < 2 * 0.01 * 2**20 for nbytes in sizes[0.01])
+    assert len(sizes[1e-6]) == 6
+    assert sum(sizes[None]) == sum(sizes[1e-6]) == sum(p.nbytes for p in module.parameters())
+
+
+@on_two_ranks
+def test_gradient_as_bucket_view():
+    for views in (False, True):
+        module = seeded(mlp, 4, 8, 2)
+        wrapper = DistributedDataParallel(module, gradient_as_bucket_view=views)
+        for _ in range(3):
+            wrapper.zero_grad()
+            square(wrapper, dist.get_rank())
+        storages = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
+        assert len(storages) == (1 if views else 4)
+
+
+@on_two_ranks
+def test_init_sync():
+    for synchronizes in (True, False):
+        module = nn.BatchNorm1d(3)
+        nn.init.constant_(module.weight, dist.get_rank() + 5)
+        module.running_mean.fill_(dist.get_rank() + 5)
+        DistributedDataParallel(module, init_sync=synchronizes)
+        value = 5 if synchronizes else dist.get_rank() + 5
+        assert (module.weight == value).all()
+        assert (module.running_mean == value).all()
+
+
+@on_two_ranks
+def test_parameters_and_buffers_to_ignore():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ignored = ["0.weight", "1.running_mean"]
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    with torch.no_grad():
+        module[0].weight.fill_(dist.get_rank())
+    wrapper = DistributedDataParallel(module)
+    assert (module[0].weight == dist.get_rank()).all()
+    square(wrapper, dist.get_rank())
+    assert "0.weight" not in wrapper.trace().agreed
+    assert "0.bias" in wrapper.trace().agreed
+    means, variances = [None] * 2, [None] * 2
+    dist.all_gather_object(means, module[1].running_mean)
+    dist.all_gather_object(variances, module[1].running_var)
+    assert not torch.equal(*means)
+    assert torch.equal(*variances)
+
+
+@on_two_ranks
+def test_optimizers_of_apply_optimizer_in_backward():
+    # Here, as it warns of its own use of torch.jit when it is imported.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = seeded(mlp, 4, 4, 2)
+    twin = copy.deepcopy(module)
+    inside = list(module[0].parameters())
+    settings = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}, "register_hook": False}
+    _apply_optimizer_in_backward(params=inside, **settings)
+    wrapper = DistributedDataParallel(module)
+    reference = torch.optim.SGD(twin[0].parameters(), lr=0.1)
+    for step in range(4):
+        expected = mean_gradients(twin, lambda m, rank, s=step: square(m, rank, s))
+        for name, parameter in twin.named_parameters():
+            parameter.grad = expected[name]
+        reference.step()
+        wrapper.zero_grad()
+        square(wrapper, dist.get_rank(), step)
+        assert all(parameter.grad is None for parameter in inside)
+        for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    torch.testing.assert_close(module[2].weight.grad, expected["2.weight"])
+
+
+@on_two_ranks
+def test_device_mesh():
+    module = seeded(mlp, 4, 2)
+    expected = mean_gradients(module, square)
+    wrapper = DistributedDataParallel(module, device_mesh=init_device_mesh("cpu", (2,)))
+    square(wrapper, dist.get_rank())
+    assert_gradients(module, expected)
+    assert dist.get_world_size(wrapper.process_group) == 2
+
+
+class Routes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x, way):
+        self.seen = self.seen + x.mean()
+        return self.parts[way](x) + self.parts[3](x)
+
+
+@pytest.mark.parametrize("by", ["process_group", "device_mesh"])
+@on_three_ranks
+def test_a_subgroup_keeps_to_itself(by):
+    rank = dist.get_rank()
+    members = [1, 2]
+    group = dist.new_group(members)
+    module = Routes()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(rank)
+    module.seen.fill_(rank)
+    if rank in members:
+        if by == "device_mesh":
+            mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+            wrapper = DistributedDataParallel(module, device_mesh=mesh)
+        else:
+            wrapper = DistributedDataParallel(module, process_group=group)
+        # From rank 1, the first of the group.
+        assert all((parameter == 1).all() for parameter in module.parameters())
+        assert (module.seen == 1).all()
+
+        def step(model, rank):
+            model(data(5, 4, rank=rank), way=rank).pow(2).sum().backward()
+
+        tables = [mean_gradients(module, lambda m, _, r=r: step(m, r), world_size=1) for r in members]
+        means = mean_of(tables, len(members))
+        start = module.seen.clone()
+        for _ in range(3):
+            wrapper.zero_grad()
+            module.seen = start.clone()
+            step(wrapper, rank)
+            assert_gradients(module, means)
+            assert_same_on_all_ranks(module, group)
+            torch.testing.assert_close(module.seen, start + data(5, 4, rank=1).mean())
+        assert module.parts[0].weight.grad is None
+    else:
+        # Nothing at all: what it does on its own, no matter when, disturbs nobody.
+        square(nn.Linear(4, 2), rank)
+        assert (module.seen == rank).all()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 3
+
+
+@on_three_ranks
+def test_different_groups_at_the_same_time():
+    rank = dist.get_rank()
+    groups = [dist.new_group(members) for members in ([0], [1, 2])]
+    everyone = DistributedDataParallel(seeded(mlp, 4, 2))
+    mine = DistributedDataParallel(seeded(mlp, 4, 2), process_group=groups[0 if rank == 0 else 1])
+    expected = mean_gradients(everyone.module, square)
+    tables = [mean_gradients(mine.module, lambda m, _, r=r: square(m, r), world_size=1) for r in range(3)]
+    own = tables[0] if rank == 0 else mean_of(tables[1:], 2)
+    for _ in range(3 if rank == 0 else 1):
+        # As often as it likes where it is alone.
+        mine.zero_grad()
+        square(mine, rank)
+    square(everyone, rank)
+    assert_gradients(everyone.module, expected)
+    assert_gradients(mine.module, own)

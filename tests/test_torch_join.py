@@ -1,0 +1,232 @@
+"""Steps that not every rank has: torch's Join protocol, and synchronization without a backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_gradients,
+    mean_of,
+    mlp,
+    seeded,
+)
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_three_ranks, on_two_ranks
+
+VARIANTS = [{}, {"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "views", "after"])
+
+
+def train(wrapper, context, count):
+    """Train for `count` steps in `context`; returns copies of the gradients of each step."""
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    seen = []
+    with context:
+        for step in range(count):
+            optimizer.zero_grad()
+            wrapper(data(5, 4, step=step)).pow(2).sum().backward()
+            seen.append(gradients(wrapper.module))
+            optimizer.step()
+    return seen
+
+
+def assert_same_parameters(module):
+    tables = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, [tensor.detach() for tensor in (*module.parameters(), *module.buffers())])
+    for table in tables[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(table, tables[0], strict=True))
+
+
+@pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those left"])
+@pytest.mark.parametrize("counts", [(2, 5, 3), (4, 4, 4), (0, 1, 6)], ids=str)
+@each_variant
+@on_three_ranks
+def test_uneven_inputs_as_torch_trains_them(by_all, counts, options):
+    module = seeded(mlp, 4, 4, 2)
+    twin = copy.deepcopy(module)
+    ours, theirs = DistributedDataParallel(module, **options), TorchDDP(twin)
+    count = counts[dist.get_rank()]
+    for _ in range(2):
+        got = train(ours, ours.join(divide_by_initial_world_size=by_all), count)
+        wanted = train(theirs, theirs.join(divide_by_initial_world_size=by_all), count)
+        for one, other in zip(got, wanted, strict=True):
+            for name, gradient in other.items():
+                torch.testing.assert_close(one[name], gradient)
+        # All ranks end with what the last one has.
+        assert_same_parameters(module)
+        for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x, way):
+        self.seen = self.seen + 1
+        return self.parts[way](x)
+
+
+@pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those left"])
+@each_variant
+@on_two_ranks
+def test_two_dynamic_modules_in_one_join(by_all, options):
+    rank = dist.get_rank()
+    wrappers = [DistributedDataParallel(seeded(Branches), **options) for _ in range(2)]
+    one, two = wrappers
+    counts = (2, 5)
+
+    def step(pair, r, k):
+        (pair[0](data(5, 4, rank=r, step=k), (r + k) % 4) + pair[1](data(5, 4, rank=r, step=k), 3)).sum().backward()
+
+    with Join(wrappers, divide_by_initial_world_size=by_all):
+        for k in range(counts[rank]):
+            modules = nn.ModuleList(wrapper.module for wrapper in wrappers)
+            active = [r for r in range(2) if k < counts[r]]
+            tables = [mean_gradients(modules, lambda pair, _, r=r, k=k: step(pair, r, k), world_size=1) for r in active]
+            for wrapper in wrappers:
+                wrapper.zero_grad()
+            step(wrappers, rank, k)
+            assert_gradients(modules, mean_of(tables, 2 if by_all else len(active)))
+    for wrapper in wrappers:
+        assert_same_parameters(wrapper.module)
+    assert one.module.seen == two.module.seen == 5
+
+
+@on_two_ranks
+def test_no_sync_inside_a_join():
+    rank = dist.get_rank()
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+
+    def step(model, r, k, context):
+        with context():
+            model(data(5, 4, rank=r, step=2 * k)).pow(2).sum().backward()
+        model(data(5, 4, rank=r, step=2 * k + 1)).pow(2).sum().backward()
+
+    with wrapper.join():
+        for k in range(1 + 2 * rank):
+            active = [0, 1] if k < 1 else [1]
+            tables = [
+                mean_gradients(module, lambda m, _, r=r, k=k: step(m, r, k, torch.enable_grad), world_size=1)
+                for r in active
+            ]
+            wrapper.zero_grad()
+            step(wrapper, rank, k, wrapper.no_sync)
+            assert_gradients(module, mean_of(tables, 2))
+
+
+@on_two_ranks
+def test_a_forward_without_gradients_inside_a_join():
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    with wrapper.join():
+        for k in range(1 + 2 * rank):
+            with torch.no_grad():
+                wrapper(data(5, 4, step=k))
+            wrapper.zero_grad()
+            wrapper(data(5, 4, step=k)).pow(2).sum().backward()
+    assert_same_parameters(wrapper.module)
+
+
+@on_two_ranks
+def test_early_termination_raises_on_every_rank():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    steps = 0
+    text = "Rank 0 exhausted all inputs" if dist.get_rank() == 0 else "at least one rank that exhausted inputs"
+    with pytest.raises(RuntimeError, match=text), wrapper.join(throw_on_early_termination=True):
+        for step in range(2 + dist.get_rank()):
+            wrapper(data(5, 4, step=step)).sum().backward()
+            steps += 1
+    assert steps == 2
+
+
+@on_two_ranks
+def test_a_disabled_join_does_nothing():
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    got = train(wrapper, wrapper.join(enable=False), 2)
+    assert len(got) == 2
+    assert_same_on_all_ranks(module)
+
+
+def square(model, rank, step=0):
+    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
+
+
+@each_variant
+@on_three_ranks
+def test_a_rank_without_a_backward(options):
+    rank = dist.get_rank()
+    module = seeded(mlp, 4, 4, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    for turn in range(6):
+        wrapper.zero_grad()
+        idle = {turn % 3} if turn < 3 else {turn % 3, (turn + 1) % 3}
+        expected = mean_gradients(module, lambda m, r, idle=idle, k=turn: None if r in idle else square(m, r, k))
+        if rank not in idle:
+            square(wrapper, rank, turn)
+        elif turn % 2:
+            wrapper.start_grad_sync()
+            wrapper.finish_grad_sync()
+        else:
+            wrapper.finish_grad_sync()
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)
+    # Nobody has one: no gradients come of it.
+    wrapper.zero_grad()
+    wrapper.finish_grad_sync()
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@each_variant
+@on_two_ranks
+def test_gradients_from_elsewhere(options):
+    # Set by hand, or by no_sync(): what is in .grad is what is averaged.
+    rank = dist.get_rank()
+    module = seeded(mlp, 4, 4, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    expected = mean_gradients(module, square)
+    for _ in range(3):
+        wrapper.zero_grad()
+        with wrapper.no_sync():
+            square(wrapper, rank)
+        wrapper.start_grad_sync()
+        with torch.no_grad():
+            wrapper(data(5, 4))
+        wrapper.finish_grad_sync()
+        assert_gradients(module, expected)
+    wrapper.zero_grad()
+    if rank == 1:
+        module[0].bias.grad = torch.full((4,), 6.0)
+    wrapper.finish_grad_sync()
+    assert torch.equal(module[0].bias.grad, torch.full((4,), 3.0))
+    assert module[0].weight.grad is None
+
+
+@on_two_ranks
+def test_starts_and_finishes_out_of_turn():
+    rank = dist.get_rank()
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    wrapper.start_grad_sync()
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: .* under way already"):
+        wrapper.start_grad_sync()
+    with pytest.raises(RuntimeError, match=r"between start_grad_sync\(\) and finish_grad_sync\(\); finish first"):
+        square(wrapper, rank)
+    wrapper.zero_grad()
+    wrapper.finish_grad_sync()
+    wrapper.zero_grad()
+    square(wrapper, rank)
+    assert_gradients(module, mean_gradients(module, square))
