@@ -1,6 +1,7 @@
 """The laws on random dynamic models: real ranks against one process, under every combination of options."""
 
 import functools
+import itertools
 import logging
 import re
 import time
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.presence import Reach
 from ppe_ddp.testing import RankError
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
@@ -85,13 +85,13 @@ def assert_laws(ranks, case, plugs=None, variants=None):
         assert breaches(seen) == [], seen[0].title
 
 
-@laws_hold(max_examples=30)
+@laws_hold(max_examples=24)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_on_two_ranks(two_ranks, case, plugs):
     assert_laws(two_ranks, case, plugs)
 
 
-@laws_hold(max_examples=20)
+@laws_hold(max_examples=14)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_on_three_ranks(three_ranks, case, plugs):
     assert_laws(three_ranks, case, plugs)
@@ -100,11 +100,10 @@ def test_random_models_on_three_ranks(three_ranks, case, plugs):
 EVERYTHING = tuple(Layer(kind, DTYPES[k % len(DTYPES)]) for k, kind in enumerate(Kind))
 
 
-@pytest.mark.parametrize("zeroing", Zeroing, ids=lambda zeroing: zeroing.name)
 @pytest.mark.parametrize("world", ["two_ranks", "three_ranks"])
-def test_every_step_in_turn_on_a_model_of_every_layer(request, world, zeroing):
+def test_every_step_in_turn_on_a_model_of_every_layer(request, world):
     recipe = Recipe(1, EVERYTHING, width=8, heads=3, early_exit=True)
-    steps = tuple(Step(kind, zeroing) for kind in StepKind)
+    steps = tuple(Step(kind, zeroing) for kind, zeroing in zip(StepKind, itertools.cycle(Zeroing), strict=False))
     assert_laws(request.getfixturevalue(world), Case(recipe, steps))
 
 
@@ -112,7 +111,7 @@ def test_every_step_in_turn_on_a_model_of_every_layer(request, world, zeroing):
 def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
     recipe = Recipe(2, (Layer(Kind.LINEAR), Layer(kind), Layer(kind)), heads=2, common_path=True)
     kinds = [kind for kind in StepKind if Case(recipe, (Step(kind),)).fits(Variant(negotiate=False))]
-    steps = tuple(Step(kind, zeroing) for zeroing in (Zeroing.TO_NONE, Zeroing.NOTHING) for kind in kinds)
+    steps = tuple(Step(kind, zeroing) for kind, zeroing in zip(kinds, itertools.cycle(Zeroing), strict=False))
     variants = [variant for variant in Variant.every(common_path=True) if not variant.negotiate]
     assert_laws(two_ranks, Case(recipe, steps), variants=variants)
 
@@ -174,8 +173,7 @@ def test_what_comes_late_depends_on_time_also_where_all_ranks_have_the_same_grad
 
 
 def observe_with_a_reach_of_everything(case):
-    everything = mock.patch.object(Reach, "indices", lambda reach: [i for i, _ in reach._nodes])
-    with everything:
+    with mock.patch("torch._C._will_engine_execute_node", lambda node: True):
         return observe(case, Variant())
 
 

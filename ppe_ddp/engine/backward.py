@@ -45,7 +45,6 @@ class Backward:
         aborted: Whether that is because its own backward raised.
         active: The number of ranks that contribute.
         source: The first of them; its buffers are broadcast.
-        digest: What this rank says that it synchronizes.
     """
 
     def __init__(self, names: tuple[str, ...], *, silent: bool = False) -> None:
@@ -62,5 +61,4 @@ class Backward:
         self.is_manual = False
         self.active = 0
         self.source = 0
-        self.digest = b""
         self.alive: Callable[[], object] = lambda: True

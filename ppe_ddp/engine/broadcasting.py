@@ -48,8 +48,8 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
         except Exception as error:
             if function is broadcast and isinstance(error, RuntimeError):
                 raise CommunicationError(
-                    f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on another "
-                    "rank ends here: look for the first traceback of all ranks."
+                    f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on "
+                    "another rank ends here: look for the first traceback of all ranks."
                 ) from error
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in broadcast_function on rank {groups.rank}")

@@ -57,8 +57,10 @@ class ParameterSpec:
 
     def described(self) -> str:
         """The agreed part as text, for fingerprints and messages."""
-        layout = "sparse" if self.sparse else f"strides {self.stride}"
-        return f"{self.name!r} {self.dtype} {self.shape} {layout} on {self.device.type}"
+        # A scalar and a vector of one element are the same message, and programs for pytorch-pfn-extras mix them.
+        shape, stride = self.shape or (1,), self.stride or (1,)
+        layout = "sparse" if self.sparse else f"strides {stride}"
+        return f"{self.name!r} {self.dtype} {shape} {layout} on {self.device.type}"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ errors that come only with more ranks, more data or other hardware than it is gi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import distributed as dist
 
 from ppe_ddp.testing.backend_probes import probe_backend
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
@@ -71,12 +71,6 @@ class World:
     device: str = "cpu"
     timeout: float = 60.0
     ranks: tuple[Ranks, ...] = ()
-
-    @contextmanager
-    def start(self, size: int) -> Iterator[Ranks]:
-        """Start ``size`` ranks, and end them."""
-        with Ranks(size, backend=self.backend, timeout=self.timeout, prepare=self.setup) as ranks:
-            yield ranks
 
 
 def check_reduce_function(
@@ -209,12 +203,12 @@ def _cases(dtypes: Sequence[torch.dtype], kinds: Sequence[Kind]) -> list[Case]:
 
 
 def _worlds(world: World, name: str) -> Iterator[Ranks]:
-    if world.ranks:
-        yield from world.ranks
-        return
-    for size in world.sizes:
-        with world.start(size) as ranks:
-            _ran(f"{name} on {size} ranks, at the start", ranks, int)
+    for ranks in world.ranks:
+        yield ranks
+        ranks.run(_leave)
+    for size in () if world.ranks else world.sizes:
+        with Ranks(size, backend=world.backend, timeout=world.timeout, prepare=world.setup) as ranks:
+            _ran(f"{name}: starting {size} ranks", ranks, int)
             yield ranks
 
 
@@ -239,6 +233,12 @@ def _ran(where: str, ranks: Ranks, function: Callable[..., T], *args: object) ->
         return ranks.run(function, *args)
     except RankError as error:
         raise ConformanceError(f"{where}: {error}") from error
+
+
+def _leave() -> None:
+    """Part with the groups of all wrappers, whose threads and sockets would add up; the next run makes new ones."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _judge(where: str, by_rank: Sequence[Sequence[str]]) -> None:

@@ -293,18 +293,22 @@ class Reference:
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self._copies = [copy.deepcopy(module) for _ in range(world_size)]
+        self._parameters = [dict(twin.named_parameters()) for twin in self._copies]
+        self._buffers = [dict(twin.named_buffers()) for twin in self._copies]
 
     def follow(self, module: nn.Module) -> None:
         """Take over the state of ``module``, with its gradients, for all ranks.
 
         Rounding does not pile up over steps if each step begins with this.
         """
-        state = module.state_dict()
-        gradients = [parameter.grad for parameter in module.parameters()]
-        for twin in self._copies:
-            twin.load_state_dict(state)
-            for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.detach().clone()
+        own, buffers = list(module.parameters()), dict(module.named_buffers())
+        with torch.no_grad():
+            for twins, theirs in zip(self._parameters, self._buffers, strict=True):
+                for twin, parameter in zip(twins.values(), own, strict=True):
+                    twin.copy_(parameter)
+                    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+                for name, buffer in theirs.items():
+                    buffer.copy_(buffers[name])
 
     def expectations(
         self, step: Step, recipe: Recipe, number: int, device: torch.device | str = "cpu"
@@ -321,7 +325,7 @@ class Reference:
     def _average(self) -> Expectation:
         means: dict[str, Tensor | None] = {}
         scales: dict[str, float] = {}
-        tables = [dict(twin.named_parameters()) for twin in self._copies]
+        tables = self._parameters
         present = tuple(
             frozenset(name for name, parameter in table.items() if parameter.grad is not None) for table in tables
         )
@@ -338,9 +342,9 @@ class Reference:
             for parameter in parameters:
                 gradient = torch.empty_like(parameter).copy_(mean)
                 parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
-        buffers = {name: buffer.clone() for name, buffer in self._copies[0].named_buffers()}
-        for twin in self._copies[1:]:
-            for name, buffer in twin.named_buffers():
+        buffers = {name: buffer.clone() for name, buffer in self._buffers[0].items()}
+        for theirs in self._buffers[1:]:
+            for name, buffer in theirs.items():
                 buffer.copy_(buffers[name])
         return Expectation(means, scales, present, buffers)
 

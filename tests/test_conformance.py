@@ -1,0 +1,336 @@
+"""The conformance kit accepts what is right, and says of what is wrong why it is."""
+
+import functools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import ppe_ddp
+from ppe_ddp.testing.cases import ConformanceError
+from ppe_ddp.testing.conformance import (
+    World,
+    check_backend,
+    check_broadcast_function,
+    check_comm_hook,
+    check_reduce_function,
+)
+
+
+@pytest.fixture
+def two(two_ranks):
+    return World(ranks=(two_ranks,))
+
+
+@pytest.fixture
+def three(three_ranks):
+    return World(ranks=(three_ranks,))
+
+
+@pytest.fixture
+def both(two_ranks, three_ranks):
+    return World(ranks=(two_ranks, three_ranks))
+
+
+# ---------------------------------------------------------------- reduce functions
+
+
+def tensor_by_tensor(gradients, group):
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(dist.get_world_size(group))
+
+
+def in_flight(gradients, group):
+    gradients.buffer().div_(dist.get_world_size(group))
+    return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+
+@pytest.mark.parametrize(
+    "function", [ppe_ddp.average, tensor_by_tensor, in_flight, ppe_ddp.overlapped(tensor_by_tensor)], ids=str
+)
+def test_good_reduce_functions(both, function):
+    check_reduce_function(function, world=both)
+
+
+def test_a_check_starts_ranks_by_itself():
+    check_reduce_function(ppe_ddp.average, world=World(sizes=(2,), timeout=30))
+
+
+def test_a_rounding_function_needs_a_tolerance(two):
+    with pytest.raises(ConformanceError, match="off the mean"):
+        check_reduce_function(by_bfloat16, world=two)
+    check_reduce_function(by_bfloat16, tolerance=0.02, world=two)
+
+
+def by_bfloat16(gradients, group):
+    small = gradients.buffer().bfloat16()
+    dist.all_reduce(small.div_(dist.get_world_size(group)), group=group)
+    gradients.buffer().copy_(small)
+
+
+def nothing(gradients, group):
+    pass
+
+
+def only_the_sum(gradients, group):
+    return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+
+def without_the_last(gradients, group):
+    for gradient in gradients[:-1]:
+        dist.all_reduce(gradient.div_(dist.get_world_size(group)), group=group)
+
+
+def only_for_rank_0(gradients, group):
+    mine = gradients.buffer().clone()
+    tensor_by_tensor(gradients, group)
+    if dist.get_rank(group) != 0:
+        gradients.buffer().copy_(mine)
+
+
+def wrong_type(gradients, group):
+    tensor_by_tensor(gradients, group)
+    return list(gradients)
+
+
+def too_far(gradients, group):
+    tensor_by_tensor(gradients, group)
+    flat = gradients.buffer()
+    torch.as_strided(flat, (flat.numel() + 1,), (1,), flat.storage_offset()).add_(0).select(0, -1).fill_(0)
+
+
+def parameters_instead(gradients, group):
+    tensor_by_tensor(gradients, group)
+    with torch.no_grad():
+        gradients.parameters()[0].zero_()
+
+
+def raises(gradients, group):
+    raise ZeroDivisionError("no good")
+
+
+def shrinks(gradients, group):
+    tensor_by_tensor(gradients, group)
+    gradients[0].resize_(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (nothing, r"ranks \[0, 1\]: a bucket of torch\.float32 over ranks \[0, 1\]: bucket0\.0 is off the mean by"),
+        (only_the_sum, r"bucket0\.0 is off the mean by"),
+        (without_the_last, r"bucket1\.3 is off the mean by"),
+        (only_for_rank_0, r"ranks \[1\]: a bucket of torch\.float32 over ranks \[0, 1\]: bucket0\.0 is off the mean"),
+        (wrong_type, r"FunctionError: reduce_function wrong_type returned list"),
+        (too_far, r"memory outside of bucket 0 was written to"),
+        (parameters_instead, r"parameters of bucket 0 were changed"),
+        (raises, r"ZeroDivisionError: no good"),
+        (shrinks, r"FunctionError: reduce_function shrinks changed the shape of"),
+    ],
+)
+def test_bad_reduce_functions(two, function, complaint):
+    with pytest.raises(ConformanceError, match=complaint):
+        check_reduce_function(function, world=two)
+
+
+def all_ranks_instead_of_the_group(gradients, group):
+    gradients.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(gradients.buffer(), async_op=True)
+
+
+def test_a_function_that_ignores_its_group_shows_with_three_ranks(two, three):
+    check_reduce_function(all_ranks_instead_of_the_group, world=two)
+    with pytest.raises(ConformanceError, match=r"over ranks \[1, 2\] \(does it use the group that it is given\?\)"):
+        check_reduce_function(all_ranks_instead_of_the_group, world=three)
+
+
+def forgets_heads(gradients, group):
+    # Right in every question that is asked directly, wrong in a model.
+    if not any(name.startswith("heads.0") for name in gradients.names()):
+        tensor_by_tensor(gradients, group)
+
+
+def test_models_find_what_questions_do_not(two):
+    with pytest.raises(ConformanceError) as caught:
+        check_reduce_function(forgets_heads, world=two)
+    assert "rank 0: step 0 (ONE_BACKWARD), backward 0: law 2: the gradient of heads.0" in str(caught.value)
+    assert "more" in str(caught.value)
+    assert "seen in Case(recipe=Recipe(seed=0" in str(caught.value)
+
+
+def waits_for_nobody(gradients, group):
+    if dist.get_rank(group) == 0:
+        tensor_by_tensor(gradients, group)
+
+
+def test_a_function_that_hangs_is_given_up():
+    with pytest.raises(ConformanceError, match=r"rank 0 raised: RuntimeError|rank 0 did not answer"):
+        check_reduce_function(waits_for_nobody, world=World(sizes=(2,), timeout=6))
+
+
+def test_what_cannot_be_sent_to_the_ranks_is_a_type_error(two):
+    with pytest.raises(TypeError, match="cannot be sent to the ranks"):
+        check_reduce_function(lambda gradients, group: None, world=two)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+@pytest.mark.parametrize(
+    ("hook", "tolerance"),
+    [
+        (default_hooks.allreduce_hook, None),
+        (default_hooks.fp16_compress_hook, 2e-3),
+        (default_hooks.bf16_compress_hook, 2e-2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_good_hooks(both, hook, tolerance):
+    check_comm_hook(None, hook, tolerance=tolerance, world=both)
+
+
+def test_a_hook_with_a_state(two):
+    # Such a state of torch's announces in a warning that it is pickled without its process group.
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1000)
+    check_comm_hook(state, powerSGD_hook.powerSGD_hook, world=two)
+
+
+def test_compression_needs_a_tolerance(two):
+    with pytest.raises(ConformanceError, match="off the mean"):
+        check_comm_hook(None, default_hooks.fp16_compress_hook, world=two)
+
+
+def finished(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def too_short(state, bucket):
+    return finished(bucket.buffer()[:-1])
+
+
+def no_future(state, bucket):
+    return bucket.buffer()
+
+
+def no_tensor(state, bucket):
+    return finished(None)
+
+
+def not_reduced(state, bucket):
+    return finished(bucket.buffer())
+
+
+@pytest.mark.parametrize(
+    ("hook", "complaint"),
+    [
+        (too_short, r"FunctionError: the Future of communication hook too_short holds 4 elements, the bucket has 5"),
+        (no_future, r"FunctionError: communication hook no_future returned Tensor"),
+        (no_tensor, r"FunctionError: the Future of communication hook no_tensor holds NoneType"),
+        (not_reduced, r"bucket0\.0 is off the mean by"),
+    ],
+)
+def test_bad_hooks(two, hook, complaint):
+    with pytest.raises(ConformanceError, match=complaint):
+        check_comm_hook(None, hook, tolerance=1e-3, world=two)
+
+
+# ---------------------------------------------------------------- broadcast functions
+
+
+def one_by_one(tensors, group):
+    for tensor in tensors:
+        copy = tensor.contiguous()
+        dist.broadcast(copy, group=group, group_src=0)
+        tensor.copy_(copy)
+
+
+@pytest.mark.parametrize("function", [ppe_ddp.broadcast, one_by_one], ids=str)
+def test_good_broadcast_functions(both, function):
+    check_broadcast_function(function, world=both)
+
+
+def leaves_all_alone(tensors, group):
+    pass
+
+
+def only_the_first(tensors, group):
+    one_by_one(tensors[:1], group)
+
+
+def tells_how_many(tensors, group):
+    one_by_one(tensors, group)
+    return len(tensors)
+
+
+def from_the_last_rank(tensors, group):
+    for tensor in tensors:
+        copy = tensor.contiguous()
+        dist.broadcast(copy, group=group, group_src=dist.get_world_size(group) - 1)
+        tensor.copy_(copy)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (leaves_all_alone, r"ranks \[1\]: tensors of torch\.float32 over ranks \[0, 1\]: those of shape \(3, 4\)"),
+        (only_the_first, r"those of shape \(\) \(strides \(\)\), \(7,\)"),
+        (from_the_last_rank, r"ranks \[0\]: tensors"),
+        (tells_how_many, r"it returned int, not None, a Work or a Future"),
+    ],
+)
+def test_bad_broadcast_functions(two, function, complaint):
+    with pytest.raises(ConformanceError, match=complaint):
+        check_broadcast_function(function, world=two)
+
+
+# ---------------------------------------------------------------- backends
+
+
+def test_gloo_conforms(both):
+    check_backend("gloo", world=both)
+
+
+def with_a_wrong_all_reduce(is_wrong, spoil):
+    """Let the all-reduces that `is_wrong` picks return other numbers: what a bad transport would do."""
+    real = dist.all_reduce
+
+    @functools.wraps(real)
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
+        if not is_wrong(tensor, op):
+            return real(tensor, op, *args, **kwargs)
+        real(tensor, op, *args, **{**kwargs, "async_op": False})
+        spoil(tensor)
+        return finished([tensor]) if kwargs.get("async_op") else None
+
+    dist.all_reduce = all_reduce
+
+
+def no_bfloat16():
+    with_a_wrong_all_reduce(lambda tensor, op: tensor.dtype == torch.bfloat16, lambda tensor: tensor.mul_(1.5))
+
+
+def no_maximum_of_bytes():
+    with_a_wrong_all_reduce(lambda tensor, op: tensor.dtype == torch.uint8, lambda tensor: tensor.zero_())
+
+
+@pytest.mark.parametrize(
+    ("setup", "complaint"),
+    [
+        (no_bfloat16, r"all_reduce\(SUM\) of 1 torch\.bfloat16, async_op=False, is wrong"),
+        (no_maximum_of_bytes, r"all_reduce\(MAX\) of 1 torch\.uint8, async_op=False, is wrong"),
+    ],
+)
+def test_bad_backends(setup, complaint):
+    with pytest.raises(ConformanceError, match=complaint):
+        check_backend("gloo", setup, world=World(sizes=(2,), timeout=30))
+
+
+def test_a_backend_that_does_not_start():
+    with pytest.raises(ConformanceError, match="backend no_such_backend: starting 2 ranks"):
+        check_backend("no_such_backend", world=World(sizes=(2,), timeout=30))
