@@ -108,10 +108,7 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -
         ranks: What each rank measured.
     """
     first = ranks[0]
-    seconds = {
-        name: [max(blocks) for blocks in zip(*(rank.seconds[name] for rank in ranks), strict=True)]
-        for name in first.seconds
-    }
+    seconds = _of_slowest(ranks)
     base = seconds[workload.reference]
     contestants = tuple(
         ContestantResult(kind.name, first.skipped[kind.name])
@@ -136,6 +133,13 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -
         met=None if at_most is None or ratio is None else ratio.median <= at_most,
         contestants=contestants,
     )
+
+
+def _of_slowest(ranks: Sequence[RankResult]) -> dict[str, list[float]]:
+    return {
+        name: [max(blocks) for blocks in zip(*(rank.seconds[name] for rank in ranks), strict=True)]
+        for name in ranks[0].seconds
+    }
 
 
 def _result(

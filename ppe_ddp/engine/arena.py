@@ -1,82 +1,88 @@
-"""Gradient memory: one flat buffer a (dtype, device), and views of it where a plan says.
+"""Gradient memory: flat buffers for buckets, used again as soon as nothing else lies in them.
 
-The buffers are kept from step to step, since fresh memory costs page faults. What lies in them is laid out
-anew by every plan; if gradients that a user still holds as ``.grad`` lie there, they keep their memory and
-the arena takes a new one.
+Fresh memory costs page faults, so buffers are kept from step to step. A ``.grad`` may be a view of one: the
+buffer is then left alone for as long as anybody holds that view, whatever the next plan looks like.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from ppe_ddp.engine.layout import BucketPlan, ParameterSpec, Plan
+    from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
 
-_KEPT_LAYOUTS = 8
+_UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
 
-class Segment(NamedTuple):
-    """The memory of one bucket: ``buffer`` is flat, ``slots`` are its members' views of it."""
-
-    buffer: Tensor
-    slots: list[Tensor]
+def sole_owner(tensor: Tensor) -> bool:
+    """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``."""
+    # one for the tensor, one for the handle that untyped_storage() makes
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
 class Arena:
-    """Owns the flat buffers; gives out the segments of a plan."""
+    """Owns the buffers and gives them out for one backward at a time."""
 
-    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
-        self._specs = specs
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._layouts: OrderedDict[int, tuple[Plan, list[Segment | None]]] = OrderedDict()
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._used: set[int] = set()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        """Bytes held now, by gradients that are views of a buffer or for the next backward."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
-    def segments(self, plan: Plan) -> list[Segment | None]:
-        """The memory of each bucket of ``plan``; None for one that needs none (adopted, sparse).
+    def buffer(self, bucket: BucketPlan) -> Tensor:
+        """A flat tensor of the size of ``bucket``, in which nothing lies; its contents are arbitrary."""
+        held = self._buffers.setdefault((bucket.dtype, bucket.device), [])
+        fitting = [buffer for buffer in held if buffer.numel() >= bucket.numel and sole_owner(buffer)]
+        if fitting:
+            chosen = min(fitting, key=torch.Tensor.numel)
+        else:
+            unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
+            chosen = torch.empty(-(-bucket.numel // unit) * unit, dtype=bucket.dtype, device=bucket.device)
+            held.append(chosen)
+        self._used.add(id(chosen))
+        return chosen.narrow(0, 0, bucket.numel)
 
-        The contents of all other plans' segments are given up.
-        """
-        known = self._layouts.get(id(plan))
-        if known is not None:
-            self._layouts.move_to_end(id(plan))
-            return known[1]
-        for key, numel in plan.arena_numel.items():
-            held = self._buffers.get(key)
-            if held is None or held.numel() < numel:
-                self._buffers[key] = torch.empty(numel, dtype=key[0], device=key[1])
-                self._layouts.clear()  # views of the buffer that was too small would keep it alive
-        segments = [None if bucket.adopted or bucket.sparse else self._segment(bucket) for bucket in plan.buckets]
-        # The plan is kept with its segments, so that its id stays its own.
-        self._layouts[id(plan)] = (plan, segments)
-        if len(self._layouts) > _KEPT_LAYOUTS:
-            self._layouts.popitem(last=False)
-        return segments
-
-    def renew(self) -> None:
-        """Leave the present buffers to the gradients that lie in them, and start with new ones."""
-        self._buffers.clear()
-        self._layouts.clear()
-
-    def _segment(self, bucket: BucketPlan) -> Segment:
-        buffer = self._buffers[bucket.dtype, bucket.device].narrow(0, bucket.start, bucket.numel)
-        return Segment(buffer, slots_of(buffer, bucket, self._specs))
+    def trim(self) -> None:
+        """Give up the buffers that were not used since the last trim; those in use by others stay theirs."""
+        for key, held in self._buffers.items():
+            self._buffers[key] = [buffer for buffer in held if id(buffer) in self._used]
+        self._used.clear()
 
 
-def slots_of(buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec]) -> list[Tensor]:
+def slots_of(
+    buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
+) -> list[Tensor]:
     """Views of the flat ``buffer``, one a member, in its shape and strides."""
+    if bucket.row_major:  # in one call, which is three times as fast
+        like: list[Tensor] = [parameters[i] for i in bucket.members]
+        return list(torch._C._nn.unflatten_dense_tensors(buffer, like))
     base = buffer.storage_offset()
     return [
         buffer.as_strided(specs[i].shape, specs[i].stride, base + offset)
         for i, offset in zip(bucket.members, bucket.offsets, strict=True)
     ]
+
+
+def common_buffer(
+    gradients: Sequence[Tensor | None], bucket: BucketPlan, specs: Sequence[ParameterSpec]
+) -> Tensor | None:
+    """The flat tensor that ``gradients`` are consecutive views of, as the last step has left them; or None."""
+    first = gradients[0]
+    if first is None or first._base is None or first.untyped_storage().nbytes() < bucket.nbytes:
+        return None
+    base, size = first.data_ptr(), bucket.dtype.itemsize
+    for gradient, i, offset in zip(gradients, bucket.members, bucket.offsets, strict=True):
+        if gradient is None or gradient.data_ptr() != base + offset * size or gradient.stride() != specs[i].stride:
+            return None
+        if gradient.dtype != bucket.dtype or gradient.requires_grad:
+            return None
+    return first.as_strided((bucket.numel,), (1,), first.storage_offset())

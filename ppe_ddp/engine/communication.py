@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
-    from ppe_ddp.engine.arena import Segment
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.groups import Groups
@@ -78,7 +77,7 @@ class Communication:
         """Carry the gradients of ``census`` from now on."""
         self._census = census
         self._nothing = bytes(len(census.parameters))
-        self.gradients = Gradients(census, views=self._policy.views)
+        self.gradients = Gradients(census)
         self.consensus.arm(census)
 
     def ask(self, backward: Backward) -> None:
@@ -106,7 +105,7 @@ class Communication:
             return [None] * len(indices) if backward.silent else self.gradients.take(indices)
 
         plan = self.consensus.planner.plan(answer.mask)
-        backward.round = self._round(backward, plan, self.gradients.segments(plan), take)
+        backward.round = self._round(backward, plan, take)
         return backward.round
 
     def complete(self, backward: Backward) -> None:
@@ -124,12 +123,14 @@ class Communication:
         late = self._late(backward)
         vote = self._vote(late, aborted=backward.aborted)
         self._land(backward, round_)
+        backward.round = None  # its flights hold gradients, and it holds the backward that holds it
         outcome = self.consensus.answer(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             self._repair(backward, outcome.mask, late)
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
+        self.gradients.arena.trim()
         arrivals = [] if backward.silent else backward.arrivals
         backward.recorder.control_nbytes += self.consensus.learn_order(arrivals, backward.recorder.agreed)
         if self._policy.broadcast_buffers is not None:
@@ -147,21 +148,19 @@ class Communication:
         self,
         backward: Backward,
         plan: Plan,
-        segments: list[Segment | None],
         take: Take,
         *,
         repair: bool = False,
     ) -> Round:
         round_ = Round(
             plan,
-            segments,
+            self.gradients.arena,
             waiting=self._nothing if repair else backward.waiting or self._nothing,
             take=take,
             sender=self.sender,
             specs=self._census.specs,
             parameters=self._census.parameters,
-            # the memory of a second round is its own, and may go to .grad as it is
-            views=self._policy.views or repair,
+            views=self._policy.views,
             repair=repair,
             ranges=self._policy.ranges,
         )
@@ -196,7 +195,7 @@ class Communication:
             return [late.pop(i, None) for i in indices]
 
         plan = self.consensus.planner.plan(agreed)
-        second = self._round(backward, plan, self.gradients.spare_segments(plan), take, repair=True)
+        second = self._round(backward, plan, take, repair=True)
         second.launch_all()
         self._land(backward, second)
 

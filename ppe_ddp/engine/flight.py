@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import GradBucket
+from ppe_ddp.engine.arena import common_buffer, slots_of, sole_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.arena import Segment
+    from ppe_ddp.engine.arena import Arena
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
     from ppe_ddp.engine.sender import Sender
@@ -36,25 +37,25 @@ class Flight:
     Args:
         plan: The bucket.
         gradients: One a member: what this rank has, or None. The flight owns them from here on.
-        segment: Its memory in the arena; None for an adopted bucket.
+        arena: Memory for a packed bucket.
         specs: Of all parameters of the module.
-        views: Whether the results may be views of the segment.
+        views: Whether the results may be views of the arena.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         gradients: list[Tensor | None],
-        segment: Segment | None,
+        arena: Arena,
         specs: Sequence[ParameterSpec],
         *,
         views: bool,
     ) -> None:
         self.plan = plan
         self.gradients = gradients
-        self._views = views
-        self._segment = segment
+        self._arena = arena
         self._specs = specs
+        self._views = views
         self._bucket: GradBucket | None = None
         self._pending: Waitable | None = None
         self._buffer: Tensor | None = None
@@ -62,10 +63,10 @@ class Flight:
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Fill the bucket and start its reduction."""
-        if self._segment is None:
+        if self.plan.adopted:
             self._adopt()
         else:
-            self._fill(self._segment)
+            self._pack(parameters)
         assert self._buffer is not None
         if self.plan.numel == 0:
             return
@@ -85,7 +86,7 @@ class Flight:
             return self._tensors, buffer
         if not sender.may_resize:
             return [tensor.detach() for tensor in self._tensors], buffer.detach()
-        copy = buffer.clone()  # what grows here must not grow into the next bucket
+        copy = buffer.clone()  # what grows here must not grow into the memory behind it
         base = buffer.storage_offset()
         views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
         return views, copy
@@ -104,22 +105,26 @@ class Flight:
         self._tensors = [memory]
         self._buffer = memory.as_strided((self.plan.numel,), (1,))
 
-    def _fill(self, segment: Segment) -> None:
-        self._buffer, self._tensors = segment
-        present = [
-            (slot, gradient)
-            for slot, gradient in zip(segment.slots, self.gradients, strict=True)
-            if gradient is not None and gradient is not slot
-        ]
-        absent = [slot for slot, gradient in zip(segment.slots, self.gradients, strict=True) if gradient is None]
-        if present:
-            slots, gradients = zip(*present, strict=True)
-            torch._foreach_copy_(slots, gradients)
-        if absent:
-            torch._foreach_zero_(absent)
+    def _pack(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Bring the gradients together in one buffer, unless they lie in one already."""
+        if True in [gradient is not None and gradient.requires_grad for gradient in self.gradients]:
+            self._views = False  # a gradient with a graph of its own (create_graph) keeps it
+        lying = common_buffer(self.gradients, self.plan, self._specs) if self._views else None
+        buffer = self._arena.buffer(self.plan) if lying is None else lying
+        self._buffer = buffer
+        self._tensors = slots_of(buffer, self.plan, self._specs, parameters)
+        if lying is None:
+            pairs = list(zip(self._tensors, self.gradients, strict=True))
+            present = [(slot, gradient) for slot, gradient in pairs if gradient is not None]
+            absent = [slot for slot, gradient in pairs if gradient is None]
+            if present:
+                slots, gradients = zip(*present, strict=True)
+                torch._foreach_copy_(slots, gradients)
+            if absent:
+                torch._foreach_zero_(absent)
         if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
             self.gradients = [
-                None if gradient is None else slot for slot, gradient in zip(segment.slots, self.gradients, strict=True)
+                None if gradient is None else slot for slot, gradient in zip(self._tensors, self.gradients, strict=True)
             ]
 
     def is_back(self) -> bool:
@@ -141,7 +146,7 @@ class Flight:
             result = self._bucket.buffer()
             if result.data_ptr() != self._buffer.data_ptr() or result.dtype != self._buffer.dtype:
                 self._buffer.copy_(result)
-        if self._views and self._segment is not None:
+        if self._views and not self.plan.adopted:
             return self._tensors
         return self._back_to_gradients()
 
@@ -150,7 +155,7 @@ class Flight:
         moved_to, moved_from = [], []
         for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
             if gradient is None:
-                results.append(tensor if self._segment is None else tensor.clone())
+                results.append(tensor if self.plan.adopted else tensor.clone())
                 continue
             results.append(gradient)
             if gradient is not tensor:
@@ -179,12 +184,11 @@ def _reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
         gradient.shape == spec.shape
         and gradient.dtype == spec.dtype
         and gradient.device == spec.device
-        and (gradient.stride() == spec.stride)
+        and gradient.stride() == spec.stride
         and not gradient.requires_grad
         and not gradient.is_neg()
         and not gradient.is_conj()
-        # one for the tensor, one for the handle that untyped_storage() makes
-        and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= 2
+        and sole_owner(gradient)
     )
 
 

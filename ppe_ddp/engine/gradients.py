@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.arena import Segment
     from ppe_ddp.engine.census import Census
-    from ppe_ddp.engine.layout import Plan
 
 
 class Gradients:
@@ -21,21 +19,12 @@ class Gradients:
 
     Args:
         census: The parameters.
-        views: Whether a ``.grad`` may be a view of the arena.
     """
 
-    def __init__(self, census: Census, *, views: bool) -> None:
+    def __init__(self, census: Census) -> None:
         self._parameters: Sequence[nn.Parameter] = census.parameters
         self._specs = census.specs
-        self._views = views
-        self._arena = Arena(census.specs)
-        self._laid: Plan | None = None
-        self._handed: list[tuple[nn.Parameter, Tensor]] = []
-
-    @property
-    def arena_nbytes(self) -> int:
-        """Bytes held beside the gradients."""
-        return self._arena.nbytes
+        self.arena = Arena()
 
     def existing(self, reached: Iterable[int]) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already."""
@@ -57,18 +46,6 @@ class Gradients:
             taken.append(gradient)
         return taken
 
-    def segments(self, plan: Plan) -> list[Segment | None]:
-        """Memory for the buckets of ``plan`` in which no gradient lies that a parameter still has."""
-        if plan is not self._laid and any(parameter.grad is slot for parameter, slot in self._handed):
-            self._arena.renew()
-        self._laid = plan
-        self._handed.clear()
-        return self._arena.segments(plan)
-
-    def spare_segments(self, plan: Plan) -> list[Segment | None]:
-        """Memory for a second round, beside the first one's."""
-        return Arena(self._specs).segments(plan)
-
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor], scale: float = 1.0) -> None:
         """Give averaged gradients to their parameters; add them where there is one already."""
         parameters = self._parameters
@@ -78,8 +55,6 @@ class Gradients:
         for i, gradient in zip(indices, gradients, strict=True):
             parameter = parameters[i]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        if self._views:
-            self._handed.extend((parameters[i], gradient) for i, gradient in zip(indices, gradients, strict=True))
 
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """Give gradients back to parameters that have none."""

@@ -3,7 +3,6 @@
     agreed mask     1 0 1 1 0 1           which parameters have a gradient on some rank
     order           5 3 2 0               those, as backward reaches them
     buckets         [5 3] [2] [0]         packed up to a size; a large one alone ("adopted")
-    arena (float32) |5|3|      |0|        packed ones get a slot each; an adopted one needs none
 
 A plan depends on the mask, the order, the parameters' specifications and the packing, and on nothing else;
 so ranks that agree on these compute the same plan and issue the same collectives.
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
-_ALIGNMENT = 64  # bytes: a bucket starts at a cache line
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,16 @@ class ParameterSpec:
     def nbytes(self) -> int:
         """The size of a dense gradient in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements of a gradient lie in the order of their indices."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
 
     def described(self) -> str:
         """The agreed part as text, for fingerprints and messages."""
@@ -89,23 +96,23 @@ class BucketPlan:
         index: What ``GradBucket.index()`` says.
         members: Parameter indices in the order in which they lie in the bucket.
         offsets: Where each member starts, in elements from the start of the bucket.
-        start: Where the bucket starts in its arena buffer, in elements.
         numel: Its size in elements.
         dtype: Of all members.
         device: Of all members.
         adopted: Whether the single member is reduced where it lies.
         sparse: Whether the single member is sparse.
+        row_major: Whether all members are.
     """
 
     index: int
     members: tuple[int, ...]
     offsets: tuple[int, ...]
-    start: int
     numel: int
     dtype: torch.dtype
     device: torch.device
     adopted: bool
     sparse: bool
+    row_major: bool
 
     @property
     def nbytes(self) -> int:
@@ -121,13 +128,11 @@ class Plan:
         present: One byte a parameter: whether some rank has its gradient.
         buckets: In the order in which every rank launches them.
         bucket_of: Parameter index to position in ``buckets``.
-        arena_numel: Elements needed in the arena, by dtype and device.
     """
 
     present: bytes
     buckets: tuple[BucketPlan, ...]
     bucket_of: dict[int, int]
-    arena_numel: dict[tuple[torch.dtype, torch.device], int]
 
 
 def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing) -> Plan:
@@ -142,13 +147,12 @@ def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[in
     chosen = order if packing.fixed else [i for i in order if present[i]]
     groups = _pack(chosen, specs, packing)
     buckets: list[BucketPlan] = []
-    needed: dict[tuple[torch.dtype, torch.device], int] = {}
     for index, members in enumerate(groups):
         if not any(present[i] for i in members):
             continue  # only a fixed bucket can be empty
-        buckets.append(_place(index, members, specs, needed))
+        buckets.append(_place(index, members, specs))
     bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
-    return Plan(present, tuple(buckets), bucket_of, needed)
+    return Plan(present, tuple(buckets), bucket_of)
 
 
 def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packing) -> list[list[int]]:
@@ -176,23 +180,17 @@ def _place(
     index: int,
     members: list[int],
     specs: Sequence[ParameterSpec],
-    needed: dict[tuple[torch.dtype, torch.device], int],
 ) -> BucketPlan:
-    """Give the members their offsets, and the bucket its place in the arena (counted up in ``needed``)."""
+    """Give the members their offsets."""
     first = specs[members[0]]
     adopted = len(members) == 1 and not first.sparse
     offsets, numel = [], 0
     for i in members:
         offsets.append(numel)
         numel += specs[i].numel
-    start = 0
-    if not adopted and not first.sparse:
-        key = (first.dtype, first.device)
-        unit = max(1, _ALIGNMENT // first.dtype.itemsize)
-        start = -(-needed.get(key, 0) // unit) * unit
-        needed[key] = start + numel
+    row_major = all(specs[i].is_row_major for i in members)
     return BucketPlan(
-        index, tuple(members), tuple(offsets), start, numel, first.dtype, first.device, adopted, first.sparse
+        index, tuple(members), tuple(offsets), numel, first.dtype, first.device, adopted, first.sparse, row_major
     )
 
 

@@ -119,7 +119,7 @@ class Reducer:
     @property
     def arena_nbytes(self) -> int:
         """Bytes of gradient memory held beside the gradients."""
-        return self.communication.gradients.arena_nbytes
+        return self.communication.gradients.arena.nbytes
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
@@ -256,7 +256,7 @@ class Reducer:
 
     def _close(self, backward: Backward) -> None:
         backward.phase = Phase.OVER
-        backward.round = None  # its flights hold gradients, and it holds the backward that holds it
+        backward.round = None
         backward.recorder.done_at = perf_counter_ns()
         self._reach.refresh(backward.surprises)
         self._last = backward.recorder

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.arena import Segment
+    from ppe_ddp.engine.arena import Arena
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import ParameterSpec, Plan
     from ppe_ddp.engine.sender import Sender
@@ -28,11 +28,11 @@ class Round:
 
     Args:
         plan: What to send.
-        segments: The arena's memory for it.
+        arena: Memory for it.
         waiting: One byte a parameter: whether its gradient is expected here and has not landed.
         take: Takes the gradients of parameters out of ``.grad``; None for one that is not there.
         sender: Reduces a bucket.
-        views: Whether the results may be views of the segments.
+        views: Whether the results may be views of the arena.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
     """
@@ -40,7 +40,7 @@ class Round:
     def __init__(
         self,
         plan: Plan,
-        segments: Sequence[Segment | None],
+        arena: Arena,
         *,
         waiting: bytes | bytearray,
         take: Take,
@@ -54,7 +54,7 @@ class Round:
         self.plan = plan
         self.record = RoundRecord(plan, repair=repair)
         self.flights: list[Flight | SparseFlight] = []
-        self._segments = segments
+        self._arena = arena
         self._take = take
         self._sender = sender
         self._specs = specs
@@ -100,7 +100,7 @@ class Round:
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
             return
-        flight = Flight(bucket, gradients, self._segments[k], self._specs, views=self._views)
+        flight = Flight(bucket, gradients, self._arena, self._specs, views=self._views)
         self.flights.append(flight)
         is_last = k == len(self.plan.buckets) - 1
         with span(f"launch[{k}]", enabled=self._ranges):
