@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from tampered_functions import Edge, Version, both_versions, children, kind, read_functions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ppe_ddp
+from tampered_functions import Edge, Version, both_versions, children, kind, read_functions
 
 WIDTH, FUNCTIONS_OF_A_STEP = 64, 16
 

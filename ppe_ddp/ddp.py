@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppe_ddp")
 
 _BUCKET_CAP_MB = 2.0
-_ADOPT_BYTES = 1 << 20
+_ADOPT_BYTES = 4 << 20
 _UNSET: Any = object()
 
 

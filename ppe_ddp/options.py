@@ -44,8 +44,8 @@ class Options:
     Attributes:
         bucket_cap_mb: Size of a bucket in MiB. Smaller ones leave earlier and leave less to wait for at the
             end; larger ones pay the latency of a message less often. None: measured default.
-        gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory, but
-            a ``.grad`` that is kept over ``zero_grad()`` is overwritten by the next backward.
+        gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory. One
+            ``.grad`` that is kept keeps the memory of its bucket; it is never overwritten.
         init_sync: Compare parameters across ranks and broadcast those of rank 0 when wrapping. Without it,
             the user answers for both.
         device_ids: As torch has it: None, or the one device that the module is on.

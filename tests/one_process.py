@@ -74,11 +74,7 @@ def assert_same_on_all_ranks(module, group=None):
     dist.all_gather_object(tables, own, group=group)
     for rank, table in enumerate(tables):
         for name, gradient in table.items():
-            same = (
-                gradient is own[name]
-                if gradient is None or own[name] is None
-                else torch.equal(gradient, own[name])
-            )
+            same = gradient is own[name] if gradient is None or own[name] is None else torch.equal(gradient, own[name])
             assert same, f"{name} differs from that of rank {rank}"
 
 

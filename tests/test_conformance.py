@@ -1,16 +1,15 @@
 """The conformance kit accepts what is right, and says of what is wrong why it is."""
 
 import functools
-import logging
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ppe_ddp
-from ppe_ddp.testing.cases import ConformanceError
-from ppe_ddp.testing.conformance import (
+from ppe_ddp.testing import (
+    ConformanceError,
     World,
     check_backend,
     check_broadcast_function,
@@ -48,11 +47,17 @@ def in_flight(gradients, group):
     return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
 
+def test_our_own_reduce_function(both):
+    check_reduce_function(ppe_ddp.average, world=both)
+
+
 @pytest.mark.parametrize(
-    "function", [ppe_ddp.average, tensor_by_tensor, in_flight, ppe_ddp.overlapped(tensor_by_tensor)], ids=str
+    "function",
+    [tensor_by_tensor, in_flight, ppe_ddp.overlapped(tensor_by_tensor)],
+    ids=["blocking", "in flight", "overlapped"],
 )
-def test_good_reduce_functions(both, function):
-    check_reduce_function(function, world=both)
+def test_good_reduce_functions(three, function):
+    check_reduce_function(function, world=three)
 
 
 def test_a_check_starts_ranks_by_itself():
@@ -143,7 +148,7 @@ def all_ranks_instead_of_the_group(gradients, group):
 
 def test_a_function_that_ignores_its_group_shows_with_three_ranks(two, three):
     check_reduce_function(all_ranks_instead_of_the_group, world=two)
-    with pytest.raises(ConformanceError, match=r"over ranks \[1, 2\] \(does it use the group that it is given\?\)"):
+    with pytest.raises(ConformanceError, match=r"over ranks \[0\] \(does it use the group that it is given\?\)"):
         check_reduce_function(all_ranks_instead_of_the_group, world=three)
 
 
@@ -157,8 +162,7 @@ def test_models_find_what_questions_do_not(two):
     with pytest.raises(ConformanceError) as caught:
         check_reduce_function(forgets_heads, world=two)
     assert "rank 0: step 0 (ONE_BACKWARD), backward 0: law 2: the gradient of heads.0" in str(caught.value)
-    assert "more" in str(caught.value)
-    assert "seen in Case(recipe=Recipe(seed=0" in str(caught.value)
+    assert "more like these in Case(recipe=Recipe(seed=0" in str(caught.value)
 
 
 def waits_for_nobody(gradients, group):
@@ -167,7 +171,7 @@ def waits_for_nobody(gradients, group):
 
 
 def test_a_function_that_hangs_is_given_up():
-    with pytest.raises(ConformanceError, match=r"rank 0 raised: RuntimeError|rank 0 did not answer"):
+    with pytest.raises(ConformanceError, match="rank 0 raised"):
         check_reduce_function(waits_for_nobody, world=World(sizes=(2,), timeout=6))
 
 
@@ -188,15 +192,18 @@ def test_what_cannot_be_sent_to_the_ranks_is_a_type_error(two):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_good_hooks(both, hook, tolerance):
-    check_comm_hook(None, hook, tolerance=tolerance, world=both)
+def test_good_hooks(two, hook, tolerance):
+    check_comm_hook(None, hook, tolerance=tolerance, world=two)
+
+
+def mean_with_a_count(counts, bucket):
+    # State by index, as PowerSGD keeps it: a bucket of one index always has the same parameters.
+    assert counts.setdefault(bucket.index(), bucket.names()) == bucket.names()
+    return default_hooks.allreduce_hook(None, bucket)
 
 
 def test_a_hook_with_a_state(two):
-    # Such a state of torch's announces in a warning that it is pickled without its process group.
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1000)
-    check_comm_hook(state, powerSGD_hook.powerSGD_hook, world=two)
+    check_comm_hook({}, mean_with_a_count, world=two)
 
 
 def test_compression_needs_a_tolerance(two):
@@ -250,9 +257,9 @@ def one_by_one(tensors, group):
         tensor.copy_(copy)
 
 
-@pytest.mark.parametrize("function", [ppe_ddp.broadcast, one_by_one], ids=str)
-def test_good_broadcast_functions(both, function):
-    check_broadcast_function(function, world=both)
+@pytest.mark.parametrize("function", [ppe_ddp.broadcast, one_by_one], ids=lambda function: function.__name__)
+def test_good_broadcast_functions(three, function):
+    check_broadcast_function(function, world=three)
 
 
 def leaves_all_alone(tensors, group):
@@ -280,7 +287,7 @@ def from_the_last_rank(tensors, group):
     [
         (leaves_all_alone, r"ranks \[1\]: tensors of torch\.float32 over ranks \[0, 1\]: those of shape \(3, 4\)"),
         (only_the_first, r"those of shape \(\) \(strides \(\)\), \(7,\)"),
-        (from_the_last_rank, r"ranks \[0\]: tensors"),
+        (from_the_last_rank, r"ranks \[0, 1\]: tensors"),
         (tells_how_many, r"it returned int, not None, a Work or a Future"),
     ],
 )
@@ -292,8 +299,8 @@ def test_bad_broadcast_functions(two, function, complaint):
 # ---------------------------------------------------------------- backends
 
 
-def test_gloo_conforms(both):
-    check_backend("gloo", world=both)
+def test_gloo_conforms(three):
+    check_backend("gloo", world=three)
 
 
 def with_a_wrong_all_reduce(is_wrong, spoil):

@@ -66,9 +66,7 @@ def test_each_launcher_is_known():
     assert where(SRUN) == ("slurm", 2, 4, 0)
 
 
-@pytest.mark.parametrize(
-    "outer", [SRUN, SBATCH, HYDRA, OPEN_MPI], ids=["srun", "sbatch", "hydra", "open mpi"]
-)
+@pytest.mark.parametrize("outer", [SRUN, SBATCH, HYDRA, OPEN_MPI], ids=["srun", "sbatch", "hydra", "open mpi"])
 def test_torchrun_wins_over_what_it_runs_under(outer):
     assert where(outer | TORCHRUN) == ("torchrun", 3, 4, 1)
 
@@ -103,9 +101,7 @@ def test_srun_that_speaks_pmi_is_srun():
     assert where(SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}) == ("slurm", 2, 4, 0)
 
 
-@pytest.mark.skipif(
-    not shutil.which("mpiexec", path=Path(sys.executable).parent), reason="needs the extra mpi"
-)
+@pytest.mark.skipif(not shutil.which("mpiexec", path=Path(sys.executable).parent), reason="needs the extra mpi")
 def test_a_real_mpirun_is_known():
     mpiexec = Path(sys.executable).parent / "mpiexec"
     done = subprocess.run([mpiexec, "-n", "2", "env"], capture_output=True, text=True, check=True, timeout=30)
@@ -325,9 +321,7 @@ def test_ranks_meet(two_ranks, launcher, environments):
     results = two_ranks.run_each(join, [(environment, arguments) for environment in environments()])
     for rank, (job, again, said, total) in enumerate(results):
         assert job == again == Job(rank, 2, rank, torch.device("cpu"), "cpu:gloo", launcher)
-        assert said == (
-            f"ppe_ddp: 2 ranks by {launcher}, backend cpu:gloo, device cpu\n" if rank == 0 else ""
-        )
+        assert said == (f"ppe_ddp: 2 ranks by {launcher}, backend cpu:gloo, device cpu\n" if rank == 0 else "")
         assert total == 3
 
 

@@ -219,9 +219,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_stack(two_ranks):
     assert all_end(gone, seconds=5)
 
 
-def test_a_collective_that_hangs_raises_within_the_group_timeout_and_close_leaves_nothing(
-    tmp_path, monkeypatch
-):
+def test_a_collective_that_hangs_raises_within_the_group_timeout_and_close_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Ranks(2, timeout=30, group_timeout=1) as ranks:
         assert not ranks.alive

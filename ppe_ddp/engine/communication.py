@@ -41,7 +41,7 @@ class Policy:
     Attributes:
         negotiate: Ranks may have different gradients. Without it, a difference is an error.
         overlap: Communicate while backward runs. Without it, all of it comes after.
-        views: ``.grad`` may be a view of the arena: no copy back, but a kept ``.grad`` is overwritten.
+        views: ``.grad`` may be a view of the arena: no copy back, but a kept one keeps its whole bucket.
         broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
         ranges: Mark launches for torch's profiler, at a few microseconds each.
     """

@@ -1,6 +1,26 @@
-"""What a third party needs to test its own plugs: a launcher of ranks."""
+"""What a third party needs to test its own plugs: a launcher of ranks, and checks of conformance."""
 
+from ppe_ddp.testing.cases import ConformanceError
+from ppe_ddp.testing.conformance import (
+    World,
+    check_backend,
+    check_broadcast_function,
+    check_comm_hook,
+    check_reduce_function,
+)
 from ppe_ddp.testing.rank_error import Outcome, RankError, RankFailure
 from ppe_ddp.testing.ranks import Ranks, run_ranks
 
-__all__ = ["Outcome", "RankError", "RankFailure", "Ranks", "run_ranks"]
+__all__ = [
+    "ConformanceError",
+    "Outcome",
+    "RankError",
+    "RankFailure",
+    "Ranks",
+    "World",
+    "check_backend",
+    "check_broadcast_function",
+    "check_comm_hook",
+    "check_reduce_function",
+    "run_ranks",
+]

@@ -36,11 +36,11 @@ __all__ = ["World", "check_backend", "check_broadcast_function", "check_comm_hoo
 T = TypeVar("T")
 
 _TOLD = 12
+_TOLD_OF_A_CASE = 5
 _VARIANTS = (
     Variant(),
     Variant(views=True, bucket_mb=0.0002),
     Variant(overlap=False, bucket_mb=0.0002),
-    Variant(overlap=False, views=True),
 )
 _STEPS = (
     (Step(), Step(StepKind.MICRO_BATCHES, Zeroing.TO_ZERO)),
@@ -217,7 +217,8 @@ def _laws(where: str, ranks: Ranks, cases: Sequence[Case], plugs: Plugs, device:
     problems: list[str] = []
     for seen in zip(*by_rank, strict=True):
         found = breaches(seen)
-        problems.extend(found and [*found, f"(seen in {seen[0].title})"])
+        problems.extend(found[:_TOLD_OF_A_CASE])
+        problems.extend(found and [f"{max(0, len(found) - _TOLD_OF_A_CASE)} more like these in {seen[0].title}"])
     return [problems]
 
 

@@ -27,38 +27,20 @@ from torch import nn
 
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
+from ppe_ddp.testing.recording import Collective, RecordedFunction, RecordedHook
 from ppe_ddp.testing.steps import Expectation, Reference, perform
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, Waitable
-
-__all__ = ["Collective", "Observation", "breaches", "check_case", "observe", "observe_all"]
+__all__ = ["Observation", "breaches", "check_case", "observe", "observe_all"]
 
 # Rounding: the sum over ranks, a second round that is added, and the accumulation into what was there.
 _ROUNDINGS = 16
 # Parameters that were updated with gradients that differ by rounding drift apart over a few steps.
 _DRIFT = 512
 _COARSEST = 0.25
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One bucket, as a function or hook got it."""
-
-    index: int
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    is_last: bool
-
-    @classmethod
-    def of(cls, bucket: GradBucket) -> Collective:
-        """The description of ``bucket``."""
-        shapes = tuple(tuple(gradient.shape) for gradient in bucket)
-        return cls(bucket.index(), bucket.names(), shapes, bucket.buffer().dtype, bucket.is_last())
 
 
 @dataclass
@@ -83,32 +65,6 @@ class Observation:
     buckets: list[list[tuple[tuple[str, ...], bool]]] = field(default_factory=list)
     collectives: list[list[Collective]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-
-
-class _RecordedFunction:
-    """A reduce function that writes down what it is asked to do."""
-
-    def __init__(self, function: ReduceFunction, log: list[Collective]) -> None:
-        self._function = function
-        self._log = log
-        self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
-
-    def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
-        self._log.append(Collective.of(gradients))
-        return self._function(gradients, group)
-
-
-class _RecordedHook:
-    """A communication hook that writes down what it is asked to do."""
-
-    def __init__(self, hook: CommHook, log: list[Collective]) -> None:
-        self._hook = hook
-        self._log = log
-        self.__qualname__ = getattr(hook, "__qualname__", type(hook).__qualname__)
-
-    def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:
-        self._log.append(Collective.of(bucket))
-        return self._hook(state, bucket)
 
 
 class _Observer:
@@ -145,12 +101,12 @@ class _Observer:
         wrapper = DistributedDataParallel(
             module,
             process_group=group,
-            reduce_function=None if function is None else _RecordedFunction(function, self._log),
+            reduce_function=None if function is None else RecordedFunction(function, self._log),
             broadcast_function=plugs.broadcast_function,
             **self._variant.keywords(),
         )
         if plugs.hook is not None:
-            wrapper.register_comm_hook(copy.deepcopy(plugs.state), _RecordedHook(plugs.hook, self._log))
+            wrapper.register_comm_hook(copy.deepcopy(plugs.state), RecordedHook(plugs.hook, self._log))
         return wrapper
 
     def _check_start(self) -> None:
@@ -218,13 +174,16 @@ class _Observer:
             return
         self.seen.buckets.append([(bucket.parameters, bucket.repair) for bucket in trace.buckets])
         agreed, repaired = set(trace.agreed), set(trace.repaired)
+        keeps_state = self._plugs.hook is not None and self._plugs.state is not None
+        if keeps_state:  # its buckets are the same in every step, whatever exists
+            repaired &= expected.union
         self._same("the gradients agreed on", agreed | repaired, expected.union)
         # Only the parameters inside a reentrant checkpoint are found out about late.
         if not (self._case.recipe.is_reentrant and self._variant.overlap):
             self._same("the gradients of this rank", set(trace.local), expected.present[self._rank])
             self._same("the gradients sent in a second round", repaired, frozenset())
-        if self._plugs.hook is not None and self._plugs.state is not None:
-            return  # buckets that are the same in every step, whatever exists
+        if keeps_state:
+            return
         nbytes = _dense_nbytes(self.module)
         wanted = sum(nbytes.get(name, 0) for name in (*agreed, *repaired))
         sent = sum(bucket.nbytes for bucket in trace.buckets if nbytes.keys() >= set(bucket.parameters))

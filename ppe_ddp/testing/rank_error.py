@@ -105,9 +105,7 @@ class RankError(RuntimeError):
     def __str__(self) -> str:
         short = "; ".join(f"rank {f.rank} {f.outcome.value}: {f.summary}" for f in self.failures)
         sections = [
-            f"--- rank {f.rank} {f.outcome.value} ---\n{f.details.rstrip()}"
-            for f in self.failures
-            if f.details
+            f"--- rank {f.rank} {f.outcome.value} ---\n{f.details.rstrip()}" for f in self.failures if f.details
         ]
         head = f"{len(self.failures)} of {self.world_size} ranks failed: {short}"
         return "\n\n".join([head, *sections])
