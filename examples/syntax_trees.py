@@ -14,12 +14,11 @@ from the leaves to the roots. A cell gets a gradient where its kind occurs: othe
 from __future__ import annotations
 
 import argparse
-import ast
 import statistics
 from collections import Counter, defaultdict
 from itertools import accumulate, groupby
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,9 @@ from torch.nn import functional as F
 
 import ppe_ddp
 from tampered_functions import Edge, Version, both_versions, children, kind, read_functions
+
+if TYPE_CHECKING:
+    import ast
 
 WIDTH, FUNCTIONS_OF_A_STEP = 64, 16
 

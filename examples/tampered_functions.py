@@ -10,8 +10,10 @@ import sysconfig
 import zlib
 from functools import cache
 from pathlib import Path
-from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from random import Random
 
 SMALLEST, LARGEST = 30, 100
 # What can stand in few places only would give the game away if it were moved.

@@ -145,10 +145,16 @@ def test_early_termination_raises_on_every_rank():
     wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
     steps = 0
     text = "Rank 0 exhausted all inputs" if dist.get_rank() == 0 else "at least one rank that exhausted inputs"
-    with pytest.raises(RuntimeError, match=text), wrapper.join(throw_on_early_termination=True):
-        for step in range(2 + dist.get_rank()):
-            wrapper(data(5, 4, step=step)).sum().backward()
-            steps += 1
+
+    def train():
+        nonlocal steps
+        with wrapper.join(throw_on_early_termination=True):
+            for step in range(2 + dist.get_rank()):
+                wrapper(data(5, 4, step=step)).sum().backward()
+                steps += 1
+
+    with pytest.raises(RuntimeError, match=text):
+        train()
     assert steps == 2
 
 

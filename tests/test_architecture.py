@@ -1,0 +1,90 @@
+"""The tree is the architecture: imports run one way, files and functions stay small, importing stays light."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import ppe_ddp
+
+ROOT = Path(ppe_ddp.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# From the bottom to the top; a layer imports from those before it, and from itself.
+LAYERS = [
+    "errors",
+    "contracts",
+    "functions",
+    "launch",
+    "naming",
+    "options",
+    "engine",
+    "joining",
+    "ddp",
+    "testing",
+    "cli",
+    "__main__",
+]
+# The package itself gathers its public names from everywhere; who stands above it may use them.
+PUBLIC_FROM = LAYERS.index("testing")
+
+
+def module_of(path: Path) -> str:
+    parts = ("ppe_ddp", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ppe_ddp":
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {module_of(other) for other in FILES}
+            names |= {name if name in modules else node.module for name in inner}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "ppe_ddp"}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_run_down_the_tree(path):
+    if path == ROOT / "__init__.py":
+        return
+    own = LAYERS.index(module_of(path).split(".")[1])
+    for name in imports_of(path):
+        if name == "ppe_ddp":
+            assert own >= PUBLIC_FROM, f"{path.name} imports the public names from below"
+        else:
+            assert LAYERS.index(name.split(".")[1]) <= own, f"{path.name} imports upward: {name}"
+
+
+def test_there_is_no_cycle():
+    graph = {module_of(path): imports_of(path) - {module_of(path), "ppe_ddp"} for path in FILES}
+    graph.pop("ppe_ddp")
+    list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_files_and_functions_are_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
+            assert node.end_lineno - start < 45, f"{node.name} in {path.name} is too long"
+
+
+def test_importing_is_light():
+    script = "import sys, torch, torch.distributed.algorithms.join, torch.profiler; before = set(sys.modules); "
+    script += "import ppe_ddp; print(*sorted(set(sys.modules) - before))"
+    new = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"mpi4py", "cupy", "pytorch_pfn_extras", "torch._dynamo", "rich", "sklearn"}
+    assert not heavy & ({name.split(".")[0] for name in new} | set(new))
+    assert "ppe_ddp.ddp" in new
+
+
+@pytest.mark.parametrize("name", [name for name in ppe_ddp.__all__])
+def test_public_names_are_documented(name):
+    assert getattr(ppe_ddp, name).__doc__
