@@ -322,7 +322,7 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impat
     assert caught.value.ranks == {0: Outcome.RAISED}
     error = caught.value.exceptions[0]
     assert isinstance(error, CommunicationError)
-    assert str(error).startswith("rank 0 of 2: waiting for the other ranks to start their backward failed")
+    assert str(error).startswith("rank 0 of 2: waiting for rank 1, which did not come to start a backward failed")
 
 
 def rank_1_exits():

@@ -9,7 +9,7 @@ function may send from a thread of its own, and once for the small messages by w
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,8 @@ class Groups:
         control: Carries masks; serves CPU tensors.
         rank: This process in the group.
         world_size: The size of the group.
+        pid: The process that made them.
+        number: Which duplicate of the parent this is, the same on every rank.
     """
 
     parent: ProcessGroup
@@ -41,14 +43,24 @@ class Groups:
     rank: int
     world_size: int
     pid: int
+    number: int
 
     @classmethod
     def duplicate(cls, parent: ProcessGroup) -> Groups:
-        """Duplicate ``parent``; every rank of it must call this together."""
+        """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together."""
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
         if world_size == 1 or parent not in c10d._world.pg_map:
             # alone, or a bare ProcessGroup object that torch.distributed did not make and cannot copy
-            return cls(parent, parent, parent, rank, world_size, os.getpid())
+            return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
+        made = _made_from(parent)
+        known: list[list[int]] = [[] for _ in range(world_size)]
+        dist.all_gather_object(known, [groups.number for groups in made.idle], group=parent)
+        # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
+        common = set(known[0]).intersection(*known[1:])
+        for groups in made.idle:
+            if common and groups.number == min(common):
+                made.idle.remove(groups)
+                return groups
         ranks = dist.get_process_group_ranks(parent)
         config = dist.get_backend_config(parent)
         timeout = _timeout(parent)
@@ -56,7 +68,13 @@ class Groups:
         serves_cpu = "cpu" in {device.type for device in parent._device_types}
         control_config = config if serves_cpu else "gloo"
         control = dist.new_group(ranks, timeout, control_config, use_local_synchronization=True)
-        return cls(parent, buckets, control, rank, world_size, os.getpid())
+        made.count += 1
+        return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
+
+    def release(self) -> None:
+        """Let another wrapper over the same parent have them; call this when nothing is on its way in them."""
+        if self.control is not self.parent and os.getpid() == self.pid and not self._destroyed():
+            _made_from(self.parent).idle.append(self)
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""
@@ -75,6 +93,24 @@ class Groups:
     def _destroyed(self) -> bool:
         known = c10d._world.pg_map
         return self.control is not self.parent and (self.control not in known or self.parent not in known)
+
+
+@dataclass
+class _Made:
+    """The duplicates of one parent: how many there are, and those that no wrapper of this process uses."""
+
+    parent: ProcessGroup
+    count: int = 0
+    idle: list[Groups] = field(default_factory=list)
+
+
+def _made_from(parent: ProcessGroup) -> _Made:
+    """Kept where torch keeps what belongs to its process groups, and forgotten with them."""
+    registry: dict[str, _Made] = c10d._world.__dict__.setdefault("ppe_ddp_duplicates", {})
+    made = registry.get(parent.group_name)
+    if made is None or made.parent is not parent:  # there may have been an earlier group of this name
+        made = registry[parent.group_name] = _Made(parent)
+    return made
 
 
 def _timeout(group: ProcessGroup) -> timedelta | None:

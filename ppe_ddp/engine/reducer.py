@@ -74,6 +74,7 @@ class Reducer:
         self._backward: Backward | None = None
         self._standby: Callable[[], _EndOfBackward | None] = lambda: None
         self._last: Recorder | None = None
+        self._has_failed = False  # something may still be on its way in the groups
         self._handles: list[RemovableHandle] = []
         self._parameters: Sequence[nn.Parameter] = ()
 
@@ -100,6 +101,8 @@ class Reducer:
 
     def __del__(self) -> None:
         self.disarm()
+        if self._backward is None and not self._has_failed:
+            self.groups.release()
 
     def disarm(self) -> None:
         """Take our hooks off the parameters."""
@@ -302,6 +305,7 @@ class Reducer:
     def _fail(self, backward: Backward) -> None:
         """Put the gradients of this rank back, so that nothing is lost."""
         backward.phase = Phase.FAILED
+        self._has_failed = True
         self.communication.put_back(backward)
         backward.round = None
 
