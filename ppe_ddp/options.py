@@ -25,6 +25,7 @@ _NEVER_NEEDED = frozenset(
         "batched_grad_copy",
     }
 )
+_PPE = frozenset({"broadcast_buffers", "negotiate_grads", "process_group", "reduce_function", "broadcast_function"})
 # What a user of torch may have meant, and why it has no effect here.
 _WITHOUT_EFFECT = {
     "dim": "inputs are not scattered",
@@ -87,9 +88,7 @@ class Options:
 
 
 def _unknown(name: str, known: frozenset[str] | set[str]) -> str:
-    near = difflib.get_close_matches(
-        name, sorted(known | {"broadcast_buffers", "negotiate_grads", "process_group"}), n=1, cutoff=0.5
-    )
+    near = difflib.get_close_matches(name, sorted(known | _PPE), n=1, cutoff=0.5)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{meant}"
 
