@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -101,61 +100,74 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse_arguments()
-    job = ppe_ddp.init_process_group()
-    console = Console(quiet=job.rank != 0, highlight=False)
-    torch.manual_seed(options.seed)
-    images, labels, test_images, test_labels = (tensor.to(job.device) for tensor in load())
+class Figures(NamedTuple):
+    """What was measured in each step, and the accuracy at the end."""
 
-    # This is all there is to do: no flag for paths that change, none for branches that are left unused.
-    model = ppe_ddp.DistributedDataParallel(RoutedNetwork().to(job.device))
+    milliseconds: list[float]
+    used_nbytes: list[int]
+    sent_nbytes: list[int]
+    accuracy: float
+
+
+def train(options: argparse.Namespace, job: ppe_ddp.Job, model: nn.Module, console: Console) -> Figures:
+    images, labels, test_images, test_labels = (tensor.to(job.device) for tensor in load())
     steps = len(images) // (options.batch * job.world_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.epochs * steps)
 
     # The ranks share the order of the images, to divide them; the paths are each rank's own.
     order = torch.Generator().manual_seed(options.seed)
     random = torch.Generator().manual_seed(1000 * (options.seed + 1) + job.rank)
 
-    milliseconds, sent, used = [], [], []
-    right = 0.0
-    with Progress(console=console, transient=True, disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("training", total=options.epochs * steps)
-        for epoch in range(1, options.epochs + 1):
-            mine = torch.randperm(len(images), generator=order)[job.rank :: job.world_size]
-            for batch in mine.split(options.batch)[:steps]:
-                begin = time.perf_counter()
-                loss = F.cross_entropy(model(images[batch], draw_path(random)), labels[batch])
-                optimizer.zero_grad()
-                loss.backward()
-                # Now `.grad` is the mean over the ranks, in which a rank that has none counts as zero. Where
-                # no rank came by it stays None: the optimizer leaves that branch and its momentum alone.
-                optimizer.step()
-                schedule.step()
-                milliseconds.append(1e3 * (time.perf_counter() - begin))
-                trace = model.trace()
-                sent.append(trace.gradient_nbytes + trace.control_nbytes)
-                used.append(sum(p.nbytes for p in model.parameters() if p.grad is not None))
-                progress.advance(bar)
-            if epoch % 5 == 0 or epoch == options.epochs:
-                right = accuracy(model, test_images, test_labels, job)
-                console.print(f"epoch {epoch:3}   loss {loss.item():.3f}   test accuracy {right:6.1%}")
+    milliseconds, used, sent = [], [], []
+    bar = {"console": console, "transient": True, "disable": not console.is_terminal}
+    for epoch in track(range(1, options.epochs + 1), "training", **bar):
+        mine = torch.randperm(len(images), generator=order)[job.rank :: job.world_size]
+        for batch in mine.split(options.batch)[:steps]:
+            begin = time.perf_counter()
+            loss = F.cross_entropy(model(images[batch], draw_path(random)), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            # Now `.grad` is the mean over the ranks, in which a rank that has none counts as zero. Where no
+            # rank came by, it stays None: the optimizer leaves that branch and its momentum alone.
+            optimizer.step()
+            schedule.step()
+            milliseconds.append(1e3 * (time.perf_counter() - begin))
+            used.append(sum(p.nbytes for p in model.parameters() if p.grad is not None))
+            trace = model.trace()
+            sent.append(trace.gradient_nbytes + trace.control_nbytes)
+        if epoch % 5 == 0 or epoch == options.epochs:
+            right = accuracy(model, test_images, test_labels, job)
+            console.print(f"epoch {epoch:3}   loss {loss.item():.3f}   test accuracy {right:6.1%}")
+    return Figures(milliseconds, used, sent, right)
 
+
+def report(figures: Figures, job: ppe_ddp.Job, model: nn.Module, console: Console) -> None:
     everything = sum(p.nbytes for p in model.parameters())
     table = Table(title=f"Digits, ranks: {job.world_size}", title_justify="left")
     for heading in ("", "ppe_ddp", "torch DDP"):
         table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("test accuracy", f"{right:.1%}", "")
-    table.add_row("median step", f"{statistics.median(milliseconds):.1f} ms", "")
+    table.add_row("test accuracy", f"{figures.accuracy:.1%}", "")
+    table.add_row("median step", f"{statistics.median(figures.milliseconds):.1f} ms", "")
     if job.world_size > 1:
-        mean = statistics.fmean(sent)
-        table.add_row("sent in a step", f"{mean / 2**20:.2f} MiB", f"{everything / 2**20:.2f} MiB")
-        table.add_row("ratio", f"{mean / everything:.2f}", "1.00")
+        sent = statistics.fmean(figures.sent_nbytes)
+        table.add_row("sent in a step", f"{sent / 2**20:.2f} MiB", f"{everything / 2**20:.2f} MiB")
+        table.add_row("ratio", f"{sent / everything:.2f}", "1.00")
     console.print(table)
-    console.print(f"A step used {statistics.fmean(used) / everything:.0%} of the parameters, on one rank or another.")
+    used = statistics.fmean(figures.used_nbytes) / everything
+    console.print(f"A step used {used:.0%} of the parameters, on one rank or another.")
     if job.world_size > 1:
-        console.print("Only their gradients were sent; torch DDP would have sent one for every parameter.")
+        console.print("Only their gradients were sent; torch DDP would have sent all of them.")
+
+
+def main() -> None:
+    options = parse_arguments()
+    job = ppe_ddp.init_process_group()
+    console = Console(quiet=job.rank != 0, highlight=False)
+    torch.manual_seed(options.seed)
+    # This is all there is to do: no flag for paths that change, none for branches that are left unused.
+    model = ppe_ddp.DistributedDataParallel(RoutedNetwork().to(job.device))
+    report(train(options, job, model, console), job, model, console)
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sysconfig
 import zlib
+from collections.abc import Container
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -80,3 +81,31 @@ def both_versions(root: ast.AST, chance: Random) -> list[Version]:
         if kind(a) != kind(b) and a not in ast.walk(b) and b not in ast.walk(a):
             return [Version(root, {}), Version(root, {a: b, b: a})]
     return []
+
+
+class Seat(NamedTuple):
+    """The place of a node in a batch. `below` has the numbers of its children's seats, by field."""
+
+    height: int
+    kind: str
+    version: int
+    below: dict[str, list[int]]
+
+
+def seats_of(batch: list[Version], known: Container[str]) -> list[Seat]:
+    """A seat for each node of each version, children first; kinds not known are left out with all below them."""
+    seats: list[Seat] = []
+
+    def seat(node: ast.AST, number: int) -> int:
+        node = batch[number].swapped.get(node, node)
+        below: dict[str, list[int]] = {}
+        for field, child in children(node):
+            if kind(batch[number].swapped.get(child, child)) in known:
+                below.setdefault(field, []).append(seat(child, number))
+        height = 1 + max((seats[child].height for numbers in below.values() for child in numbers), default=0)
+        seats.append(Seat(height, kind(node), number, below))
+        return len(seats) - 1
+
+    for number, version in enumerate(batch):
+        seat(version.root, number)
+    return seats

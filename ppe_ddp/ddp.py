@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
-_BUCKET_CAP_MB = 2.0
-_ADOPT_BYTES = 4 << 20
+_BUCKET_CAP_MB = 4.0
+_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
 _UNSET: Any = object()
 
 
@@ -144,7 +144,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _packing(self, *, fixed: bool = False) -> Packing:
         cap = self._options.bucket_cap_mb
         bucket_bytes = int((cap if cap is not None else _BUCKET_CAP_MB) * 2**20)
-        return Packing(bucket_bytes, min(bucket_bytes, _ADOPT_BYTES), fixed)
+        return Packing(bucket_bytes, _ADOPTED_FROM * bucket_bytes, fixed)
 
     def _use(self, sender: Sender) -> None:
         assert self._reducer is not None

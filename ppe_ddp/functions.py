@@ -32,12 +32,15 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
     Returns:
         The Work of the all-reduce, or None where one rank is alone.
     """
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
+    gradients.buffer().mul_(1.0 / dist.get_world_size(group))
+    return total(gradients.buffer(), group)
+
+
+def total(shares: Tensor, group: ProcessGroup | None) -> Waitable | None:
+    """Sum over the ranks, in place: the average, where every rank has divided its gradients before."""
+    if dist.get_world_size(group) == 1:
         return None
-    buffer = gradients.buffer()
-    buffer.div_(world_size)
-    return dist.all_reduce(buffer, group=group, async_op=True)  # type: ignore[no-any-return]
+    return dist.all_reduce(shares, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:

@@ -57,7 +57,7 @@ class Options:
     """
 
     bucket_cap_mb: float | None = None
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = True
     init_sync: bool = True
     device_ids: Any = None
     device_mesh: Any = None

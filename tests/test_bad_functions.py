@@ -12,8 +12,13 @@ from one_process import assert_gradients, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel, FunctionError, average, broadcast, overlapped
 from rank_tests import on_two_ranks
 
-VARIANTS = [{}, {"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}, {"overlap": False}]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "views", "after"])
+VARIANTS = [
+    {"gradient_as_bucket_view": False},
+    {"bucket_cap_mb": 1e-6},
+    {},
+    {"overlap": False},
+]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
 
 
 class Refused(Exception):
@@ -90,8 +95,8 @@ def refuse_after_the_reduction(gradients, group):
 def test_a_reduce_function_that_raises(wrong, options):
     turns = Turns(average, wrong)
     wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 8, 2), reduce_function=turns, **options)
-    # What is reduced where it lies cannot be taken back.
-    keeps = wrong is not refuse_after_the_reduction or not options or "overlap" in options
+    # A view of the bucket is the reduced gradient from the start, and cannot be taken back.
+    keeps = wrong is not refuse_after_the_reduction or options.get("gradient_as_bucket_view") is False
     hold(wrapper, turns, Refused, "not today", "in reduce_function Turns on rank", keeps=keeps)
 
 

@@ -17,8 +17,6 @@ from ppe_ddp.testing import (
     check_reduce_function,
 )
 
-pytestmark = pytest.mark.skip(reason="makes more process groups than a file store can follow: not finished")
-
 
 @pytest.fixture
 def two(two_ranks):

@@ -20,8 +20,8 @@ from one_process import assert_gradients, assert_same_on_all_ranks, data, gradie
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 
-VARIANTS = [{}, {"gradient_as_bucket_view": True}, {"overlap": False}]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "views", "after"])
+VARIANTS = [{"gradient_as_bucket_view": False}, {}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "views", "after"])
 
 
 class Layers(nn.Module):

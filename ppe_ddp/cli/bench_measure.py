@@ -49,7 +49,7 @@ class Settings:
     steps: int | None = None
     repeats: int = 15
     bucket_cap_mb: float | None = None
-    views: bool = False
+    views: bool = True
     overlap: bool = True
     seed: int = 0
 
@@ -58,8 +58,8 @@ class Settings:
         chosen: dict[str, object] = {}
         if self.bucket_cap_mb is not None:
             chosen["bucket_cap_mb"] = self.bucket_cap_mb
-        if self.views:
-            chosen["gradient_as_bucket_view"] = True
+        if not self.views:
+            chosen["gradient_as_bucket_view"] = False
         if not self.overlap:
             chosen["overlap"] = False
         return chosen

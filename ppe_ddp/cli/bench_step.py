@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     own = parser.add_argument_group("options of ppe_ddp's wrapper")
     own.add_argument("--bucket-cap-mb", type=_size, metavar="MIB", help="size of a bucket")
-    own.add_argument("--views", action="store_true", help="gradient_as_bucket_view=True")
+    own.add_argument("--no-views", action="store_true", help="gradient_as_bucket_view=False")
     own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
 
 
@@ -108,7 +108,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         steps=arguments.steps or (_QUICK_STEPS if quick else None),
         repeats=arguments.repeats or (_QUICK_REPEATS if quick else Settings.repeats),
         bucket_cap_mb=arguments.bucket_cap_mb,
-        views=arguments.views,
+        views=not arguments.no_views,
         overlap=not arguments.no_overlap,
         seed=arguments.seed,
     )

@@ -65,16 +65,17 @@ class Consensus:
         if not self._channel.exchange(fingerprint(lines), b"").result().same:
             raise _disagreement(lines, self._groups)
 
-    def ask(self, local: bytes | bytearray, status: bool) -> Exchange:
+    def ask(self, local: bytes | bytearray, status: bool, *, may_differ: bool = False) -> Exchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
             status: One bit about this rank, which all ranks will see.
+            may_differ: Whether ranks may have different gradients here even where they do not negotiate.
         """
         bits = bytearray(self._groups.world_size)
         bits[self._groups.rank] = status
-        return self._channel.exchange(self._current_digest(local), local, bytes(bits))
+        return self._channel.exchange(self._current_digest(None if may_differ else local), local, bytes(bits))
 
     def answer(self, exchange: Exchange, local: bytes | bytearray) -> Agreement:
         """Wait for what came of :meth:`ask`.
@@ -108,13 +109,13 @@ class Consensus:
         self._digest = fingerprint(self._lines())
         return sums.numel() * sums.element_size()
 
-    def _current_digest(self, local: bytes | bytearray) -> bytes:
+    def _current_digest(self, local: bytes | bytearray | None) -> bytes:
         if self._with_buffers:
             lines = _buffer_lines(self._census.buffers())
             if lines != self._buffer_lines:
                 self._buffer_lines = lines
                 self._digest = fingerprint(self._lines())
-        if self._negotiate:
+        if self._negotiate or local is None:
             return self._digest
         # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of
         # different sizes may end the process.

@@ -1,11 +1,14 @@
-"""Gradient memory: flat buffers for buckets, used again as soon as nothing else lies in them.
+"""Gradient memory: flat buffers for buckets, used again as soon as nobody else holds what lies in them.
 
-Fresh memory costs page faults, so buffers are kept from step to step. A ``.grad`` may be a view of one: the
-buffer is then left alone for as long as anybody holds that view, whatever the next plan looks like.
+Fresh memory costs page faults, and views of it cost more than what is copied into them where parameters are
+small; so buffers and their views are kept from step to step. A ``.grad`` may be one of these views: its buffer
+is then left alone for as long as anybody holds that view, whatever the next plan looks like.
 """
 
 from __future__ import annotations
 
+from operator import is_
+from sys import getrefcount
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,46 +25,103 @@ _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of abou
 
 def sole_owner(tensor: Tensor) -> bool:
     """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``."""
-    # one for the tensor, one for the handle that untyped_storage() makes
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+    return _users(tensor) <= 1
+
+
+def _users(tensor: Tensor) -> int:
+    """How many tensors use the memory of ``tensor``, itself included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without this very handle
+
+
+class Lease:
+    """A flat buffer, laid out for one bucket.
+
+    Attributes:
+        bucket: What it is laid out for.
+        flat: 1-D, of the bucket's size.
+        slots: Views of it, one a member, in its shape and strides.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.bucket: BucketPlan | None = None
+        self.flat = memory
+        self.slots: list[Tensor] = []
+        self._at_rest = self._state()
+
+    def lay_out(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> None:
+        """Make the slots for ``bucket``."""
+        self.slots = []
+        self.flat = self.memory.narrow(0, 0, bucket.numel)
+        self.slots = _slots_of(self.flat, bucket, specs, parameters)
+        self.bucket = bucket
+        self._at_rest = self._state()
+
+    def is_free(self) -> bool:
+        """Whether nobody holds a slot, or a view of one, and nobody has made it into something else."""
+        return self._state() == self._at_rest
+
+    def _state(self) -> tuple[object, ...]:
+        slots = self.slots
+        return (
+            _users(self.memory),
+            [getrefcount(slot) for slot in slots],  # who holds a slot itself: Python ...
+            [slot._use_count() for slot in slots],  # type: ignore[attr-defined]  # ... or torch, as a .grad
+            [slot.shape for slot in slots],
+            [slot.is_contiguous() for slot in slots],
+            [slot.requires_grad for slot in slots],
+        )
 
 
 class Arena:
     """Owns the buffers and gives them out for one backward at a time."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._leases: dict[tuple[torch.dtype, torch.device], list[Lease]] = {}
         self._used: set[int] = set()
 
     @property
     def nbytes(self) -> int:
         """Bytes held now, by gradients that are views of a buffer or for the next backward."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+        return sum(lease.memory.nbytes for leases in self._leases.values() for lease in leases)
 
-    def buffer(self, bucket: BucketPlan) -> Tensor:
-        """A flat tensor of the size of ``bucket``, in which nothing lies; its contents are arbitrary."""
-        held = self._buffers.setdefault((bucket.dtype, bucket.device), [])
-        fitting = [buffer for buffer in held if buffer.numel() >= bucket.numel and sole_owner(buffer)]
-        if fitting:
-            chosen = min(fitting, key=torch.Tensor.numel)
+    def lease(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> Lease:
+        """A buffer for ``bucket`` in which nothing lies; its contents are arbitrary."""
+        held = self._leases.setdefault((bucket.dtype, bucket.device), [])
+        for lease in held:
+            if lease.bucket is bucket and lease.is_free():
+                break
         else:
-            unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
-            chosen = torch.empty(-(-bucket.numel // unit) * unit, dtype=bucket.dtype, device=bucket.device)
-            held.append(chosen)
-        self._used.add(id(chosen))
-        return chosen.narrow(0, 0, bucket.numel)
+            fitting = [lease for lease in held if lease.memory.numel() >= bucket.numel and lease.is_free()]
+            if fitting:
+                lease = min(fitting, key=lambda lease: lease.memory.numel())
+            else:
+                unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
+                capacity = -(-bucket.numel // unit) * unit
+                lease = Lease(torch.empty(capacity, dtype=bucket.dtype, device=bucket.device))
+                held.append(lease)
+            lease.lay_out(bucket, specs, parameters)
+        self._used.add(id(lease))
+        return lease
+
+    def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> Lease | None:
+        """The lease whose slots ``gradients`` still are, as the last step has left them; or None."""
+        for lease in self._leases.get((bucket.dtype, bucket.device), ()):
+            if lease.bucket is bucket and all(map(is_, gradients, lease.slots)):
+                self._used.add(id(lease))
+                return lease
+        return None
 
     def trim(self) -> None:
         """Give up the buffers that were not used since the last trim; those in use by others stay theirs."""
-        for key, held in self._buffers.items():
-            self._buffers[key] = [buffer for buffer in held if id(buffer) in self._used]
+        for key, held in self._leases.items():
+            self._leases[key] = [lease for lease in held if id(lease) in self._used]
         self._used.clear()
 
 
-def slots_of(
+def _slots_of(
     buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    """Views of the flat ``buffer``, one a member, in its shape and strides."""
     if bucket.row_major:  # in one call, which is three times as fast
         like: list[Tensor] = [parameters[i] for i in bucket.members]
         return list(torch._C._nn.unflatten_dense_tensors(buffer, like))
@@ -70,19 +130,3 @@ def slots_of(
         buffer.as_strided(specs[i].shape, specs[i].stride, base + offset)
         for i, offset in zip(bucket.members, bucket.offsets, strict=True)
     ]
-
-
-def common_buffer(
-    gradients: Sequence[Tensor | None], bucket: BucketPlan, specs: Sequence[ParameterSpec]
-) -> Tensor | None:
-    """The flat tensor that ``gradients`` are consecutive views of, as the last step has left them; or None."""
-    first = gradients[0]
-    if first is None or first._base is None or first.untyped_storage().nbytes() < bucket.nbytes:
-        return None
-    base, size = first.data_ptr(), bucket.dtype.itemsize
-    for gradient, i, offset in zip(gradients, bucket.members, bucket.offsets, strict=True):
-        if gradient is None or gradient.data_ptr() != base + offset * size or gradient.stride() != specs[i].stride:
-            return None
-        if gradient.dtype != bucket.dtype or gradient.requires_grad:
-            return None
-    return first.as_strided((bucket.numel,), (1,), first.storage_offset())

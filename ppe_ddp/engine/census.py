@@ -6,6 +6,7 @@ where one differs.
 
 from __future__ import annotations
 
+from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from torch import Tensor
-
-    _Table = tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]
 
 
 class Census:
@@ -37,13 +36,13 @@ class Census:
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
         self._ignored = frozenset(ignored)
-        self._parameter_tables: list[_Table] = []
-        self._child_tables: list[_Table] = []
-        self._empty_tables: list[dict[str, Any]] = []
+        self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
         self.parameters: list[nn.Parameter] = []
         self.specs: list[ParameterSpec] = []
         self._buffer_slots: list[tuple[str, nn.Module, str]] = []
         self._walk()
+        self._keys = [tuple(table) for table in self._tables]
+        self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -57,8 +56,7 @@ class Census:
         }
         seen: set[int] = set()
         for prefix, owner in modules:
-            self._remember(owner._parameters, self._parameter_tables)
-            self._remember(owner._modules, self._child_tables)
+            self._tables += owner._parameters, owner._modules
             dot = prefix + "." if prefix else ""
             for name, parameter in owner._parameters.items():
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
@@ -71,12 +69,6 @@ class Census:
             self._buffer_slots.extend(
                 (dot + name, owner, name) for name in owner._buffers if dot + name not in self._ignored
             )
-
-    def _remember(self, table: dict[str, Any], tables: list[_Table]) -> None:
-        if table:
-            tables.append((table, tuple(table), tuple(table.values())))
-        else:
-            self._empty_tables.append(table)
 
     @property
     def names(self) -> list[str]:
@@ -99,14 +91,13 @@ class Census:
 
         Tensors that ``torch.func.functional_call`` has put in the place of parameters are looked through.
         """
-        if any(self._empty_tables):
+        entries = list(chain.from_iterable(map(dict.values, self._tables)))
+        if len(entries) != len(self._entries):
             return False
-        for table, _, values in self._child_tables:
-            if len(table) != len(values) or not all(map(is_, table.values(), values)):
+        if not all(map(is_, entries, self._entries)):
+            if [tuple(table) for table in self._tables] != self._keys:
                 return False
-        for table, keys, values in self._parameter_tables:
-            same = len(table) == len(values) and all(map(is_, table.values(), values))
-            if not same and (tuple(table) != keys or any(map(_is_other_parameter, table.values(), values))):
+            if any(map(_is_other, entries, self._entries)):
                 return False
         current = self.parameters
         if [parameter.requires_grad for parameter in current] != self._trainable:
@@ -122,8 +113,8 @@ class Census:
         return True
 
 
-def _is_other_parameter(now: object, then: object) -> bool:
-    return now is not then and (now is None or isinstance(now, nn.Parameter))
+def _is_other(now: object, then: object) -> bool:
+    return now is not then and (now is None or isinstance(now, nn.Parameter | nn.Module))
 
 
 def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:

@@ -81,7 +81,17 @@ class Communication:
         self.consensus.arm(census)
 
     def ask(self, backward: Backward) -> None:
-        """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already."""
+        """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already.
+
+        One rank alone has nothing to agree on: its own are averages as they land.
+        """
+        if self.sender.idle:
+            landed = bytearray(self._nothing)
+            for i in backward.arrivals:
+                landed[i] = 1
+            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(landed)
+            backward.recorder.agreed_at = perf_counter_ns()
+            return
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         backward.recorder.local = local
@@ -110,10 +120,8 @@ class Communication:
 
     def complete(self, backward: Backward) -> None:
         """Launch what is left, wait for everything, and hand the averages over."""
-        with span("finish", enabled=self._policy.ranges):
-            if self.sender.idle:
-                backward.averaged = backward.recorder.agreed = backward.recorder.local
-            else:
+        if not self.sender.idle:
+            with span("finish", enabled=self._policy.ranges):
                 self._complete(backward)
 
     def _complete(self, backward: Backward) -> None:
@@ -179,7 +187,8 @@ class Communication:
         mask = bytearray(self._nothing)
         for i in late:
             mask[i] = 1
-        return self.consensus.ask(mask, aborted)
+        # What comes late depends on time, also where all ranks have the same gradients.
+        return self.consensus.ask(mask, aborted, may_differ=True)
 
     def _land(self, backward: Backward, round_: Round) -> None:
         world_size = self._groups.world_size

@@ -1,6 +1,6 @@
 """One bucket on its way: from the gradients of this rank to the gradients of all.
 
-    packed     .grad -> slot of the arena -> reduce -> back into .grad, or .grad becomes the slot (views)
+    packed     .grad -> slot of the arena -> reduce -> .grad becomes the slot, or gets a copy of it (no views)
     adopted    .grad -> reduce where it lies
     sparse     .grad -> all-gather of indices and values -> a new .grad
 
@@ -17,7 +17,10 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import GradBucket
-from ppe_ddp.engine.arena import common_buffer, slots_of, sole_owner
+from ppe_ddp.engine.arena import sole_owner
+
+# From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
+_LARGE_BYTES = 16 << 10
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,9 +67,9 @@ class Flight:
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Fill the bucket and start its reduction."""
         if self.plan.adopted:
-            self._adopt()
+            self._adopt(sender.share)
         else:
-            self._pack(parameters)
+            self._pack(parameters, sender.share)
         assert self._buffer is not None
         if self.plan.numel == 0:
             return
@@ -91,37 +94,35 @@ class Flight:
         views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
         return views, copy
 
-    def _adopt(self) -> None:
+    def _adopt(self, share: float) -> None:
         spec = self._specs[self.plan.members[0]]
         gradient = self.gradients[0]
         if gradient is not None and _reducible_in_place(gradient, spec):
             memory = gradient
+            if share != 1.0:
+                memory.mul_(share)
         else:
             memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-            if gradient is None:
-                memory.zero_()
-            else:
-                memory.copy_(gradient)
+            _fill([memory], [gradient], share)
         self._tensors = [memory]
         self._buffer = memory.as_strided((self.plan.numel,), (1,))
 
-    def _pack(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _pack(self, parameters: Sequence[nn.Parameter], share: float) -> None:
         """Bring the gradients together in one buffer, unless they lie in one already."""
         if True in [gradient is not None and gradient.requires_grad for gradient in self.gradients]:
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
-        lying = common_buffer(self.gradients, self.plan, self._specs) if self._views else None
-        buffer = self._arena.buffer(self.plan) if lying is None else lying
-        self._buffer = buffer
-        self._tensors = slots_of(buffer, self.plan, self._specs, parameters)
-        if lying is None:
-            pairs = list(zip(self._tensors, self.gradients, strict=True))
-            present = [(slot, gradient) for slot, gradient in pairs if gradient is not None]
-            absent = [slot for slot, gradient in pairs if gradient is None]
-            if present:
-                slots, gradients = zip(*present, strict=True)
-                torch._foreach_copy_(slots, gradients)
-            if absent:
-                torch._foreach_zero_(absent)
+        lease = self._arena.holding(self.gradients, self.plan) if self._views else None
+        if lease is not None:
+            if share != 1.0:
+                lease.flat.mul_(share)
+        else:
+            lease = self._arena.lease(self.plan, self._specs, parameters)
+            is_fused = self.plan.nbytes >= _LARGE_BYTES * len(self.plan.members)
+            _fill(lease.slots, self.gradients, share if is_fused else 1.0)
+            if share != 1.0 and not is_fused:
+                lease.flat.mul_(share)
+        self._buffer = lease.flat
+        self._tensors = list(lease.slots)  # which shows that they are in use
         if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
             self.gradients = [
                 None if gradient is None else slot for slot, gradient in zip(self._tensors, self.gradients, strict=True)
@@ -172,6 +173,21 @@ class Flight:
             with contextlib.suppress(Exception):
                 self._pending.wait()
             self._pending = None
+
+
+def _fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], share: float) -> None:
+    """Set each slot to ``share`` of its gradient; to zero where there is none."""
+    pairs = list(zip(slots, gradients, strict=True))
+    present = [(slot, gradient) for slot, gradient in pairs if gradient is not None]
+    absent = [slot for slot, gradient in pairs if gradient is None]
+    if absent:
+        torch._foreach_zero_(absent)
+    if share != 1.0:
+        for slot, gradient in present:
+            torch.mul(gradient, share, out=slot)
+    elif present:
+        to, of = zip(*present, strict=True)
+        torch._foreach_copy_(to, of)
 
 
 def _reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:

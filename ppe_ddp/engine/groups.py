@@ -61,14 +61,11 @@ class Groups:
             if common and groups.number == min(common):
                 made.idle.remove(groups)
                 return groups
-        ranks = dist.get_process_group_ranks(parent)
-        config = dist.get_backend_config(parent)
-        timeout = _timeout(parent)
-        buckets = dist.new_group(ranks, timeout, config, use_local_synchronization=True)
-        serves_cpu = "cpu" in {device.type for device in parent._device_types}
-        control_config = config if serves_cpu else "gloo"
-        control = dist.new_group(ranks, timeout, control_config, use_local_synchronization=True)
         made.count += 1
+        config = dist.get_backend_config(parent)
+        serves_cpu = "cpu" in {device.type for device in parent._device_types}
+        buckets = _new_group(parent, config, f"buckets/{made.count}")
+        control = _new_group(parent, config if serves_cpu else "gloo", f"control/{made.count}")
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
 
     def release(self) -> None:
@@ -111,6 +108,23 @@ def _made_from(parent: ProcessGroup) -> _Made:
     if made is None or made.parent is not parent:  # there may have been an earlier group of this name
         made = registry[parent.group_name] = _Made(parent)
     return made
+
+
+def _new_group(parent: ProcessGroup, config: str, name: str) -> ProcessGroup:
+    """A group of the ranks of ``parent``, made by these alone.
+
+    ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
+    rank; and ranks that use different names wait for one another until they time out.
+    """
+    full_name = f"{parent.group_name}/ppe_ddp/{name}"
+    ranks = dist.get_process_group_ranks(parent)
+    naming = c10d._process_group_name
+    c10d.__dict__["_process_group_name"] = lambda *_args, **_kwargs: full_name
+    try:
+        group: ProcessGroup = dist.new_group(ranks, _timeout(parent), config, use_local_synchronization=True)
+    finally:
+        c10d.__dict__["_process_group_name"] = naming
+    return group
 
 
 def _timeout(group: ProcessGroup) -> timedelta | None:

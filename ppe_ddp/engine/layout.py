@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_TICK_BYTES = 1 << 16
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """What all ranks must agree on about one parameter.
@@ -77,8 +80,7 @@ class Packing:
     Attributes:
         bucket_bytes: A bucket is closed when it has reached this size. Small buckets start to travel early;
             large ones pay the latency of a message less often.
-        adopt_bytes: A gradient of at least this size travels alone and is reduced where it lies, which saves
-            its copies at the price of a message of its own.
+        adopt_bytes: A gradient of at least this size travels alone and is reduced where it lies.
         fixed: Whether a bucket always carries the same parameters and is sent whole if any of them has a
             gradient. Costs bytes; needed by hooks that keep state by bucket index.
     """
@@ -128,11 +130,13 @@ class Plan:
         present: One byte a parameter: whether some rank has its gradient.
         buckets: In the order in which every rank launches them.
         bucket_of: Parameter index to position in ``buckets``.
+        last: Position of the last bucket that a function or hook gets: neither sparse nor empty; -1 if there is none.
     """
 
     present: bytes
     buckets: tuple[BucketPlan, ...]
     bucket_of: dict[int, int]
+    last: int
 
 
 def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing) -> Plan:
@@ -150,9 +154,10 @@ def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[in
     for index, members in enumerate(groups):
         if not any(present[i] for i in members):
             continue  # only a fixed bucket can be empty
-        buckets.append(_place(index, members, specs))
+        buckets.append(_place(index, members, specs, packing))
     bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
-    return Plan(present, tuple(buckets), bucket_of)
+    last = max((k for k, bucket in enumerate(buckets) if bucket.numel and not bucket.sparse), default=-1)
+    return Plan(present, tuple(buckets), bucket_of, last)
 
 
 def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packing) -> list[list[int]]:
@@ -180,10 +185,11 @@ def _place(
     index: int,
     members: list[int],
     specs: Sequence[ParameterSpec],
+    packing: Packing,
 ) -> BucketPlan:
     """Give the members their offsets."""
     first = specs[members[0]]
-    adopted = len(members) == 1 and not first.sparse
+    adopted = len(members) == 1 and not first.sparse and first.nbytes >= packing.adopt_bytes
     offsets, numel = [], 0
     for i in members:
         offsets.append(numel)
@@ -204,7 +210,7 @@ class Planner:
         self._plans: OrderedDict[bytes, Plan] = OrderedDict()
         self._learned: set[int] = set()
         # Backward reaches parameters roughly in the reverse of their registration, until we know better.
-        self.order: list[int] = list(range(len(self.specs)))[::-1]
+        self._set_order(list(range(len(self.specs)))[::-1])
 
     def plan(self, present: bytes) -> Plan:
         """The plan for ``present``, the same object as long as it is kept."""
@@ -243,8 +249,19 @@ class Planner:
         guess = {i: place / count for place, i in enumerate(self.order)}
         keys = [guess[i] if position is None else position for i, position in enumerate(positions)]
         self._learned.update(i for i, position in enumerate(positions) if position is not None)
-        self.order = sorted(range(count), key=lambda i: (keys[i], -i))
+        self._set_order(sorted(range(count), key=lambda i: (keys[i], -i)))
         self._plans.clear()
+
+    def _set_order(self, order: list[int]) -> None:
+        self.order = order
+        self.ticks: set[int] = set()
+        """Parameters at whose landing it is worth looking what may be launched: one every 64 KiB or so."""
+        size = 0
+        for i in order:
+            size += self.specs[i].nbytes
+            if size >= _TICK_BYTES:
+                self.ticks.add(i)
+                size = 0
 
 
 def fingerprint(lines: Sequence[str]) -> bytes:

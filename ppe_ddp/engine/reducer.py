@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from ppe_ddp.engine.backward import Backward, Phase
 from ppe_ddp.engine.communication import Communication
-from ppe_ddp.engine.posthooks import LandingHook, UserHooks
+from ppe_ddp.engine.posthooks import Landings, UserHooks
 from ppe_ddp.engine.presence import Reach
 from ppe_ddp.errors import PeerAbortedError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
     from ppe_ddp.contracts import SyncHook
     from ppe_ddp.engine.census import Census
@@ -75,7 +74,7 @@ class Reducer:
         self._standby: Callable[[], _EndOfBackward | None] = lambda: None
         self._last: Recorder | None = None
         self._has_failed = False  # something may still be on its way in the groups
-        self._handles: list[RemovableHandle] = []
+        self._landings: Landings | None = None
         self._parameters: Sequence[nn.Parameter] = ()
 
     # ------------------------------------------------------------------ what there is to synchronize
@@ -89,10 +88,7 @@ class Reducer:
         self.communication.arm(census)
         self.is_displaced = False
         owner = weakref.ref(self)
-        for i, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                hook = LandingHook(Reducer._landed, owner, i)
-                self._handles.append(hook.register(parameter))
+        self._landings = Landings(self._parameters, Reducer._landed, owner)
         self._user_hooks = UserHooks(self._parameters, partial(_is_synchronizing, owner))
 
     def displaced(self) -> None:
@@ -106,9 +102,8 @@ class Reducer:
 
     def disarm(self) -> None:
         """Take our hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._landings is not None:
+            self._landings.remove()
 
     def use(self, sender: Sender, packing: Packing) -> None:
         """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
@@ -129,6 +124,8 @@ class Reducer:
     def before_forward(self) -> None:
         """Put right what an aborted backward has left, and find hooks that the user has added since."""
         self._running()
+        if self._landings is not None:
+            self._landings.wake()
         self._user_hooks.keep_back()
 
     def watch(self, output: Tensor) -> None:
@@ -153,24 +150,35 @@ class Reducer:
                 backward = self._running() or self._begin(index)
             if backward is None or backward.phase is Phase.FAILED:
                 return
-            backward.arrivals.append(index)
-            waiting = backward.waiting
-            if waiting is None:
-                return  # negotiated when backward is over
             if backward.is_manual:
                 self._refuse(index)
+            self._count(backward, index)
+            if backward.waiting is None:
+                return  # negotiated when backward is over
             try:
-                if not waiting[index]:
-                    backward.surprises.append(index)
-                else:
-                    waiting[index] = 0
-                    if backward.round is not None:
-                        backward.round.landed(index)
                 if backward.round is None:
                     self._open_if_agreed(backward)
+                else:
+                    backward.round.launch_ready()
             except BaseException:
                 self._fail(backward)
                 raise
+
+    def _count(self, backward: Backward, *indices: int) -> None:
+        """Take note that the quiet gradients, and those of ``indices``, have landed."""
+        assert self._landings is not None
+        landed = [*self._landings.noted(), *indices]
+        backward.arrivals += landed
+        waiting = backward.waiting
+        if waiting is None:
+            return
+        for i in landed:
+            if not waiting[i]:
+                backward.surprises.append(i)
+                continue
+            waiting[i] = 0
+            if backward.round is not None:
+                backward.round.landed(i)
 
     def _refuse(self, index: int) -> NoReturn:
         raise RuntimeError(
@@ -201,10 +209,11 @@ class Reducer:
         if landed is not None and not reached:
             self._reach = Reach(self._parameters)  # our nodes were not those that autograd uses
             reached = self._reach.indices()
+        assert self._landings is not None
         callback = self._standby()
         if callback is None or callback.backward is not None:
             callback = _EndOfBackward(self)
-            self._standby = weakref.ref(callback)
+            self._standby = weakref.ref(callback, self._landings.wake)
             Variable._execution_engine.queue_callback(callback)
         if not reached:
             # Nothing, or nothing yet: reentrant checkpoints reach parameters in graph tasks of their own. The
@@ -219,6 +228,10 @@ class Reducer:
             for i in reached:
                 backward.waiting[i] = 1
             self.communication.ask(backward)
+            ticks = self.communication.consensus.planner.ticks
+            self._landings.quieten([i for i in reached if i not in ticks])
+        else:
+            self._landings.quieten(reached)
         return backward
 
     # ------------------------------------------------------------------ finish
@@ -233,6 +246,7 @@ class Reducer:
         backward.recorder.backward_at = perf_counter_ns()
         try:
             with torch.no_grad():
+                self._wake(backward)
                 if backward.exchange is None:
                     self._call_sync_hooks()
                     self.communication.ask(backward)
@@ -264,6 +278,12 @@ class Reducer:
         self._reach.refresh(backward.surprises)
         self._last = backward.recorder
         self._backward = None
+
+    def _wake(self, backward: Backward) -> None:
+        """Count what has landed quietly, and listen to every landing again."""
+        if self._landings is not None and not backward.is_manual:
+            self._landings.wake()
+            self._count(backward)
 
     # ------------------------------------------------------------------ the user's hooks
 
@@ -318,6 +338,7 @@ class Reducer:
         backward.recorder.backward_at = perf_counter_ns()
         try:
             with torch.no_grad():
+                self._wake(backward)
                 if backward.exchange is None:
                     self.communication.ask(backward)
                 self._complete(backward)

@@ -66,21 +66,19 @@ class Round:
         self._missing = [sum(waiting[i] for i in bucket.members) for bucket in plan.buckets]
 
     def landed(self, index: int) -> None:
-        """Count the gradient of parameter ``index`` as there; launch what has become ready."""
+        """Count the gradient of parameter ``index`` as there."""
         k = self.plan.bucket_of[index]
         self._missing[k] -= 1
         if self._missing[k] == 0:
             self.record.ready[k] = perf_counter_ns()
-            if k >= len(self.flights):
-                with torch.no_grad():
-                    self.launch_ready()
 
     def launch_ready(self) -> None:
         """Launch buckets in order, up to the first that still misses a gradient of this rank."""
         while len(self.flights) < len(self.plan.buckets) and self._missing[len(self.flights)] <= 0:
             if self._sender.one_at_a_time and not all(flight.is_back() for flight in self._dense()):
                 break
-            self._launch(len(self.flights))
+            with torch.no_grad():
+                self._launch(len(self.flights))
 
     def launch_all(self) -> None:
         """Launch what is left: no gradient will land any more."""
@@ -96,15 +94,22 @@ class Round:
     def _launch(self, k: int) -> None:
         bucket = self.plan.buckets[k]
         self.record.launch[k] = perf_counter_ns()
-        gradients = self._take(bucket.members)
+        gradients = self._taken(bucket.members)
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
             return
         flight = Flight(bucket, gradients, self._arena, self._specs, views=self._views)
         self.flights.append(flight)
-        is_last = k == len(self.plan.buckets) - 1
         with span(f"launch[{k}]", enabled=self._ranges):
-            flight.launch(self._sender, self._parameters, is_last=is_last)
+            flight.launch(self._sender, self._parameters, is_last=k == self.plan.last)
+
+    def _taken(self, members: Sequence[int]) -> list[Tensor | None]:
+        if self._is_exact:
+            return self._take(members)
+        # One that landed here though no rank expected it waits for the second round.
+        present = self.plan.present
+        taken = iter(self._take([i for i in members if present[i]]))
+        return [next(taken) if present[i] else None for i in members]
 
     def land(self, groups: Groups) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
         """Wait for the buckets in order; yields the parameters of each and their averaged gradients.

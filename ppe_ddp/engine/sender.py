@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.errors import CommunicationError, FunctionError
-from ppe_ddp.functions import average
+from ppe_ddp.functions import average, total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,11 @@ class Sender(ABC):
     def idle(self) -> bool:
         """Whether nothing has to be sent at all, since one rank alone has its average already."""
         return False
+
+    @property
+    def share(self) -> float:
+        """What a gradient is to be multiplied by as it is put into a bucket, so that the sum is the average."""
+        return 1.0
 
     @property
     @abstractmethod
@@ -129,6 +134,11 @@ class FunctionSender(Sender):
         return self._groups.world_size == 1 and self.is_ours
 
     @property
+    def share(self) -> float:
+        """Divides for the default function, in the same pass as the copy."""
+        return 1.0 / self._groups.world_size if self.is_ours else 1.0
+
+    @property
     def title(self) -> str:
         """The function's name."""
         return f"reduce_function {_name(self._function)}"
@@ -148,6 +158,8 @@ class FunctionSender(Sender):
             ) from error
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
+        if self.is_ours:
+            return total(bucket.buffer(), self._groups.buckets)
         pending = self._function(bucket, self._groups.buckets)
         if pending is None or isinstance(pending, Waitable):
             return pending

@@ -1,0 +1,143 @@
+"""Memory beyond the gradients: at most one copy of them and one bucket, and no more however many masks come."""
+
+import gc
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from one_process import data, seeded
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.engine.layout import Plan
+from rank_tests import on_two_ranks
+
+CAP_MB = 0.25
+LAYERS, WIDTH = 24, 128
+LAYER_NBYTES = 4 * WIDTH * (WIDTH + 1)
+# A bucket is closed when it has reached its size, by a gradient that may stand over.
+BUCKET_NBYTES = int(CAP_MB * 2**20) + LAYER_NBYTES
+VARIANTS = [{"gradient_as_bucket_view": False}, {}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "views", "after"])
+
+
+class Routes(nn.Module):
+    """Layers of which each call uses some; next to them everything else is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x, way):
+        for k in way:
+            x = x + torch.tanh(self.layers[k](x))
+        return x
+
+
+def way_of(rank, step):
+    """A random subset of the layers in a random order; all of them now and then."""
+    dice = random.Random(1000 * step + rank)
+    return dice.sample(range(LAYERS), LAYERS if step % 20 == 19 else dice.randint(1, LAYERS))
+
+
+def train(model, step, ranks):
+    """One step with the ways of `ranks`, which leaves no gradient."""
+    ways = [way_of(rank, step) for rank in ranks]
+    sum(model(data(2, WIDTH, step=step), way).sum() for way in ways).backward()
+    model.zero_grad()
+
+
+def peak_of(model, steps, ranks):
+    """The most bytes that were allocated at a time in `steps`, above what there was before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        for step in steps:
+            train(model, step, ranks)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    assert len(events) > 10 * len(steps)
+    return peak
+
+
+@each_variant
+@on_two_ranks
+def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
+    module = seeded(Routes)
+    # Alone, with the gradients that any of the ranks has: what the model needs by itself.
+    bare = peak_of(module, range(20), ranks=range(2))
+    assert bare > LAYERS * LAYER_NBYTES
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
+    # The arena is empty at the start, so the peak has in it what it comes to hold.
+    assert wrapper._reducer.arena_nbytes == 0
+    peak = peak_of(wrapper, range(200), ranks=[dist.get_rank()])
+    rounding = 0 if options.get("gradient_as_bucket_view", True) else len(wrapper.trace().buckets) * 2**16
+    assert peak - bare <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding, f"{peak - bare} bytes more than {bare}"
+
+
+@each_variant
+@on_two_ranks
+def test_what_is_held_between_steps(options):
+    wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB, **options)
+    rank = dist.get_rank()
+    held = []
+    for step in range(200):
+        train(wrapper, step, [rank])
+        held.append(wrapper._reducer.arena_nbytes)
+        agreed = {k for r in range(2) for k in way_of(r, step)}
+        # Capacities are rounded up, one piece a bucket.
+        rounding = len(wrapper.trace().buckets) * 2**16
+        assert held[-1] <= len(agreed) * LAYER_NBYTES + BUCKET_NBYTES + rounding
+    assert max(held) >= LAYERS * LAYER_NBYTES
+
+
+def plans():
+    """All plans in this process, in which other tests may have left some."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, Plan)]
+
+
+@each_variant
+@on_two_ranks
+def test_nothing_grows_with_the_number_of_masks(options):
+    wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB, **options)
+    masks, counts = set(), {}
+    others = len(plans())
+    for step in range(300):
+        train(wrapper, step, [dist.get_rank()])
+        masks.add(wrapper.trace().agreed)
+        if step in (99, 199, 299):
+            gc.collect()
+            counts[step] = len(gc.get_objects())
+            assert len(plans()) - others <= 40
+    assert len(masks) > 150
+    # The set of masks grows here, not there.
+    assert counts[299] - counts[99] < 2 * len(masks)
+    held = wrapper._reducer.arena_nbytes
+    assert held <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + len(wrapper.trace().buckets) * 2**16
+
+
+@each_variant
+@on_two_ranks
+def test_a_dropped_wrapper_leaves_nothing(options):
+    gc.collect()
+    others = {id(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor)}
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
+    for step in range(3):
+        train(wrapper, step, [dist.get_rank()])
+    gc.collect()
+    gc.disable()
+    try:
+        del wrapper
+        # At once, and not when the garbage collector gets to it.
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    finally:
+        gc.enable()
+    own = {parameter.data_ptr() for parameter in module.parameters()}
+    tensors = [tensor for tensor in tensors if id(tensor) not in others]
+    large = [tensor for tensor in tensors if tensor.nbytes > LAYER_NBYTES // 2 and tensor.data_ptr() not in own]
+    assert not large
