@@ -34,8 +34,8 @@ format: setup ## Format the code and sort its imports
 	@$(BIN) -m ruff check --fix --select I .
 	@$(BIN) -m ruff format .
 
-demo: setup ## Train the first example on two ranks
-	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=2 examples/digits.py $(ARGS)
+demo: setup ## Train the first example on two ranks, under mpirun
+	@OMP_NUM_THREADS=1 $(VENV)/bin/mpirun -n 2 $(BIN) examples/digits.py $(ARGS)
 
 bench: setup ## Measure a training step beside torch DDP's
 	@$(RUN) -m ppe_ddp bench step $(ARGS)

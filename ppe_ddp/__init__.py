@@ -1,5 +1,6 @@
 """Data-parallel training in PyTorch for models whose graphs change from step to step."""
 
+import ppe_ddp.backends  # noqa: F401  # registers the backend mpi4py; nothing of MPI is loaded yet
 from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.trace import BucketTrace, Trace

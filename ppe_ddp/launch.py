@@ -9,6 +9,7 @@ reads an environment variable to find its rank.
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 import re
 import sys
@@ -22,11 +23,12 @@ __all__ = ["LAUNCHERS", "Job", "Rendezvous", "detect", "first_host", "init_proce
 
 Environment = Mapping[str, str]
 
-# Rank and world size as the process managers of MPICH, Open MPI and MVAPICH2 name them.
+# Rank, world size and local rank, as process managers of MPI name them.
 _MPIRUN_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH2
+    ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"),  # Cray
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH and Intel MPI
 )
 
 # Slurm gives the shells of sbatch and salloc step numbers above this one; they are not tasks of srun.
@@ -46,7 +48,7 @@ class Job:
         local_rank: The rank among the processes of this machine, from 0.
         device: Where this rank's model belongs: `cuda:N` or `cpu`.
         backend: The backend as torch.distributed was told, such as `gloo` or `cpu:gloo,cuda:nccl`.
-        launcher: Who started the ranks: `torchrun`, `slurm`, `alone` for a process that nobody
+        launcher: Who started the ranks: `torchrun`, `mpirun`, `slurm`, `alone` for a process that nobody
             launched, or `caller` where torch.distributed was initialised by somebody else.
     """
 
@@ -94,8 +96,9 @@ def init_process_group(
 
     Every rank must call it, once. What started the ranks is read from the environment, the first of these
     that fits: torchrun (or anything that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`), then
-    a task of Slurm's `srun`, else a lone process, which becomes a world of one rank and opens no port.
-    A shell of `sbatch` or `salloc` without `srun` is a lone process.
+    mpirun (of MPICH, Open MPI, Intel MPI, MVAPICH2 or Cray), then a task of Slurm's `srun`, else a lone
+    process, which becomes a world of one rank and opens no port. A shell of `sbatch` or `salloc` without
+    `srun` is a lone process.
 
     Where the model can run on CUDA, the current CUDA device is set to the local rank's. If
     torch.distributed is initialised already, nothing is changed, the arguments are not looked at, and the
@@ -103,9 +106,10 @@ def init_process_group(
 
     Args:
         backend: A backend of torch.distributed, such as `gloo`, or one for each kind of device, such as
-            `cpu:gloo,cuda:nccl`. By default the latter where CUDA and NCCL are available, else `gloo`.
+            `cpu:gloo,cuda:nccl`. By default the latter where CUDA and NCCL are available, else `gloo`; under
+            mpirun with `mpi4py` in the place of `gloo`.
         init_method: Where the ranks meet, if not where the launcher says: `tcp://host:port`,
-            `file:///path` or `env://`.
+            `file:///path`, `env://`, or `mpi://` for any backend under mpirun.
         timeout: How long a collective, or the meeting itself, may take: seconds or a timedelta. By
             default what torch.distributed has for the backend.
         quiet: Whether rank 0 leaves out the line on stderr that says what was chosen.
@@ -116,14 +120,15 @@ def init_process_group(
     Raises:
         ValueError: A variable of the environment is missing, not a number or out of range, or there are
             more ranks on this machine than CUDA devices; the message names the variable.
-        RuntimeError: The ranks could not meet, or they were started by mpirun.
+        RuntimeError: The ranks could not meet, or they were started by mpirun and mpi4py is not installed or
+            belongs to another MPI; the message says what to do.
     """
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed, which ppe_ddp stands on")
     if dist.is_initialized():
         return _job_of_caller()
     place = detect(os.environ, init_method)
-    backend = backend or _default_backend()
+    backend = backend or _default_backend(place.launcher)
     device = _choose_device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -146,7 +151,7 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
 
     Raises:
         ValueError: A launcher's variables are incomplete or wrong; the message names the variable.
-        RuntimeError: The process was started by a launcher that this version does not know.
+        RuntimeError: The process was started by mpirun, and mpi4py is not installed.
     """
     for launcher in LAUNCHERS:
         place = launcher(environment, init_method)
@@ -189,7 +194,7 @@ def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezv
 
 
 def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvous | None:
-    for rank_name, size_name in _MPIRUN_VARIABLES:
+    for rank_name, size_name, local_name in _MPIRUN_VARIABLES:
         if rank_name not in environment or size_name not in environment:
             continue
         rank, world_size = _rank_and_size(environment, rank_name, size_name)
@@ -198,12 +203,20 @@ def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvou
             return None
         if world_size == 1:
             return Rendezvous("alone", 0, 1, 0, init_method)
-        raise RuntimeError(
-            f"rank {rank} of {world_size} was started by mpirun ({rank_name}={rank}), which this version of "
-            f"ppe_ddp cannot join; start the ranks with `torchrun --nproc_per_node={world_size} script.py` "
-            "or with Slurm's srun"
-        )
+        if init_method is None and importlib.util.find_spec("mpi4py") is None:
+            raise RuntimeError(
+                f"rank {rank} of {world_size} was started by mpirun ({rank_name}={rank}), and mpi4py, by which the "
+                "ranks would meet, is not installed: pip install 'ppe_ddp[mpi]', or start the ranks with "
+                f"`torchrun --nproc_per_node={world_size} script.py`"
+            )
+        local_rank = _integer(environment, local_name, default=_local_rank_from_slurm(environment, rank))
+        return Rendezvous("mpirun", rank, world_size, local_rank, init_method or "mpi://")
     return None
+
+
+def _local_rank_from_slurm(environment: Environment, rank: int) -> int:
+    """For process managers that do not tell: Slurm may; else all ranks are on this machine."""
+    return _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
 
 
 def _from_slurm(environment: Environment, init_method: str | None) -> Rendezvous | None:
@@ -298,8 +311,9 @@ def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> 
     return rank, size
 
 
-def _default_backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+def _default_backend(launcher: str) -> str:
+    for_cpu = "mpi4py" if launcher == "mpirun" and importlib.util.find_spec("mpi4py") else "gloo"
+    return f"cpu:{for_cpu},cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else for_cpu
 
 
 def _serves_cuda(backend: str) -> bool:
@@ -317,7 +331,7 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise ValueError(
-            f"the local rank (LOCAL_RANK or SLURM_LOCALID) is {local_rank}, but this process sees {count} "
+            f"the local rank (LOCAL_RANK, SLURM_LOCALID or mpirun's) is {local_rank}, but this process sees {count} "
             "CUDA devices; start at most one rank a device"
         )
     return torch.device("cuda", local_rank)

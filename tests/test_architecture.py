@@ -17,6 +17,7 @@ LAYERS = [
     "errors",
     "contracts",
     "functions",
+    "backends",
     "launch",
     "naming",
     "options",

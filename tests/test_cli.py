@@ -1,17 +1,24 @@
 """The command line: what is called how, and what a measurement says. Never how long anything takes."""
 
+import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp import cli
 from ppe_ddp.cli import bench_contestants, bench_measure
+from ppe_ddp.cli.arguments import size_of
+from ppe_ddp.cli.bench_collective import OPERATIONS, _wrong
 from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
 from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
 from ppe_ddp.cli.bench_models import WORKLOADS
@@ -254,3 +261,70 @@ def test_gradient_bytes_are_those_that_are_there():
     module = nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3)])
     module[0](torch.zeros(1, 2)).sum().backward()
     assert bench_contestants.gradient_nbytes(module) == 4 * (2 * 3 + 3)
+
+
+# --- collectives
+
+MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent)
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs the extra [mpi]")
+
+
+@needs_mpirun
+def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path):
+    file = tmp_path / "result.json"
+    words = [word for name in OPERATIONS for word in ("--op", name)]
+    done = ppe_ddp("bench", "collective", "--max-size", "3K", "--repeats", "2", *words, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    data = json.loads(file.read_text())
+    assert data["settings"]["ranks"] == 2
+    assert [(line["operation"], line["backend"]) for line in data["lines"][::10]] == [
+        (name, "gloo") for name in OPERATIONS
+    ]
+    assert {line["wrong"] for line in data["lines"]} == {0}
+    for gloo, mpi in zip(data["lines"][::2], data["lines"][1::2], strict=True):
+        assert (gloo["backend"], mpi["backend"], mpi["nbytes"]) == ("gloo", "mpi4py", gloo["nbytes"])
+        assert mpi["algbw"] == pytest.approx(mpi["nbytes"] / mpi["microseconds"] / 1e3)
+        factor = 1.0 if mpi["operation"] in ("all_reduce", "broadcast") else 0.5
+        assert mpi["busbw"] == pytest.approx(factor * mpi["algbw"])
+    assert [line["nbytes"] for line in data["lines"][:10:2]] == [4, 32, 256, 2048, 3072]
+    for text in ("Collectives", "busbw GB/s", "x gloo"):
+        assert text in done.stdout
+
+
+def test_a_wrong_sum_is_counted_and_is_an_exit_code(two_ranks):
+    assert two_ranks.run(count_wrong_sums) == [5, 5]
+
+
+def count_wrong_sums():
+    whole, part = torch.zeros(5), torch.zeros(2)
+
+    def broken(whole, _part, _group):
+        return whole  # sums nothing
+
+    operations = {"all_reduce": (broken, *OPERATIONS["all_reduce"][1:])}
+    with mock.patch.dict(OPERATIONS, operations):
+        return _wrong("all_reduce", whole, part, dist.group.WORLD)
+
+
+@pytest.mark.parametrize(("text", "size"), [("4", 4), ("64K", 65536), ("32m", 32 << 20), ("1G", 1 << 30)])
+def test_sizes(text, size):
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5M", "4KB", "", "many"])
+def test_what_is_no_size(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="number of bytes"):
+        size_of(text)
+
+
+@needs_mpirun
+def test_a_step_under_mpirun_has_one_more_contestant(tmp_path):
+    file = tmp_path / "result.json"
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", *TINY_RUN, "--model", "small", "--json", str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    names = [result["name"] for result in json.loads(file.read_text())["models"][0]["contestants"]]
+    assert names == ["ppe_ddp", "over mpi4py", "torch", "ppe", "bare"]
+    assert "over mpi4py" in done.stdout

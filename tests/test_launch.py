@@ -44,8 +44,10 @@ SBATCH = {
     "SLURM_NTASKS": "8",
     "SLURM_JOB_NODELIST": "node[01-04]",
 }
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"}
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1"}
+CRAY = {"PALS_RANKID": "3", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}
 
 
 def without(environment, *names):
@@ -87,10 +89,24 @@ def test_a_pod_without_a_local_rank_is_the_first_of_its_machine():
     assert where(without(TORCHRUN, "LOCAL_RANK")) == ("torchrun", 3, 4, 0)
 
 
-@pytest.mark.parametrize("environment", [HYDRA, OPEN_MPI, SBATCH | HYDRA, SRUN | OPEN_MPI])
-def test_mpirun_is_refused_rather_than_starting_lone_worlds(environment):
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 was started by mpirun \((PMI|OMPI).*torchrun.*srun"):
+@pytest.mark.parametrize("environment", [HYDRA, OPEN_MPI, MVAPICH, CRAY, SBATCH | HYDRA, SRUN | OPEN_MPI])
+def test_mpirun_is_known(environment):
+    assert where(environment) == ("mpirun", 3, 4, 1)
+    assert detect(environment).init_method == "mpi://"
+    assert detect(environment, "file:///tmp/meet").init_method == "file:///tmp/meet"
+
+
+def test_mpirun_that_tells_no_local_rank():
+    assert where(without(HYDRA, "MPI_LOCALRANKID")) == ("mpirun", 3, 4, 3)
+    assert where(SRUN | without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK")) == ("mpirun", 3, 4, 0)
+
+
+@pytest.mark.parametrize("environment", [HYDRA, OPEN_MPI])
+def test_mpirun_without_mpi4py_is_refused_rather_than_starting_lone_worlds(environment, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"rank 3 of 4 was started by mpirun \((PMI|OMPI).*ppe_ddp\[mpi\].*torchrun"):
         detect(environment)
+    assert detect(environment, "tcp://there:29500").init_method == "tcp://there:29500"
 
 
 def test_mpirun_of_one_rank_is_a_lone_process():
@@ -106,9 +122,8 @@ def test_a_real_mpirun_is_known():
     mpiexec = Path(sys.executable).parent / "mpiexec"
     done = subprocess.run([mpiexec, "-n", "2", "env"], capture_output=True, text=True, check=True, timeout=30)
     variables = [line.partition("=") for line in done.stdout.splitlines()]
-    environment = {name: value for name, _, value in variables if name.startswith(("PMI", "OMPI"))}
-    with pytest.raises(RuntimeError, match="of 2 was started by mpirun"):
-        detect(environment)
+    environment = {name: value for name, _, value in variables if name.startswith(("PMI", "OMPI", "MPI_LOCAL"))}
+    assert where(environment)[0::2] == ("mpirun", 2)
 
 
 # --- environments that make no sense
@@ -236,9 +251,11 @@ def two_gpus(monkeypatch):
 
 
 def test_the_default_backend_serves_every_device(two_gpus, monkeypatch):
-    assert launch._default_backend() == "cpu:gloo,cuda:nccl"
+    assert launch._default_backend("alone") == "cpu:gloo,cuda:nccl"
+    assert launch._default_backend("mpirun") == "cpu:mpi4py,cuda:nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert launch._default_backend() == "gloo"
+    assert launch._default_backend("torchrun") == "gloo"
+    assert launch._default_backend("mpirun") == "mpi4py"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +275,8 @@ def test_the_device_is_one_that_the_backend_serves(two_gpus, backend, device):
 def test_without_cuda_the_device_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch._choose_device("cpu:gloo,cuda:nccl", 1) == torch.device("cpu")
-    assert launch._default_backend() == "gloo"
+    assert launch._default_backend("torchrun") == "gloo"
+    assert launch._default_backend("mpirun") == "mpi4py"
 
 
 def test_more_ranks_than_devices_is_an_error_unless_each_rank_sees_one(two_gpus, monkeypatch):

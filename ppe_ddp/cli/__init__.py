@@ -40,6 +40,11 @@ COMMANDS: tuple[Command, ...] = (
         "one training step beside torch DDP, ppe's DDP and the bare module",
         "ppe_ddp.cli.bench_step",
     ),
+    Command(
+        ("bench", "collective"),
+        "all-reduce and others over gloo and mpi4py, side by side",
+        "ppe_ddp.cli.bench_collective",
+    ),
 )
 """All commands, in the order in which help lists them."""
 

@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
 
-__all__ = ["CONTESTANTS", "Contestant", "Ours", "Traffic", "gradient_nbytes"]
+__all__ = ["CONTESTANTS", "Contestant", "Ours", "OursOverMpi", "Traffic", "contestants", "gradient_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Contestant(ABC):
         module: A model of its own.
         is_dynamic: Whether a step leaves out some parameters.
         options: Keywords for ppe_ddp.
+        group: The gloo group that all but one of them communicate in.
 
     Attributes:
         name: What it is called in results.
@@ -54,8 +57,11 @@ class Contestant(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, module: nn.Module, *, is_dynamic: bool, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, module: nn.Module, *, is_dynamic: bool, options: Mapping[str, object], group: ProcessGroup | None = None
+    ) -> None:
         self.module = module
+        self._group = group
         self.trained = self._wrap(module, is_dynamic, options)
         self._is_dynamic = is_dynamic
 
@@ -73,7 +79,7 @@ class Ours(Contestant):
     name = "ppe_ddp"
 
     def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
-        return DistributedDataParallel(module, **options)  # type: ignore[arg-type]
+        return DistributedDataParallel(module, process_group=self._group, **options)  # type: ignore[arg-type]
 
     def traffic(self) -> Traffic:
         """As the engine has recorded it."""
@@ -82,13 +88,27 @@ class Ours(Contestant):
         return Traffic() if trace is None else Traffic(trace.gradient_nbytes, trace.control_nbytes)
 
 
+class OursOverMpi(Ours):
+    """The same over the default group, which is mpi4py's under mpirun."""
+
+    name = "over mpi4py"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        return DistributedDataParallel(module, **options)  # type: ignore[arg-type]
+
+
 class Torch(Contestant):
     """torch's DistributedDataParallel, with the options that make it fast."""
 
     name = "torch"
 
     def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
-        return TorchDDP(module, gradient_as_bucket_view=True, find_unused_parameters=is_dynamic)
+        return TorchDDP(
+            module,
+            process_group=self._group,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=is_dynamic,
+        )
 
     def traffic(self) -> Traffic:
         """All gradients, present or not; an int32 for each parameter where some may be unused."""
@@ -109,7 +129,7 @@ class Ppe(Contestant):
                 parallel = importlib.import_module("pytorch_pfn_extras.nn.parallel")
         except ImportError as error:
             raise ImportError(f"pytorch-pfn-extras is not installed ({error})") from error
-        wrapped: nn.Module = parallel.DistributedDataParallel(module)
+        wrapped: nn.Module = parallel.DistributedDataParallel(module, process_group=self._group)
         return wrapped
 
     def traffic(self) -> Traffic:
@@ -132,6 +152,12 @@ class Bare(Contestant):
 
 CONTESTANTS: tuple[type[Contestant], ...] = (Ours, Torch, Ppe, Bare)
 """In the order in which results show them."""
+
+
+def contestants() -> tuple[type[Contestant], ...]:
+    """Those that can take part in the default process group, in the order of results."""
+    is_mpi = dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
+    return (Ours, OursOverMpi, *CONTESTANTS[1:]) if is_mpi else CONTESTANTS
 
 
 def gradient_nbytes(module: nn.Module) -> int:

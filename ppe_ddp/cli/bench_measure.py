@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ppe_ddp.cli.bench_contestants import CONTESTANTS, Contestant, Traffic
+from ppe_ddp.cli.bench_contestants import Contestant, Traffic, contestants
 from ppe_ddp.cli.bench_models import WORKLOADS, Workload
 
 __all__ = ["GradientMismatchError", "RankResult", "Settings", "measure", "workload_named"]
@@ -105,10 +105,12 @@ class _Race:
     def _enter(self, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
         module = self._workload.build()
-        for kind in CONTESTANTS:
+        over_mpi = "gloo" not in str(dist.get_backend_config())
+        group = dist.new_group(backend="gloo") if over_mpi else None
+        for kind in contestants():
             try:
                 self.contestants[kind.name] = kind(
-                    copy.deepcopy(module), is_dynamic=self._workload.is_dynamic, options=settings.options()
+                    copy.deepcopy(module), is_dynamic=self._workload.is_dynamic, options=settings.options(), group=group
                 )
             except ImportError as error:
                 self.skipped[kind.name] = str(error)

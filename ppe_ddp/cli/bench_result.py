@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Traffic
+from ppe_ddp.cli.bench_contestants import CONTESTANTS, Contestant, Ours, OursOverMpi, Traffic
 
 if TYPE_CHECKING:
     from ppe_ddp.cli.bench_measure import RankResult
     from ppe_ddp.cli.bench_models import Workload
 
 __all__ = ["ContestantResult", "ModelResult", "Spread", "combine"]
+
+
+_KINDS: tuple[type[Contestant], ...] = (Ours, OursOverMpi, *CONTESTANTS[1:])
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -
         ContestantResult(kind.name, first.skipped[kind.name])
         if kind.name in first.skipped
         else _result(kind.name, seconds[kind.name], base, first.traffic[kind.name], len(ranks))
-        for kind in CONTESTANTS
+        for kind in _KINDS
+        if kind.name in seconds or kind.name in first.skipped
     )
     present = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
     target = workload.target

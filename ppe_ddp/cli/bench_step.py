@@ -3,17 +3,17 @@
 ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on the same data, in turn, within
 one run over gloo, one thread a rank. Look at the ratios: times on a shared machine mean little by themselves.
 
-Started alone it starts its own ranks; under torchrun or srun it uses those that there are:
+Started alone it starts its own ranks; under torchrun, srun or mpirun it uses those that there are, and under mpirun
+ppe_ddp over mpi4py takes part as well:
 
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json
+  mpirun -n 2 python -m ppe_ddp bench step
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ppe_ddp import init_process_group
+from ppe_ddp.cli.arguments import count, mebibytes, output
 from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
 from ppe_ddp.cli.bench_models import WORKLOADS, Workload
 from ppe_ddp.cli.bench_result import ModelResult, combine
@@ -33,6 +34,9 @@ from ppe_ddp.cli.machine import machine_facts, versions
 from ppe_ddp.cli.table import print_step_table
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import RankError, Ranks
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
     defaults = Settings()
     names = [workload.name for workload in WORKLOADS]
-    parser.add_argument("--ranks", type=_count, metavar="N", help=f"ranks to start (default: {_RANKS})")
+    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {_RANKS})")
     parser.add_argument(
         "--model", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: all)"
     )
     parser.add_argument(
-        "--steps", type=_count, metavar="N", help="steps in a block (default: 3, or 8 where a step is short)"
+        "--steps", type=count, metavar="N", help="steps in a block (default: 3, or 8 where a step is short)"
     )
-    parser.add_argument("--repeats", type=_count, metavar="N", help=f"repetitions (default: {defaults.repeats})")
+    parser.add_argument("--repeats", type=count, metavar="N", help=f"repetitions (default: {defaults.repeats})")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -62,12 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of weights, data and order")
     parser.add_argument(
         "--json",
-        type=_output,
+        type=output,
         metavar="FILE",
         help="write all numbers there; - for stdout, with the table on stderr",
     )
     own = parser.add_argument_group("options of ppe_ddp's wrapper")
-    own.add_argument("--bucket-cap-mb", type=_size, metavar="MIB", help="size of a bucket")
+    own.add_argument("--bucket-cap-mb", type=mebibytes, metavar="MIB", help="size of a bucket")
     own.add_argument("--no-views", action="store_true", help="gradient_as_bucket_view=False")
     own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
 
@@ -116,7 +120,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 def _join(wanted: int | None) -> None:
     """Join the ranks that a launcher has started."""
-    job = init_process_group("gloo")
+    job = init_process_group(None if detect(os.environ).launcher == "mpirun" else "gloo")
     if wanted is not None and wanted != job.world_size:
         dist.destroy_process_group()
         raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave --ranks out")
@@ -193,26 +197,3 @@ def _publish(arguments: argparse.Namespace, settings: Settings, models: Sequence
         sys.stdout.write(text)
     else:
         Path(arguments.json).write_text(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"should be a whole number from 1, but it is {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"should be a positive number of MiB, but it is {text!r}")
-    return size
-
-
-def _output(text: str) -> str:
-    # Found out now, and not when everything has been measured.
-    if text != "-" and (not Path(text).parent.is_dir() or Path(text).is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
-    return text

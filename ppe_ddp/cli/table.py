@@ -13,7 +13,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ppe_ddp.cli.bench_result import ContestantResult, ModelResult, Spread
 
-__all__ = ["print_step_table"]
+__all__ = ["console_on", "print_step_table"]
 
 _WIDTH = 110
 
@@ -26,7 +26,7 @@ def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO |
         caption: A line below the table.
         file: Where to print; by default stdout.
     """
-    console = _console(sys.stdout if file is None else file)
+    console = console_on(sys.stdout if file is None else file)
     table = Table(box=box.SIMPLE_HEAD, title="One training step: medians (middle half)", caption=caption)
     table.add_column("model", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -35,6 +35,7 @@ def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO |
     for model in models:
         count = f"{model.world_size} rank{'s' if model.world_size != 1 else ''}"
         labels = [model.name, f"[dim]{count}[/dim]", f"[dim]ratio to {model.reference}[/dim]", ""]
+        labels += [""] * (len(model.contestants) - len(labels))
         for label, result in zip(labels, model.contestants, strict=True):
             table.add_row(label, result.name, *_cells(model, result))
         table.add_section()
@@ -43,7 +44,8 @@ def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO |
         console.print(line, markup=False)
 
 
-def _console(file: TextIO) -> Console:
+def console_on(file: TextIO) -> Console:
+    """A console that writes to ``file``, wide enough for a table."""
     # Where there is less room, numbers would be cut off.
     width = max(_WIDTH, Console(file=file).width)
     return Console(file=file, width=width, highlight=False)

@@ -1,0 +1,56 @@
+"""Backends that torch.distributed lacks, under their names: importing this package registers them.
+
+Registering costs nothing: what a backend stands on (mpi4py, an MPI library) is loaded when the first group over
+it is made, so that a program which never asks for it neither needs nor starts it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import Backend
+from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import ProcessGroup, Store
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make ``mpi4py`` a backend and ``mpi://`` an init method of torch.distributed; a second call changes nothing."""
+    if "MPI4PY" not in Backend._plugins:
+        Backend.register_backend("mpi4py", _make_mpi_group, extended_api=True, devices=["cpu", "cuda"])
+    if "mpi" not in _rendezvous_handlers:
+        register_rendezvous_handler("mpi", _meet_over_mpi)
+
+
+def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
+    _import_mpi()
+    from ppe_ddp.backends.mpi import make_group
+
+    return make_group(arguments, options)
+
+
+def _meet_over_mpi(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    _import_mpi()
+    from ppe_ddp.backends.mpi_rendezvous import meet
+
+    yield meet(url, timeout)
+
+
+def _import_mpi() -> None:
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        # mpi4py raises RuntimeError where it is installed and finds no MPI library.
+        raise ImportError(
+            f"the backend 'mpi4py' needs mpi4py and an MPI library, and loading them failed ({error}); "
+            'install both by: pip install "ppe-ddp[mpi]"'
+        ) from error
+
+
+register()

@@ -1,0 +1,124 @@
+"""The fate of a job under MPI: one rank that fails ends all, and no rank waits for ever or in silence.
+
+MPI itself does neither: a rank that raises leaves the others waiting in a collective, and waits for them in
+MPI_Finalize; a blocking call has no timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_LOOK_SECONDS = 0.5
+_NAP_SECONDS = 0.002
+_FORWARD_SECONDS = 0.1  # for the launcher to pass on the traceback before its own word about the end
+
+
+class Call:
+    """What one group is doing: written by the thread that calls MPI, read by the watchdog.
+
+    Args:
+        place: Who and where, for messages: ``"rank 1 of 4, group 'tp'"``.
+        timeout: How long a call may take, in seconds.
+
+    Attributes:
+        since: When the present call began, by ``time.monotonic``; 0.0 where there is none.
+        what: The name of the present or last call.
+        thread: The thread that makes it.
+    """
+
+    def __init__(self, place: str, timeout: float) -> None:
+        self.place = place
+        self.timeout = timeout
+        self.since = 0.0
+        self.what = ""
+        self.thread = 0
+
+
+class _Job:
+    """The hooks of this process into its own end, and the watchdog."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._farewell = MPI.COMM_WORLD.Dup()  # every rank makes its first group, or meets the others, together
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._report = sys.excepthook
+        sys.excepthook = self._end_all
+        atexit.register(self._part)
+        threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
+
+    def watch(self, call: Call) -> None:
+        self._calls.add(call)
+
+    def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        """Print an uncaught exception, then end every rank: the others would wait for this one."""
+        if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
+            self._report(kind, error, where)
+            return
+        # torch's own hook, around this one, collects what is printed and would show it too late.
+        sys.stderr = sys.__stderr__
+        self._report(kind, error, where)
+        _abort()
+
+    def _part(self) -> None:
+        """Wait at a normal exit for the ranks that still work, without the spinning of MPI_Finalize."""
+        if os.getpid() != self._pid or MPI.Is_finalized():
+            return
+        request = self._farewell.Ibarrier()
+        while not request.Test():
+            time.sleep(_NAP_SECONDS)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            for call in list(self._calls):
+                since = call.since
+                if since and now - since > call.timeout:
+                    self._give_up(call)
+
+    def _give_up(self, call: Call) -> None:
+        frame = sys._current_frames().get(call.thread)
+        print(
+            f"{call.place}: {call.what} has waited for the group's timeout of {call.timeout:g} s: another rank did not "
+            "make the call, or died. MPI cannot leave a blocking call, so the job is ended. This rank is here:\n"
+            + "".join(traceback.format_stack(frame)),
+            file=sys.stderr,
+        )
+        _abort()
+
+
+def guard_job() -> _Job:
+    """Install the hooks, once a process; every rank of MPI's world must make the first call together.
+
+    From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
+    that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
+    using a core. ``os._exit()`` goes past all this; and a rank that leaves by ``sys.exit(1)`` while others wait for
+    it ends the job only when their timeout is over.
+    """
+    return _job(os.getpid())
+
+
+@functools.cache
+def _job(pid: int) -> _Job:
+    return _Job()
+
+
+def _abort() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    time.sleep(_FORWARD_SECONDS)
+    MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,256 @@
+"""Measures collectives over gloo and mpi4py side by side, in one run, in the manner of nccl-tests.
+
+algbw is the size divided by the time; busbw is what each rank's link must carry at least for that, which can be
+compared between numbers of ranks and collectives. "wrong" counts elements that are not what they should be.
+
+Started alone it starts its ranks by the mpirun of this Python's environment; under mpirun it uses those that
+there are, and under torchrun or srun it measures gloo alone:
+
+  python -m ppe_ddp bench collective --op all_reduce --max-size 32M
+  mpirun -n 4 python -m ppe_ddp bench collective --json result.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+
+from ppe_ddp import init_process_group
+from ppe_ddp.cli.arguments import count, output, size_of
+from ppe_ddp.cli.machine import machine_facts, versions
+from ppe_ddp.cli.table import console_on
+from ppe_ddp.launch import detect
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = ["OPERATIONS", "Line", "add_arguments", "run"]
+
+_RANKS = 2
+_FACTOR = 8
+_BLOCK_SECONDS = 0.05
+_DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One collective of one size over one backend.
+
+    Attributes:
+        operation: Its name.
+        backend: The backend.
+        nbytes: The size of the whole message, as nccl-tests counts it.
+        dtype: Of the elements.
+        microseconds: Median over repetitions, of the slowest rank.
+        algbw: GB/s.
+        busbw: GB/s.
+        wrong: Elements that are not what they should be, on any rank.
+    """
+
+    operation: str
+    backend: str
+    nbytes: int
+    dtype: str
+    microseconds: float
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+def _all_reduce(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _broadcast(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+    dist.broadcast(whole, 0, group=group)
+    return whole
+
+
+def _all_gather(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+    dist.all_gather_into_tensor(whole, part, group=group)
+    return whole
+
+
+def _reduce_scatter(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    return part
+
+
+# What runs it, what an element is afterwards if each rank gave rank + 1, and busbw / algbw, all by the ranks.
+OPERATIONS: dict[
+    str, tuple[Callable[[Tensor, Tensor, ProcessGroup], Tensor], Callable[[int], float], Callable[[int], float]]
+] = {
+    "all_reduce": (_all_reduce, lambda n: n * (n + 1) / 2, lambda n: 2 * (n - 1) / n),
+    "broadcast": (_broadcast, lambda n: 1, lambda n: 1),
+    "all_gather": (_all_gather, lambda n: 0, lambda n: (n - 1) / n),
+    "reduce_scatter": (_reduce_scatter, lambda n: n * (n + 1) / 2, lambda n: (n - 1) / n),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments to ``parser``."""
+    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {_RANKS})")
+    names = list(OPERATIONS)
+    parser.add_argument("--op", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)}")
+    parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", help="of the elements")
+    parser.add_argument("--min-size", type=size_of, default=4, metavar="BYTES", help="smallest message (default: 4)")
+    parser.add_argument("--max-size", type=size_of, default=32 << 20, metavar="BYTES", help="largest (default: 32M)")
+    parser.add_argument("--repeats", type=count, default=11, metavar="N", help="repetitions (default: 11)")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, and prints what came out on rank 0.
+
+    Returns:
+        0, or 1 if a result was wrong, or the code with which mpirun ended; 2 if there is no mpirun to start.
+    """
+    if detect(os.environ).launcher == "alone":
+        return _start(arguments.ranks or _RANKS)
+    torch.set_num_threads(1)
+    init_process_group(quiet=True)
+    lines = list(_measured(arguments))
+    if dist.get_rank() == 0:
+        _publish(arguments, lines)
+    dist.destroy_process_group()
+    return int(any(line.wrong for line in lines))
+
+
+def _start(ranks: int) -> int:
+    """Run this very command line under mpirun."""
+    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+    if mpirun is None:
+        print("ppe_ddp: there is no mpirun: pip install 'ppe_ddp[mpi]', or start with torchrun", file=sys.stderr)
+        return 2
+    command = [mpirun, "-n", str(ranks), sys.executable, "-m", "ppe_ddp", *sys.argv[1:]]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+def _measured(arguments: argparse.Namespace) -> Iterator[Line]:
+    world = dist.group.WORLD
+    assert world is not None
+    groups: dict[str, ProcessGroup] = {"gloo": dist.new_group(backend="gloo")}
+    if "mpi4py" in str(dist.get_backend_config()):
+        groups["mpi4py"] = world
+    for operation in arguments.op or ["all_reduce"]:
+        nbytes = arguments.min_size
+        while nbytes <= arguments.max_size:
+            yield from _compared(operation, nbytes, _DTYPES[arguments.dtype], groups, arguments.repeats)
+            nbytes = arguments.max_size if nbytes < arguments.max_size < nbytes * _FACTOR else nbytes * _FACTOR
+
+
+def _compared(
+    operation: str, nbytes: int, dtype: torch.dtype, groups: dict[str, ProcessGroup], repeats: int
+) -> Iterator[Line]:
+    """Both backends in turn, so that noise meets both."""
+    ranks = dist.get_world_size()
+    function, _, factor = OPERATIONS[operation]
+    per_rank = max(1, nbytes // dtype.itemsize // ranks)
+    elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
+    whole, part = torch.zeros(elements, dtype=dtype), torch.zeros(per_rank, dtype=dtype)
+    wrong = {name: _wrong(operation, whole, part, group) for name, group in groups.items()}
+    whole.zero_()
+    part.zero_()
+    calls = {name: _calls(partial(function, whole, part, group), group) for name, group in groups.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(repeats):
+        for name, group in groups.items():
+            dist.barrier(group)
+            start = perf_counter()
+            for _ in range(calls[name]):
+                function(whole, part, group)
+            seconds[name].append((perf_counter() - start) / calls[name])
+    for name in groups:
+        slowest = torch.tensor([statistics.median(seconds[name]), float(wrong[name])], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups["gloo"])
+        time, nbytes = slowest[0].item(), whole.nbytes
+        bandwidth = nbytes / time / 1e9
+        yield Line(
+            operation, name, nbytes, str(dtype)[6:], time * 1e6, bandwidth, bandwidth * factor(ranks), int(slowest[1])
+        )
+
+
+def _wrong(operation: str, whole: Tensor, part: Tensor, group: ProcessGroup) -> int:
+    function, expected, _ = OPERATIONS[operation]
+    ranks = dist.get_world_size()
+    whole.fill_(dist.get_rank() + 1)
+    part.fill_(dist.get_rank() + 1)
+    result = function(whole, part, group)
+    right = torch.full_like(result, expected(ranks))
+    if operation == "all_gather":
+        right = torch.arange(1, ranks + 1).to(result.dtype).repeat_interleave(part.numel())
+    return int((result != right).sum())
+
+
+def _calls(function: Callable[[], Any], group: ProcessGroup) -> int:
+    """How many calls make up a block; the same on all ranks."""
+    function()
+    dist.barrier(group)
+    start = perf_counter()
+    for _ in range(3):
+        function()
+    number = torch.tensor([_BLOCK_SECONDS * 3 / max(perf_counter() - start, 1e-9)])
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return max(1, min(2000, int(number)))
+
+
+def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
+    table = Table(box=box.SIMPLE_HEAD, title="Collectives", caption=caption)
+    for heading in ("operation", "bytes", "type", "backend", "time us", "algbw GB/s", "busbw GB/s", "wrong", "x gloo"):
+        left = heading in ("operation", "type", "backend")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    gloo = {(line.operation, line.nbytes): line.microseconds for line in lines if line.backend == "gloo"}
+    for line in lines:
+        ratio = line.microseconds / gloo[line.operation, line.nbytes]
+        table.add_row(
+            line.operation,
+            str(line.nbytes),
+            line.dtype,
+            line.backend,
+            f"{line.microseconds:.1f}",
+            f"{line.algbw:.3f}",
+            f"{line.busbw:.3f}",
+            str(line.wrong),
+            "" if line.backend == "gloo" else f"{ratio:.3f}",
+        )
+    console_on(file).print(table)
+
+
+def _publish(arguments: argparse.Namespace, lines: list[Line]) -> None:
+    facts = machine_facts()
+    ranks = dist.get_world_size()
+    caption = f"{ranks} ranks; {facts['cpu']}, {facts['cores']} cores; torch {versions()['torch']}"
+    _print_table(lines, caption, sys.stderr if arguments.json == "-" else sys.stdout)
+    if arguments.json is None:
+        return
+    report = {
+        "command": "bench collective",
+        "versions": versions(),
+        "machine": facts,
+        "settings": {"ranks": ranks, "repeats": arguments.repeats, "threads": 1},
+        "lines": [asdict(line) for line in lines],
+    }
+    text = json.dumps(report, indent=2) + "\n"
+    if arguments.json == "-":
+        sys.stdout.write(text)
+    else:
+        Path(arguments.json).write_text(text)

@@ -1,0 +1,61 @@
+"""Run under mpirun by test_mpi.py: the laws on random models over mpi4py. Prints one JSON line on rank 0."""
+
+import functools
+import json
+import logging
+import operator
+import sys
+
+import torch
+import torch.distributed as dist
+
+import ppe_ddp
+from ppe_ddp.testing.backend_probes import probe_backend
+from ppe_ddp.testing.cases import Case, Plugs, Variant
+from ppe_ddp.testing.laws import breaches, observe_all
+from ppe_ddp.testing.models import Recipe
+from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+
+KINDS = list(StepKind)
+ZEROINGS = list(Zeroing)
+
+
+def in_place_mean(gradients, group):
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(dist.get_world_size(group))
+
+
+PLUGS = [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))]
+
+
+def cases(count):
+    for seed in range(count):
+        steps = (
+            Step(KINDS[seed % len(KINDS)], ZEROINGS[seed % len(ZEROINGS)]),
+            Step(KINDS[(3 * seed + 1) % len(KINDS)]),
+        )
+        yield Case(Recipe.random(seed), steps), PLUGS[seed % len(PLUGS)]
+
+
+def main():
+    torch.set_num_threads(1)
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
+    ppe_ddp.init_process_group("mpi4py", init_method="mpi://", quiet=True)
+    problems = [list(probe_backend("cpu"))]
+    variants = Variant.every()[:: 1 if dist.get_world_size() == 2 else 4]
+    seen = [observe_all(case, variants, plugs) for case, plugs in cases(int(sys.argv[1]))]
+    for observation in functools.reduce(operator.iadd, seen, []):
+        observation.gradients = {}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problems, functools.reduce(operator.iadd, seen, [])))
+    found = [text for probed, _ in everyone for texts in probed for text in texts]
+    for observations in zip(*(observed for _, observed in everyone), strict=True):
+        found += breaches(observations)
+    if dist.get_rank() == 0:
+        print(json.dumps({"problems": found, "cases": len(everyone[0][1]), "backend": dist.get_backend()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The backend `mpi4py` under mpirun: each check of tests/mpi_checks.py, on each number of ranks, is a test here."""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpi_checks import names_for
+
+HERE = Path(__file__).parent
+# One launcher and one library: that of the environment that the tests run in.
+MPIRUN = Path(sys.executable).parent / "mpirun"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
+    pytest.mark.skipif(not MPIRUN.exists(), reason="needs an mpirun in the environment (pip install mpich)"),
+]
+
+
+def run(command, *, timeout, environment=None):
+    """Run a command in a process group of its own, which is killed whole after the timeout."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        errors += f"\nkilled after {timeout} s"
+    return process.returncode, output, errors
+
+
+def mpirun(ranks, script, *, timeout=30, **keywords):
+    command = [str(MPIRUN), "-n", str(ranks), sys.executable, "-W", "error", "-c", script]
+    return run(command, timeout=timeout, **keywords)
+
+
+@functools.cache
+def results(ranks):
+    """All checks on so many ranks, started once."""
+    command = [str(MPIRUN), "-n", str(ranks), sys.executable, "-W", "error", str(HERE / "mpi_checks.py")]
+    code, output, errors = run(command, timeout=150)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return code, {one["name"]: one["errors"] for one in found}, errors[-6000:]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (1, 2, 3, 4) for name in names_for(ranks)])
+def test_on_ranks(ranks, name):
+    _, found, errors = results(ranks)
+    assert name in found, f"the check did not end; stderr of the run:\n{errors}"
+    assert not found[name], "\n".join(found[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_run_ends_well(ranks):
+    code, _, errors = results(ranks)
+    assert code == 0, errors
+
+
+START = """
+import sys, time, datetime
+import torch, torch.distributed as dist
+import ppe_ddp.backends
+dist.init_process_group("mpi4py", init_method="mpi://", timeout=datetime.timedelta(seconds={timeout}))
+rank = dist.get_rank()
+"""
+
+
+def test_an_exception_on_one_rank_ends_all():
+    script = START.format(timeout=60) + "dist.barrier()\nif rank == 1: raise KeyError('lost')\ndist.barrier()"
+    code, _, errors = mpirun(2, script)
+    assert code not in (0, -signal.SIGKILL)
+    assert errors.count("KeyError: 'lost'") == 1
+    assert errors.index("KeyError: 'lost'") < errors.index("MPI_Abort")
+
+
+def test_ranks_that_do_not_come_are_waited_for_no_longer_than_the_timeout():
+    script = START.format(timeout=1) + "if rank == 0: dist.all_reduce(torch.ones(3))"
+    code, _, errors = mpirun(2, script)
+    assert code not in (0, -signal.SIGKILL)
+    assert "rank 0 of 2, group '0': all_reduce has waited for the group's timeout of 1 s" in errors
+    assert 'File "<string>"' in errors
+
+
+def test_ranks_may_leave_one_after_another():
+    script = START.format(timeout=60) + "time.sleep(0.4 * rank)\nprint('rank', rank)"
+    code, output, errors = mpirun(3, script)
+    assert (code, sorted(output.split("\n"))) == (0, ["", "rank 0", "rank 1", "rank 2"]), errors
+
+
+def test_the_launcher_of_another_mpi_is_refused():
+    environment = {"OMPI_COMM_WORLD_SIZE": "4"}
+    code, _, errors = run([sys.executable, "-c", START.format(timeout=60)], timeout=30, environment=environment)
+    assert code != 0
+    assert "MPI's world has 1 rank(s), but Open MPI's mpirun (OMPI_COMM_WORLD_SIZE=4) says 4" in errors
+    assert "Start them by that library's own mpirun" in errors
+
+
+def test_ranks_of_another_rendezvous_are_refused():
+    script = """
+import torch.distributed as dist
+import ppe_ddp.backends
+dist.init_process_group("mpi4py", store=dist.HashStore(), rank=0, world_size=1)
+"""
+    code, _, errors = mpirun(2, script)
+    assert code != 0
+    assert "MPI's world has 2 rank(s), but torch.distributed says 1" in errors
+
+
+def test_a_lone_process_needs_no_mpirun():
+    code, output, errors = run([sys.executable, "-c", START.format(timeout=60) + "print(rank)"], timeout=30)
+    assert (code, output) == (0, "0\n"), errors
+
+
+def test_mpi_meets_for_other_backends():
+    script = """
+import torch, torch.distributed as dist
+import ppe_ddp.backends
+dist.init_process_group("gloo", init_method="mpi://")
+total = torch.ones(1)
+dist.all_reduce(total)
+group = dist.new_group(backend="mpi4py")
+dist.all_reduce(total, group=group)
+if dist.get_rank() == 0:
+    print(total.item())
+dist.destroy_process_group()
+"""
+    code, output, errors = mpirun(2, script)
+    assert (code, output) == (0, "4.0\n"), errors
+
+
+def test_importing_does_not_start_mpi():
+    script = "import sys, ppe_ddp.backends; print('mpi4py' in sys.modules)"
+    code, output, errors = run([sys.executable, "-c", script], timeout=30)
+    assert (code, output) == (0, "False\n"), errors
