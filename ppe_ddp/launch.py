@@ -106,8 +106,8 @@ def init_process_group(
 
     Args:
         backend: A backend of torch.distributed, such as `gloo`, or one for each kind of device, such as
-            `cpu:gloo,cuda:nccl`. By default the latter where CUDA and NCCL are available, else `gloo`; under
-            mpirun with `mpi4py` in the place of `gloo`.
+            `cpu:gloo,cuda:nccl`. By default the latter where CUDA and NCCL are available, else `mpi4py` under
+            mpirun and `gloo` elsewhere.
         init_method: Where the ranks meet, if not where the launcher says: `tcp://host:port`,
             `file:///path`, `env://`, or `mpi://` for any backend under mpirun.
         timeout: How long a collective, or the meeting itself, may take: seconds or a timedelta. By
@@ -312,8 +312,9 @@ def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> 
 
 
 def _default_backend(launcher: str) -> str:
-    for_cpu = "mpi4py" if launcher == "mpirun" and importlib.util.find_spec("mpi4py") else "gloo"
-    return f"cpu:{for_cpu},cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else for_cpu
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"  # also under mpirun, by which the ranks then only meet
+    return "mpi4py" if launcher == "mpirun" and importlib.util.find_spec("mpi4py") else "gloo"
 
 
 def _serves_cuda(backend: str) -> bool:

@@ -6,6 +6,7 @@ Floats are multiples of 1/8 whose float32 sums are exact: a half-precision resul
 
 import functools
 import json
+import shutil
 import sys
 import tempfile
 import traceback
@@ -648,6 +649,9 @@ def checkpoint():
     dcp.load(loaded, checkpoint_id=where[0])
     assert_same(loaded["weight"].full_tensor(), full, "loaded")
     assert loaded["step"] == 3
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(where[0])
 
 
 def main():

@@ -252,7 +252,7 @@ def two_gpus(monkeypatch):
 
 def test_the_default_backend_serves_every_device(two_gpus, monkeypatch):
     assert launch._default_backend("alone") == "cpu:gloo,cuda:nccl"
-    assert launch._default_backend("mpirun") == "cpu:mpi4py,cuda:nccl"
+    assert launch._default_backend("mpirun") == "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert launch._default_backend("torchrun") == "gloo"
     assert launch._default_backend("mpirun") == "mpi4py"

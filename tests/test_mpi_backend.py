@@ -140,6 +140,24 @@ dist.destroy_process_group()
     assert (code, output) == (0, "4.0\n"), errors
 
 
+def test_some_ranks_of_a_gloo_job_may_have_a_group_of_their_own(tmp_path):
+    script = f"""
+import os, torch, torch.distributed as dist
+import ppe_ddp.backends
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=int(os.environ["PMI_RANK"]), world_size=3)
+group = dist.new_group([0, 2], backend="mpi4py")
+if dist.get_rank() != 1:
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+else:
+    from mpi4py import MPI
+dist.barrier()
+"""
+    code, _, errors = mpirun(3, script)
+    assert code == 0, errors
+
+
 def test_importing_does_not_start_mpi():
     script = "import sys, ppe_ddp.backends; print('mpi4py' in sys.modules)"
     code, output, errors = run([sys.executable, "-c", script], timeout=30)

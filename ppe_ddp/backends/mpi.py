@@ -58,7 +58,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup:
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
-        guard_job()
+        guard_job(together=True)
         comm = world.Dup()
     return MpiProcessGroup(comm, arguments, options or MpiOptions())
 

@@ -52,12 +52,16 @@ class _Job:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._farewell = MPI.COMM_WORLD.Dup()  # every rank makes its first group, or meets the others, together
+        self._farewell: MPI.Intracomm | None = None
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._report = sys.excepthook
         sys.excepthook = self._end_all
         atexit.register(self._part)
         threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
+
+    def part_together(self) -> None:
+        if self._farewell is None:
+            self._farewell = MPI.COMM_WORLD.Dup()
 
     def watch(self, call: Call) -> None:
         self._calls.add(call)
@@ -74,7 +78,7 @@ class _Job:
 
     def _part(self) -> None:
         """Wait at a normal exit for the ranks that still work, without the spinning of MPI_Finalize."""
-        if os.getpid() != self._pid or MPI.Is_finalized():
+        if self._farewell is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
         request = self._farewell.Ibarrier()
         while not request.Test():
@@ -100,15 +104,21 @@ class _Job:
         _abort()
 
 
-def guard_job() -> _Job:
-    """Install the hooks, once a process; every rank of MPI's world must make the first call together.
+def guard_job(*, together: bool = False) -> _Job:
+    """Install the hooks, once a process.
 
     From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
     that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
     using a core. ``os._exit()`` goes past all this; and a rank that leaves by ``sys.exit(1)`` while others wait for
     it ends the job only when their timeout is over.
+
+    Args:
+        together: Whether every rank of MPI's world makes this call, so that the exit can be arranged.
     """
-    return _job(os.getpid())
+    job = _job(os.getpid())
+    if together:
+        job.part_together()
+    return job
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def meet(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
         actual = {"rank": rank, "world_size": size}.get(name)
         if actual is not None and int(values[0]) != actual:
             raise ValueError(f"init_process_group() got {name}={values[0]}, and MPI says {actual}; leave it out")
-    guard_job()
+    guard_job(together=True)
     limit = timeout if timeout is not None else default_pg_timeout
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.Get_size() == size
