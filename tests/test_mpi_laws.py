@@ -47,11 +47,13 @@ def test_the_laws_hold_over_mpi(ranks, cases):
 
 
 SCRIPT = """
-import torch, torch.distributed as dist, ppe_ddp
+import os, torch, torch.distributed as dist, ppe_ddp
 job = ppe_ddp.init_process_group()
 model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
 model(torch.full((1, 2), job.rank + 1.0)).sum().backward()
-print("grad", model.module.weight.grad[0, 0].item(), job.backend, job.launcher, flush=True)
+# In one piece, since the ranks write side by side.
+line = f"grad {{model.module.weight.grad[0, 0].item()}} {{job.backend}} {{job.launcher}}\\n"
+os.write(1, line.encode())
 {more}
 dist.destroy_process_group()
 """
