@@ -1,14 +1,13 @@
 """The examples run, on one rank and on two, and end with the figures that they promise."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from subprocesses import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -17,24 +16,9 @@ sys.path.insert(0, str(EXAMPLES))
 custom_reduce = pytest.importorskip("custom_reduce", reason="needs the extra [examples]")
 
 
-def run(name, *arguments, launcher=()):
-    """What an example prints."""
-    command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    with subprocess.Popen(
-        command,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # to be able to end the ranks as well
-    ) as process:
-        try:
-            printed, errors = process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == 0, errors
+def printed_by(name, *arguments, launcher=()):
+    code, printed, errors = run([sys.executable, *launcher, EXAMPLES / name, *arguments], timeout=120)
+    assert code == 0, errors
     return printed
 
 
@@ -45,33 +29,33 @@ def number(pattern, text):
 
 
 def test_digits():
-    text = run("digits.py", "--epochs", "5", launcher=TWO_RANKS)
+    text = printed_by("digits.py", "--epochs", "5", launcher=TWO_RANKS)
     assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
     assert 0.1 < number(r"ratio +│ +([\d.]+)", text) < 0.5
 
 
 def test_digits_alone():
-    text = run("digits.py", "--epochs", "5")
+    text = printed_by("digits.py", "--epochs", "5")
     assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
     assert "MiB" not in text
 
 
 def test_syntax_trees():
-    text = run("syntax_trees.py", "--epochs", "1", launcher=TWO_RANKS)
+    text = printed_by("syntax_trees.py", "--epochs", "1", launcher=TWO_RANKS)
     assert number(r"by the network +│ +([\d.]+)%", text) > 55
     sent = number(r"([\d.]+) MiB were sent", text)
     assert 0 < sent < number(r"would have sent (\d+\.\d+)", text)
 
 
 def test_custom_reduce():
-    text = run("custom_reduce.py", "--epochs", "5", launcher=TWO_RANKS)
+    text = printed_by("custom_reduce.py", "--epochs", "5", launcher=TWO_RANKS)
     assert number(r"test accuracy +│ +[\d.]+% +│ +([\d.]+)%", text) > 80
     assert number(r"(\d+) times less", text) > 20
 
 
 def test_ppe_trainer_goes_on_where_it_was(tmp_path):
-    first = run("ppe_trainer.py", "--epochs", "1", "--out", str(tmp_path), launcher=TWO_RANKS)
-    second = run("ppe_trainer.py", "--epochs", "2", "--out", str(tmp_path), "--resume", launcher=TWO_RANKS)
+    first = printed_by("ppe_trainer.py", "--epochs", "1", "--out", str(tmp_path), launcher=TWO_RANKS)
+    second = printed_by("ppe_trainer.py", "--epochs", "2", "--out", str(tmp_path), "--resume", launcher=TWO_RANKS)
     rows = [re.findall(r"^ *(\d+) +\d+", text, re.MULTILINE) for text in (first, second)]
     assert rows[0][-1] == "1", first
     assert rows[1][-1] == "2", second

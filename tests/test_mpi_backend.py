@@ -3,16 +3,15 @@
 import functools
 import importlib.util
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from mpi_checks import names_for
+from subprocesses import run
 
 HERE = Path(__file__).parent
 # One launcher and one library: that of the environment that the tests run in.
@@ -21,25 +20,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
     pytest.mark.skipif(not MPIRUN.exists(), reason="needs an mpirun in the environment (pip install mpich)"),
 ]
-
-
-def run(command, *, timeout, environment=None):
-    """Run a command in a process group of its own, which is killed whole after the timeout."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        errors += f"\nkilled after {timeout} s"
-    return process.returncode, output, errors
 
 
 def mpirun(ranks, script, *, timeout=30, **keywords):

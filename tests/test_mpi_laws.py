@@ -1,14 +1,13 @@
 """The laws over mpi4py, under a real mpirun; and one script under every launcher."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from subprocesses import run
 
 HERE = Path(__file__).parent
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
@@ -16,29 +15,10 @@ MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.whic
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
 
 
-def run(*command, timeout=120):
-    """Standard output, standard error and exit code; what was started does not live on."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    with subprocess.Popen(
-        [str(word) for word in command],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return output, errors, process.returncode
-
-
 # More ranks than cores spin in each other's way: fewer cases there.
 @pytest.mark.parametrize(("ranks", "cases"), [(1, 0), (2, 8), (3, 3), (4, 2)])
 def test_the_laws_hold_over_mpi(ranks, cases):
-    output, errors, code = run(MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", cases)
+    code, output, errors = run([MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", cases], timeout=120)
     assert code == 0, errors
     report = json.loads(output.splitlines()[-1])
     assert report["problems"] == []
@@ -71,7 +51,7 @@ dist.destroy_process_group()
 def test_one_script_under_every_launcher(tmp_path, launcher, expected):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(more=""))
-    output, errors, code = run(*launcher, sys.executable, script)
+    code, output, errors = run([*launcher, sys.executable, script], timeout=120)
     assert code == 0, errors
     expected = expected or "grad 1.5 gloo torchrun"
     assert output.splitlines() == [expected] * (2 if launcher else 1)
@@ -80,7 +60,7 @@ def test_one_script_under_every_launcher(tmp_path, launcher, expected):
 def test_one_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(more='if job.rank == 1: raise KeyError("on purpose")\ndist.barrier()'))
-    _, errors, code = run(MPIRUN, "-n", "3", sys.executable, script, timeout=60)
+    code, _, errors = run([MPIRUN, "-n", "3", sys.executable, script], timeout=60)
     assert code != 0
     assert "KeyError: 'on purpose'" in errors
     assert errors.count("Traceback") == 1

@@ -12,7 +12,6 @@ there are, and under torchrun or srun it measures gloo alone:
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -31,7 +30,7 @@ from rich.table import Table
 
 from ppe_ddp import init_process_group
 from ppe_ddp.cli.arguments import count, output, size_of
-from ppe_ddp.cli.machine import machine_facts, versions
+from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
 from ppe_ddp.cli.table import console_on
 from ppe_ddp.launch import detect
 
@@ -95,14 +94,27 @@ def _reduce_scatter(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
     return part
 
 
-# What runs it, what an element is afterwards if each rank gave rank + 1, and busbw / algbw, all by the ranks.
+def _sums(result: Tensor, ranks: int) -> Tensor:
+    return torch.full_like(result, ranks * (ranks + 1) / 2)
+
+
+def _firsts(result: Tensor, ranks: int) -> Tensor:
+    return torch.ones_like(result)
+
+
+def _parts(result: Tensor, ranks: int) -> Tensor:
+    return torch.arange(1, ranks + 1).to(result.dtype).repeat_interleave(result.numel() // ranks)
+
+
+# What runs it, what its result should be where each rank gave rank + 1, and busbw / algbw by the number of ranks.
 OPERATIONS: dict[
-    str, tuple[Callable[[Tensor, Tensor, ProcessGroup], Tensor], Callable[[int], float], Callable[[int], float]]
+    str,
+    tuple[Callable[[Tensor, Tensor, ProcessGroup], Tensor], Callable[[Tensor, int], Tensor], Callable[[int], float]],
 ] = {
-    "all_reduce": (_all_reduce, lambda n: n * (n + 1) / 2, lambda n: 2 * (n - 1) / n),
-    "broadcast": (_broadcast, lambda n: 1, lambda n: 1),
-    "all_gather": (_all_gather, lambda n: 0, lambda n: (n - 1) / n),
-    "reduce_scatter": (_reduce_scatter, lambda n: n * (n + 1) / 2, lambda n: (n - 1) / n),
+    "all_reduce": (_all_reduce, _sums, lambda n: 2 * (n - 1) / n),
+    "broadcast": (_broadcast, _firsts, lambda n: 1),
+    "all_gather": (_all_gather, _parts, lambda n: (n - 1) / n),
+    "reduce_scatter": (_reduce_scatter, _sums, lambda n: (n - 1) / n),
 }
 
 
@@ -149,7 +161,7 @@ def _measured(arguments: argparse.Namespace) -> Iterator[Line]:
     world = dist.group.WORLD
     assert world is not None
     groups: dict[str, ProcessGroup] = {"gloo": dist.new_group(backend="gloo")}
-    if "mpi4py" in str(dist.get_backend_config()):
+    if over_mpi():
         groups["mpi4py"] = world
     for operation in arguments.op or ["all_reduce"]:
         nbytes = arguments.min_size
@@ -191,14 +203,10 @@ def _compared(
 
 def _wrong(operation: str, whole: Tensor, part: Tensor, group: ProcessGroup) -> int:
     function, expected, _ = OPERATIONS[operation]
-    ranks = dist.get_world_size()
     whole.fill_(dist.get_rank() + 1)
     part.fill_(dist.get_rank() + 1)
     result = function(whole, part, group)
-    right = torch.full_like(result, expected(ranks))
-    if operation == "all_gather":
-        right = torch.arange(1, ranks + 1).to(result.dtype).repeat_interleave(part.numel())
-    return int((result != right).sum())
+    return int((result != expected(result, dist.get_world_size())).sum())
 
 
 def _calls(function: Callable[[], Any], group: ProcessGroup) -> int:
@@ -240,17 +248,6 @@ def _publish(arguments: argparse.Namespace, lines: list[Line]) -> None:
     ranks = dist.get_world_size()
     caption = f"{ranks} ranks; {facts['cpu']}, {facts['cores']} cores; torch {versions()['torch']}"
     _print_table(lines, caption, sys.stderr if arguments.json == "-" else sys.stdout)
-    if arguments.json is None:
-        return
-    report = {
-        "command": "bench collective",
-        "versions": versions(),
-        "machine": facts,
-        "settings": {"ranks": ranks, "repeats": arguments.repeats, "threads": 1},
-        "lines": [asdict(line) for line in lines],
-    }
-    text = json.dumps(report, indent=2) + "\n"
-    if arguments.json == "-":
-        sys.stdout.write(text)
-    else:
-        Path(arguments.json).write_text(text)
+    if arguments.json is not None:
+        used = {"ranks": ranks, "repeats": arguments.repeats, "threads": 1}
+        write_report(arguments.json, "bench collective", settings=used, lines=[asdict(line) for line in lines])

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.cli.machine import over_mpi
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,8 +156,7 @@ CONTESTANTS: tuple[type[Contestant], ...] = (Ours, Torch, Ppe, Bare)
 
 def contestants() -> tuple[type[Contestant], ...]:
     """Those that can take part in the default process group, in the order of results."""
-    is_mpi = dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
-    return (Ours, OursOverMpi, *CONTESTANTS[1:]) if is_mpi else CONTESTANTS
+    return (Ours, OursOverMpi, *CONTESTANTS[1:]) if over_mpi() else CONTESTANTS
 
 
 def gradient_nbytes(module: nn.Module) -> int:

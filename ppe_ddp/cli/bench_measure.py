@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ppe_ddp.cli.bench_contestants import Contestant, Traffic, contestants
 from ppe_ddp.cli.bench_models import WORKLOADS, Workload
+from ppe_ddp.cli.machine import over_mpi
 
 __all__ = ["GradientMismatchError", "RankResult", "Settings", "measure", "workload_named"]
 
@@ -105,8 +106,7 @@ class _Race:
     def _enter(self, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
         module = self._workload.build()
-        over_mpi = "gloo" not in str(dist.get_backend_config())
-        group = dist.new_group(backend="gloo") if over_mpi else None
+        group = dist.new_group(backend="gloo") if over_mpi() else None
         for kind in contestants():
             try:
                 self.contestants[kind.name] = kind(

@@ -13,13 +13,11 @@ ppe_ddp over mpi4py takes part as well:
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ from ppe_ddp.cli.arguments import count, mebibytes, output
 from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
 from ppe_ddp.cli.bench_models import WORKLOADS, Workload
 from ppe_ddp.cli.bench_result import ModelResult, combine
-from ppe_ddp.cli.machine import machine_facts, versions
+from ppe_ddp.cli.machine import machine_facts, versions, write_report
 from ppe_ddp.cli.table import print_step_table
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import RankError, Ranks
@@ -183,17 +181,6 @@ def _publish(arguments: argparse.Namespace, settings: Settings, models: Sequence
     facts = machine_facts()
     caption = f"{facts['cpu']}, {facts['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in own.items())
     print_step_table(models, caption, sys.stderr if arguments.json == "-" else sys.stdout)
-    if arguments.json is None:
-        return
-    report = {
-        "command": "bench step",
-        "versions": versions(),
-        "machine": facts,
-        "settings": {**asdict(settings), "backend": "gloo", "threads": 1},
-        "models": [asdict(model) for model in models],
-    }
-    text = json.dumps(report, indent=2) + "\n"
-    if arguments.json == "-":
-        sys.stdout.write(text)
-    else:
-        Path(arguments.json).write_text(text)
+    if arguments.json is not None:
+        used = {**asdict(settings), "backend": "gloo", "threads": 1}
+        write_report(arguments.json, "bench step", settings=used, models=[asdict(model) for model in models])

@@ -1,17 +1,20 @@
-"""What a measurement was made on: versions and hardware, without anything that names the machine."""
+"""What a measurement was made on, and its report: versions and hardware, without anything that names the machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import ppe_ddp
 
-__all__ = ["cores", "machine_facts", "versions"]
+__all__ = ["cores", "machine_facts", "over_mpi", "versions", "write_report"]
 
 
 def versions() -> dict[str, str | None]:
@@ -31,6 +34,21 @@ def versions() -> dict[str, str | None]:
 def machine_facts() -> dict[str, str | int]:
     """Kind of processor and system, and how many cores there are for this process."""
     return {"cores": cores(), "cpu": _cpu(), "system": platform.system(), "architecture": platform.machine()}
+
+
+def over_mpi() -> bool:
+    """Whether the default process group is mpi4py's."""
+    return dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
+
+
+def write_report(file: str, command: str, **content: object) -> None:
+    """Write what ``command`` measured, and on what, as JSON to ``file``; - is stdout."""
+    report = {"command": command, "versions": versions(), "machine": machine_facts(), **content}
+    text = json.dumps(report, indent=2) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(file).write_text(text)
 
 
 def cores() -> int:

@@ -47,7 +47,7 @@ class Lease:
         self.bucket: BucketPlan | None = None
         self.flat = memory
         self.slots: list[Tensor] = []
-        self._at_rest = self._state()
+        self._at_rest: tuple[object, ...] = ()
 
     def lay_out(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> None:
         """Make the slots for ``bucket``."""

@@ -1,0 +1,24 @@
+"""Programs that tests start: bounded in time, and nothing of theirs lives on."""
+
+import os
+import signal
+import subprocess
+
+
+def run(command, *, timeout, environment=None):
+    """Exit code, output and errors of a command; after the timeout it is killed with all that it has started."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **(environment or {})},
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        errors += f"\nkilled after {timeout} s"
+    return process.returncode, output, errors
