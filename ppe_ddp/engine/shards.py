@@ -1,0 +1,80 @@
+"""The contract between a distributed optimizer (ZeRO-1) and a model whose gradients are reduce-scattered.
+
+    parameters   |    A    |  B  |     C     |          laid out somehow by the model's wrapper
+    shards       | 0  |  1    |   2   |  3   |          each rank owns a range of each parameter, perhaps an empty one
+
+The optimizer knows neither buffers nor collectives: it asks for the gradients of this rank's shards, writes new
+values, and lets the wrapper bring the parameters together again, unit by unit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import Waitable
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        parameter: Whole on every rank.
+        name: The parameter's name in the module.
+        start: First element, counted in the flattened parameter.
+        stop: One behind the last; equal to ``start`` where this rank owns nothing of it.
+    """
+
+    parameter: nn.Parameter
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+
+class ShardedModel(ABC):
+    """What a wrapper offers a distributed optimizer. The shards of all ranks cover each parameter once.
+
+    Attributes:
+        group: The ranks that share the parameters.
+        shards: One for each trainable parameter, the same parameters in the same order on every rank.
+        units: Positions in ``shards`` of the parameters that are gathered together, in the order in which a
+            forward is expected to need them. Each parameter is in one unit.
+    """
+
+    group: ProcessGroup
+    shards: Sequence[Shard]
+    units: Sequence[Sequence[int]]
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor | None]:
+        """The averaged gradients after a synchronized backward, one for each shard.
+
+        Returns:
+            1-D tensors of ``shard.numel`` elements, which the optimizer may change in place (to clip, to unscale),
+            or None where no rank has a gradient: the same entries are None on every rank.
+        """
+
+    @abstractmethod
+    def write(self, index: int, values: Tensor) -> None:
+        """Set the shard at ``index`` to ``values`` (1-D, ``shard.numel``, any floating dtype), on this rank only."""
+
+    @abstractmethod
+    def gather(self, unit: int) -> Waitable | None:
+        """Start to bring what was written to all ranks; every rank calls this for the same units in the same order."""
+
+    @abstractmethod
+    def install(self, unit: int) -> None:
+        """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
