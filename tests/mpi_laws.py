@@ -1,4 +1,4 @@
-"""Run under mpirun by test_mpi.py: the laws on random models over mpi4py. Prints one JSON line on rank 0."""
+"""Run under mpirun by test_mpi_laws.py: the laws on random models over mpi4py. Prints one JSON line on rank 0."""
 
 import functools
 import json
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ppe_ddp
+from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.testing.backend_probes import probe_backend
 from ppe_ddp.testing.cases import Case, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, observe_all
@@ -41,7 +42,9 @@ def cases(count):
 def main():
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
-    ppe_ddp.init_process_group("mpi4py", init_method="mpi://", quiet=True)
+    shared = MpiOptions(shared_bytes=16, shared_piece_bytes=256)
+    options = {"messages": MpiOptions(shared_memory=False), "shared": shared}[sys.argv[2]]
+    dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
     problems = [list(probe_backend("cpu"))]
     variants = Variant.every()[:: 1 if dist.get_world_size() == 2 else 4]
     seen = [observe_all(case, variants, plugs) for case, plugs in cases(int(sys.argv[1]))]

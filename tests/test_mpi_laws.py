@@ -16,9 +16,13 @@ pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the ext
 
 
 # More ranks than cores spin in each other's way: fewer cases there.
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 0), (2, 8), (3, 3), (4, 2)])
-def test_the_laws_hold_over_mpi(ranks, cases):
-    code, output, errors = run([MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", cases], timeout=120)
+@pytest.mark.parametrize(
+    ("ranks", "cases", "way"),
+    [(1, 0, "messages"), (2, 3, "messages"), (2, 5, "shared"), (3, 1, "messages"), (3, 2, "shared"), (4, 1, "shared")],
+)
+def test_the_laws_hold_over_mpi(ranks, cases, way):
+    command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", cases, way]
+    code, output, errors = run(command, timeout=120)
     assert code == 0, errors
     report = json.loads(output.splitlines()[-1])
     assert report["problems"] == []

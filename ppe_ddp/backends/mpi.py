@@ -7,12 +7,13 @@ torch that talks over a process group works: DistributedDataParallel and its hoo
 from __future__ import annotations
 
 import zlib
+from os import getpid
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 from torch import distributed as dist
 from torch.cuda import is_available
 from torch.distributed import ProcessGroup, ReduceOp
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ppe_ddp.backends.mpi_collectives import Collectives, MpiOptions
 from ppe_ddp.backends.mpi_job import Call, guard_job
 from ppe_ddp.backends.mpi_messages import Messages
+from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.backends.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi_work import Finished
 from ppe_ddp.errors import CommunicationError, UnusableError
@@ -84,8 +86,12 @@ class _Options:
 class MpiProcessGroup(ProcessGroup):
     """A group over one MPI communicator. Made by torch.distributed, not by hand.
 
-    Collectives block in the calling thread and are complete when they return, also with ``async_op=True``; ``isend``
-    and ``irecv`` return at once. All ranks make the same collectives in the same order, with the same sizes
+    Attributes:
+        pg_options: What it was made with, for groups that shall be like it.
+
+    Collectives block in the calling thread and are complete when they return, also with ``async_op=True``; except
+    all-reduces of memory from ``allocate_tensor``, which go on while the caller does other things. ``isend`` and
+    ``irecv`` return at once. All ranks make the same collectives in the same order, with the same sizes
     and dtypes. Not guaranteed: an error where they differ; MPI then hangs, until the watchdog ends the job, or
     computes wrong numbers.
 
@@ -105,9 +111,11 @@ class MpiProcessGroup(ProcessGroup):
         self._timeout: timedelta = arguments.timeout
         self._group_name: str = arguments.group_id
         self._group_desc = ""
-        self._over = Collectives(comm, options)
+        self.pg_options = options
         place = f"rank {comm.Get_rank()} of {comm.Get_size()}, group {self._group_name!r}"
         self._call = Call(place, self._timeout.total_seconds())
+        self._over = Collectives(comm, self._call, options)
+        self._outstanding = outstanding(getpid())
         self._messages = Messages(comm, self._over, place, self._timeout.total_seconds())
         self._closed = False
         guard_job().watch(self._call)
@@ -156,6 +164,10 @@ class MpiProcessGroup(ProcessGroup):
         """Reduce each tensor over the ranks, in place."""
         tensors = _listed(tensors)
         op = _op_of(opts)
+        if len(tensors) == 1 and not self._closed:
+            under_way = self._over.start_all_reduce(tensors[0], op)
+            if under_way is not None:
+                return under_way
         return self._run("all_reduce", self._all_reduce, tensors, op, result=tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -242,6 +254,8 @@ class MpiProcessGroup(ProcessGroup):
         """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         self._check_open("monitored_barrier")
+        with self._call.watched("monitored_barrier"):
+            self._outstanding.drain()
         self._messages.monitored_barrier(seconds, wait_all_ranks)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
@@ -268,10 +282,28 @@ class MpiProcessGroup(ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: MPI orders the collectives itself."""
 
+    def supports_tensor_alloc(self, device: device) -> bool:
+        """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
+        return self._over.shares_memory and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
+        """A 1-D tensor of ``size`` zeros that the ranks of this node share: all-reduces of it copy nothing.
+
+        Not collective. Such an all-reduce is under way until its Work was waited for.
+
+        Raises:
+            ValueError: There is no such memory for this device.
+        """
+        if not self.supports_tensor_alloc(device):
+            raise ValueError(f"{self._call.place}: no shared memory for tensors on {device}")
+        return self._over.allocate(size, dtype)
+
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
         if not self._closed:
             self._closed = True
+            with self._call.watched("destroy_process_group"):
+                self._outstanding.drain()
             if not MPI.Is_finalized():
                 self._over.comm.Free()
 
@@ -299,6 +331,7 @@ class MpiProcessGroup(ProcessGroup):
         watched.thread = get_ident()
         watched.since = monotonic()
         try:
+            self._outstanding.drain()
             call(*arguments)
         except MPI.Exception as error:
             raise CommunicationError(f"{watched.place}: {what} over MPI failed: {error}") from error

@@ -14,11 +14,16 @@ import torch
 from mpi4py import MPI
 
 from ppe_ddp.backends.mpi_datatypes import Reduction, numbers, octets, reduction_of
+from ppe_ddp.backends.mpi_memory import shared_memory
+from ppe_ddp.backends.mpi_shared import SharedReduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from torch.distributed import Work
+
+    from ppe_ddp.backends.mpi_job import Call
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,18 @@ class MpiOptions:
     Attributes:
         piece_bytes: Larger all-reduces, reduces and broadcasts go in pieces of this size, which stay in the cache;
             small pieces cost more calls. The same on every rank.
+        shared_memory: Whether sums of at least ``shared_bytes`` over the ranks of one node go through memory that they
+            share, where the system allows it. The same on every rank.
+        shared_bytes: Below it a message is faster. The same on every rank.
+        shared_piece_bytes: Larger sums in shared memory go in pieces of this size. The same on every rank.
         gpu_aware: Whether this MPI takes CUDA memory, so that CUDA tensors are handed to it as they are. Otherwise they
             are copied to pinned memory and back. A wrong True crashes.
     """
 
     piece_bytes: int = 2 << 20
+    shared_memory: bool = True
+    shared_bytes: int = 256 << 10
+    shared_piece_bytes: int = 8 << 20
     gpu_aware: bool = False
 
 
@@ -46,24 +58,56 @@ class Collectives:
 
     Args:
         comm: Its ranks are the ranks of the group, in order.
+        call: Tells the watchdog what goes on.
         options: See :class:`MpiOptions`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, options: MpiOptions) -> None:
+    def __init__(self, comm: MPI.Intracomm, call: Call, options: MpiOptions) -> None:
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._options = options
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._call = call
+        self._is_connected = False
+        self._shared: SharedReduce | None = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether sums may go through shared memory; whether they do is known at the first of them."""
+        possible = self.size > 1 and self._options.shared_memory and not self._options.gpu_aware
+        return possible and (self._shared is not None or not self._is_connected) and shared_memory() is not None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Shared memory for a tensor of zeros."""
+        memory = shared_memory()
+        assert memory is not None
+        return memory.allocate(numel, dtype)
+
+    def start_all_reduce(self, tensor: Tensor, op: Any) -> Work | None:
+        """Begin to reduce a tensor in shared memory, in place; None where that is not the way of this tensor."""
+        if tensor.nbytes < self._options.shared_bytes or not self._is_plain(tensor):
+            return None
+        reduction = reduction_of(tensor.dtype, op.op)
+        shared = self._shared_for(tensor, reduction, op)
+        if shared is None or not shared.holds(tensor):
+            return None
+        return shared.start(tensor.detach().view(-1).view(reduction.view), op.op, [tensor])
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
         reduction = reduction_of(tensor.dtype, op.op)
-        if reduction.is_direct and self._is_plain(tensor) and tensor.nbytes <= self._options.piece_bytes:
+        is_small = tensor.nbytes < min(self._options.shared_bytes, self._options.piece_bytes)
+        if is_small and reduction.is_direct and self._is_plain(tensor):
             self.comm.Allreduce(MPI.IN_PLACE, numbers(tensor, reduction.datatype), reduction.op)
             return
+        shared = self._shared_for(tensor, reduction, op)
         host = self.host_of(tensor)
         flat = host.view(-1).view(reduction.view)
+        if shared is not None:
+            shared.run(flat, op.op)
+            self.bring_back(tensor, host)
+            return
         for piece in self._pieces(flat, reduction):
             wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
@@ -223,6 +267,18 @@ class Collectives:
         """Copy what MPI wrote to where the user wants it, if that is elsewhere; in the order of the current stream."""
         if host.data_ptr() != tensor.data_ptr() or not self._is_plain(tensor):
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+
+    def _shared_for(self, tensor: Tensor, reduction: Reduction, op: Any) -> SharedReduce | None:
+        """The way through shared memory where this sum goes it; the ranks come here together, and agree."""
+        options = self._options
+        if self.size == 1 or tensor.nbytes < options.shared_bytes or not options.shared_memory:
+            return None
+        if tensor.dtype is torch.bool or options.gpu_aware or not SharedReduce.serves(reduction.view, op.op):
+            return None
+        if not self._is_connected:
+            self._shared = SharedReduce.connect(self.comm, self._call, options.shared_piece_bytes)
+            self._is_connected = True
+        return self._shared
 
     def _is_plain(self, tensor: Tensor) -> bool:
         """Whether the memory of a tensor is its elements in order, where MPI can reach them."""

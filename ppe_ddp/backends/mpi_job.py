@@ -14,11 +14,13 @@ import threading
 import time
 import traceback
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
 _LOOK_SECONDS = 0.5
@@ -45,6 +47,17 @@ class Call:
         self.since = 0.0
         self.what = ""
         self.thread = 0
+
+    @contextmanager
+    def watched(self, what: str) -> Iterator[None]:
+        """Mark a call that is on its way in this thread."""
+        self.what = what
+        self.thread = threading.get_ident()
+        self.since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.since = 0.0
 
 
 class _Job:

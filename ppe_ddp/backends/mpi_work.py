@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import distributed as dist
 
+from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -95,11 +97,13 @@ class Message(dist.Work):
         self._arrive = arrive
         self._lock = threading.Lock()  # MPI allows no two threads to test one request
         self._done = False
+        self._outstanding = outstanding(os.getpid())
         self._error: BaseException | None = None
         self._source = -1
 
     def is_completed(self) -> bool:
         """Whether it has arrived, or the local buffer may be used again; also True where it failed."""
+        self._outstanding.progress()
         with self._lock:
             if not self._done:
                 self._test()

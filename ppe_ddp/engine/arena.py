@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ppe_ddp.engine.groups import Allocator
     from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
 
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
@@ -74,9 +75,14 @@ class Lease:
 
 
 class Arena:
-    """Owns the buffers and gives them out for one backward at a time."""
+    """Owns the buffers and gives them out for one backward at a time.
 
-    def __init__(self) -> None:
+    Args:
+        allocate: Makes the memory of a buffer.
+    """
+
+    def __init__(self, allocate: Allocator) -> None:
+        self._allocate = allocate
         self._leases: dict[tuple[torch.dtype, torch.device], list[Lease]] = {}
         self._used: set[int] = set()
 
@@ -98,7 +104,7 @@ class Arena:
             else:
                 unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
                 capacity = -(-bucket.numel // unit) * unit
-                lease = Lease(torch.empty(capacity, dtype=bucket.dtype, device=bucket.device))
+                lease = Lease(self._allocate(capacity, bucket.dtype, bucket.device))
                 held.append(lease)
             lease.lay_out(bucket, specs, parameters)
         self._used.add(id(lease))

@@ -15,6 +15,7 @@ from ppe_ddp.engine.agreement import Consensus
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.gradients import Gradients
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Round
 from ppe_ddp.engine.trace import span
 from ppe_ddp.errors import PeerAbortedError
@@ -77,7 +78,7 @@ class Communication:
         """Carry the gradients of ``census`` from now on."""
         self._census = census
         self._nothing = bytes(len(census.parameters))
-        self.gradients = Gradients(census)
+        self.gradients = Gradients(census, allocator(self._groups.buckets))
         self.consensus.arm(census)
 
     def ask(self, backward: Backward) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.groups import Allocator
 
 
 class Gradients:
@@ -19,12 +20,13 @@ class Gradients:
 
     Args:
         census: The parameters.
+        allocate: Makes the memory of buckets.
     """
 
-    def __init__(self, census: Census) -> None:
+    def __init__(self, census: Census, allocate: Allocator) -> None:
         self._parameters: Sequence[nn.Parameter] = census.parameters
         self._specs = census.specs
-        self.arena = Arena()
+        self.arena = Arena(allocate)
 
     def existing(self, reached: Iterable[int]) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already."""

@@ -9,11 +9,13 @@ function may send from a thread of its own, and once for the small messages by w
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -118,13 +120,45 @@ def _new_group(parent: ProcessGroup, config: str, name: str) -> ProcessGroup:
     """
     full_name = f"{parent.group_name}/ppe_ddp/{name}"
     ranks = dist.get_process_group_ranks(parent)
+    options = getattr(parent, "pg_options", None) if config == dist.get_backend_config(parent) else None
     naming = c10d._process_group_name
     c10d.__dict__["_process_group_name"] = lambda *_args, **_kwargs: full_name
     try:
-        group: ProcessGroup = dist.new_group(ranks, _timeout(parent), config, use_local_synchronization=True)
+        group: ProcessGroup = dist.new_group(
+            ranks, _timeout(parent), config, pg_options=options, use_local_synchronization=True
+        )
     finally:
         c10d.__dict__["_process_group_name"] = naming
     return group
+
+
+Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Makes a 1-D tensor of so many elements, with arbitrary contents."""
+
+
+def allocator(group: ProcessGroup) -> Allocator:
+    """Makes buckets for ``group``: in memory that its backend offers for them, where it does (torch's contract).
+
+    CPU only: what NCCL's own memory pool gains was not measured.
+    """
+    offered: dict[torch.device, Any] = {}
+    for device in group._device_types:
+        backend = group._get_backend(torch.device(device))
+        offers = getattr(backend, "supports_tensor_alloc", None)
+        if device.type == "cpu" and offers is not None and offers(device):
+            offered[device] = backend
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        backend = offered.get(device)
+        if backend is not None:
+            try:
+                memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+                return memory
+            except MemoryError:
+                pass  # any memory will do
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate
 
 
 def _timeout(group: ProcessGroup) -> timedelta | None:

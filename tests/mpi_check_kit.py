@@ -1,0 +1,155 @@
+"""What the checks of the backend `mpi4py` share: their registry, data of every dtype, and what must come of them.
+
+Data come from seeds that every rank knows, so that each rank computes what all must have got without asking them.
+Floats are multiples of 1/8 whose float32 sums are exact: a half-precision result is right only if it was rounded once.
+"""
+
+import functools
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    )
+}
+OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+LARGE = (40_007,)  # more than one piece, in any dtype but the narrowest
+CHECKS = {}
+
+
+def check(*names, ranks=1):
+    """Register a check under its own name, or under one name for each of `names`, which it gets as its argument."""
+
+    def register(body):
+        if names:
+            CHECKS.update({f"{body.__name__}-{name}": (functools.partial(body, name), ranks) for name in names})
+        else:
+            CHECKS[body.__name__] = (body, ranks)
+        return body
+
+    return register
+
+
+def names_for(size):
+    return [name for name, (_, ranks) in CHECKS.items() if ranks <= size]
+
+
+def data(dtype, shape, seed, rank):
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((str(dtype), tuple(shape), seed, rank)).encode()))
+
+    def draw(low, high):
+        return torch.randint(low, high + 1, shape, generator=generator)
+
+    if dtype is torch.bool:
+        return draw(0, 1).bool()
+    if dtype.is_complex:
+        return torch.complex(draw(-16, 16) / 8, draw(-16, 16) / 8).to(dtype)
+    if dtype.is_floating_point:
+        return (draw(-4, 4) if dtype.itemsize == 1 else draw(-64, 64)).div(8).to(dtype)
+    return draw(0 if dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else -3, 3).to(dtype)
+
+
+def op_named(name, rank):
+    return dist._make_nccl_premul_sum(factor_of(rank)) if name == "PREMUL_SUM" else ReduceOp(getattr(ReduceOp, name))
+
+
+def options(made, op):
+    made.reduceOp = op
+    return made
+
+
+def factor_of(rank):
+    return 0.5 * (rank + 1)
+
+
+def expected(tensors, name):
+    """Reduce over the ranks in a dtype with room, and round to the tensors' own once; None where it means nothing."""
+    dtype, size = tensors[0].dtype, len(tensors)
+    number = dtype.is_floating_point or dtype.is_complex
+    if (name in ("BAND", "BOR", "BXOR") and number) or (name == "PREMUL_SUM" and not number):
+        return None
+    if (name in ("MIN", "MAX") and dtype.is_complex) or (
+        name == "AVG" and dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+    ):
+        return None
+    if dtype is torch.bool:
+        fold = {"SUM": "or", "MAX": "or", "BOR": "or", "PRODUCT": "and", "MIN": "and", "BAND": "and", "BXOR": "xor"}[
+            name
+        ]
+        return functools.reduce(getattr(torch, f"logical_{fold}"), tensors)
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if number else torch.int64
+    parts = [tensor.to(wide) for tensor in tensors]
+    if name == "PREMUL_SUM":
+        parts = [part * factor_of(rank) for rank, part in enumerate(parts)]
+    folds = {
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }
+    result = functools.reduce(folds.get(name, torch.add), parts)
+    if name == "AVG":
+        result = result.div(size, rounding_mode=None if number else "trunc")
+    # float64 to half goes by float32, as the backend does; the sums are exact in both
+    if dtype.itemsize < 4 and number:
+        result = result.to(torch.complex64 if dtype.is_complex else torch.float32)
+    return result.to(dtype)
+
+
+def assert_same(actual, wanted, message, *, exact=True):
+    assert actual.dtype == wanted.dtype, message
+    assert actual.shape == wanted.shape, message
+    if actual.dtype.is_complex:
+        actual, wanted = torch.view_as_real(actual), torch.view_as_real(wanted)
+    if exact or not actual.dtype.is_floating_point:
+        assert torch.equal(to_plain(actual), to_plain(wanted)), (
+            f"{message}: {actual.flatten()[:9]} != {wanted.flatten()[:9]}"
+        )
+    else:
+        rtol = max(1e-6, torch.finfo(wanted.dtype).eps)
+        actual, wanted = to_plain(actual), to_plain(wanted)
+        torch.testing.assert_close(actual, wanted, msg=lambda text: f"{message}: {text}", rtol=rtol, atol=0)
+
+
+def to_plain(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor.to(torch.int64)
+
+
+def variants(dtype, seed, ranks, *, shapes=((), (5,), (3, 4), (0,), LARGE)):
+    """Yield (what, the ranks' tensors): contiguous ones of each shape, and a transposed one."""
+    for shape in shapes:
+        yield f"shape {shape}", [data(dtype, shape, seed, rank) for rank in range(ranks)]
+    yield "transposed", [data(dtype, (4, 6), seed, rank).t() for rank in range(ranks)]
+
+
+def reductions(dtype, ranks, **keywords):
+    for name in OPS:
+        for what, tensors in variants(dtype, name, ranks, **keywords):
+            wanted = expected(tensors, name)
+            if wanted is not None:
+                # AVG by three ranks and products are not exact
+                yield name, f"{name} of {dtype}, {what}", tensors, wanted, name not in ("AVG", "PRODUCT")

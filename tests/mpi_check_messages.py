@@ -1,0 +1,149 @@
+"""Checks of messages and of groups over the backend `mpi4py`; run by mpi_checks.py."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpi_check_kit import assert_same, check, data
+
+
+@check(ranks=2)
+def messages():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype, shape in ((torch.float32, (3,)), (torch.bfloat16, (400_000,)), (torch.int64, (0,))):
+        tensors = [data(dtype, shape, "messages", index) for index in range(size)]
+        got = torch.empty_like(tensors[0])
+        # All send before any receives: a send that waits for its receiver would hang here.
+        sends = [dist.isend(tensors[rank], (rank + 1) % size, tag=4)]
+        receive = dist.irecv(got, (rank - 1) % size, tag=4)
+        assert receive.wait()
+        assert sends[0].wait(timedelta(seconds=10))
+        assert_same(got, tensors[rank - 1], f"ring of {dtype}")
+        got.zero_()
+        ops = [dist.P2POp(dist.isend, tensors[rank], (rank + 1) % size), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert_same(got, tensors[rank - 1], f"batch of {dtype}")
+
+
+@check(ranks=2)
+def messages_into_strided_tensors():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wanted = torch.arange(6.0).view(2, 3)
+    got = torch.zeros(3, 2).t()
+    if rank == 0:
+        dist.send(torch.arange(6.0).view(2, 3).t().contiguous().t(), size - 1)
+    elif rank == size - 1:
+        dist.recv(got, 0)
+        assert_same(got, wanted, "strided")
+    dist.barrier()
+
+
+@check(ranks=2)
+def messages_from_anyone():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        seen = set()
+        for _ in range(1, size):
+            got = torch.empty(1)
+            source = dist.recv(got, tag=7)
+            assert got.item() == source
+            seen.add(source)
+        assert seen == set(range(1, size))
+    else:
+        dist.send(torch.tensor([float(rank)]), 0, tag=7)
+
+
+@check(ranks=2)
+def message_that_nobody_sends():
+    from ppe_ddp import CommunicationError
+
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.empty(1), group=group, group_src=1, tag=99)
+        assert not work.is_completed()
+        with pytest.raises(CommunicationError, match=r"rank 1 \(tag 99\)"):
+            work.wait(timedelta(milliseconds=50))
+        future = work.get_future()
+        dist.barrier(group)
+        assert future.wait()[0].item() == 5
+    else:
+        dist.barrier(group)
+        if dist.get_rank() == 1:
+            dist.send(torch.full((1,), 5.0), group=group, group_dst=0, tag=99)
+
+
+@check(ranks=2)
+def monitored_barrier():
+    from ppe_ddp import CommunicationError
+
+    group = dist.new_group()
+    group.monitored_barrier(timedelta(seconds=20))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        return
+    last = dist.get_world_size() - 1
+    missing = rf"ranks \[{last}\] did not reach" if dist.get_rank() == 0 else "no answer from rank 0"
+    with pytest.raises(CommunicationError, match=missing):
+        group.monitored_barrier(timedelta(milliseconds=200), wait_all_ranks=True)
+
+
+@check()
+def objects():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
+    assert [one["rank"] for one in gathered] == list(range(size))
+    sent = [{"from": rank}, "y" * 1000] if rank == 0 else [None, None]
+    dist.broadcast_object_list(sent, 0)
+    assert sent == [{"from": 0}, "y" * 1000]
+    at_last = [None] * size if rank == size - 1 else None
+    dist.gather_object(rank, at_last, dst=size - 1)
+    assert at_last in (None, list(range(size)))
+    own = [None]
+    dist.scatter_object_list(own, [str(index) for index in range(size)] if rank == 0 else None, 0)
+    assert own == [str(rank)]
+
+
+@check(ranks=2)
+def subgroups():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for ranks in ([0, 1], list(range(size)), [size - 1, 0], list(range(0, size, 2)), [1]):
+        group = dist.new_group(ranks)
+        if rank not in ranks:
+            continue
+        total = torch.tensor([2.0**rank])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(2.0**member for member in ranks)
+        # torch sorts the ranks of a group
+        assert dist.get_group_rank(group, rank) == sorted(ranks).index(rank)
+        dist.destroy_process_group(group)
+
+
+@check(ranks=2)
+def subgroups_that_only_members_make():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = [0, 1] if rank < 2 else list(range(2, size))
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    gathered = [None] * len(ranks)
+    dist.all_gather_object(gathered, rank, group=group)
+    assert gathered == ranks
+    dist.barrier()
+
+
+@check(ranks=2)
+def many_groups():
+    """An MPI has few communicators (2048 in MPICH): those of destroyed groups must come back."""
+    if dist.get_world_size() > 2:
+        return
+    for _ in range(2200):
+        dist.destroy_process_group(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+
+
+@check()
+def mixed_with_gloo():
+    group = dist.new_group(backend="gloo")
+    total = torch.ones(2)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [dist.get_world_size()] * 2

@@ -1,0 +1,171 @@
+"""Checks of sums in memory that the ranks share, over the backend `mpi4py`; run by mpi_checks.py."""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpi_check_kit import DTYPES, assert_same, check, data, expected, op_named, options, reductions
+from mpi_check_torch import assert_trained, model_and_loss, train
+
+CPU = torch.device("cpu")
+SHAPE = (30_001,)
+
+
+@functools.cache
+def shared_group(index=0):
+    """A group of all ranks in which nearly every sum goes through shared memory, in several pieces."""
+    from ppe_ddp.backends.mpi import MpiOptions
+
+    return dist.new_group(pg_options=MpiOptions(shared_bytes=8, shared_piece_bytes=10_000), group_desc=str(index))
+
+
+def in_shared_memory(tensor, group):
+    if dist.get_world_size() == 1:
+        return tensor.clone()
+    return group.allocate_tensor(tensor.numel(), dtype=tensor.dtype, device=CPU).view(tensor.shape).copy_(tensor)
+
+
+@check(*DTYPES)
+def shared_all_reduce(dtype_name):
+    """Tensors from anywhere, and tensors in shared memory, of which several are under way at a time."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = shared_group()
+    for name, what, tensors, wanted, exact in reductions(DTYPES[dtype_name], size, shapes=((), (5,), (0,), SHAPE)):
+        anywhere = tensors[rank].clone(memory_format=torch.preserve_format)
+        made = options(dist.AllreduceOptions(), op_named(name, rank))  # dist.all_reduce() takes complex ones apart
+        group.allreduce([anywhere], made).wait()
+        assert_same(anywhere, wanted, what, exact=exact)
+        inside = [in_shared_memory(tensors[rank], group) for _ in range(3)]
+        under_way = [group.allreduce([one], made) for one in inside]
+        for work, one in reversed(list(zip(under_way, inside, strict=True))):
+            assert work.wait()
+            assert work.is_completed()
+            assert work.result()[0] is one
+            assert_same(one, wanted, f"{what}, in place", exact=exact)
+
+
+@check(ranks=2)
+def shared_by_some_ranks_alone():
+    """A rank may bring a tensor in shared memory where another brings one from elsewhere."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = shared_group()
+    for turn in range(size):
+        tensors = [data(torch.float32, SHAPE, turn, one) for one in range(size)]
+        mine = in_shared_memory(tensors[rank], group) if rank == turn else tensors[rank].clone()
+        dist.all_reduce(mine, group=group)
+        assert_same(mine, expected(tensors, "SUM"), f"rank {turn} in shared memory")
+
+
+@check(ranks=2)
+def shared_sums_under_way_beside_other_calls():
+    """Each rank waits in another order and makes other calls meanwhile, some of which block: nobody hangs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [shared_group(0), shared_group(1)]
+    tensors = [data(torch.float32, SHAPE, "beside", one) for one in range(size)]
+    mine = [in_shared_memory(tensors[rank], group) for group in groups]
+    message = torch.empty(200_000)
+    arriving = dist.irecv(message, (rank - 1) % size, tag=3)
+    under_way = [dist.all_reduce(one, group=group, async_op=True) for one, group in zip(mine, groups, strict=True)]
+    leaving = dist.isend(torch.full((200_000,), float(rank)), (rank + 1) % size, tag=3)
+    for work in under_way if rank % 2 else [*reversed(under_way), arriving]:
+        work.wait()
+    arriving.wait()
+    leaving.wait()
+    assert message[-1].item() == (rank - 1) % size
+    again = dist.all_reduce(mine[0], group=groups[0], async_op=True)
+    dist.barrier()  # of another group
+    again.get_future().wait()
+    assert_same(mine[0], size * expected(tensors, "SUM"), "summed twice")
+    assert_same(mine[1], expected(tensors, "SUM"), "summed once")
+
+
+@check(ranks=2)
+def shared_sums_that_nobody_waits_for():
+    """More than there are records, and dropped without a look; the group may be destroyed after them."""
+    group = dist.new_group(pg_options=shared_group().pg_options)
+    ones = in_shared_memory(torch.ones(7), group)
+    for _ in range(200):
+        dist.all_reduce(ones.fill_(1.0), group=group, async_op=True)
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@check(ranks=2)
+def shared_sums_of_different_tensors():
+    """Ranks that bring different sizes or dtypes get the same error, and go on."""
+    from ppe_ddp import CommunicationError
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = shared_group()
+    for mine, told in (
+        (torch.ones(100 + rank), "rank 1 101 x float32"),
+        (torch.ones(8, dtype=torch.float64 if rank else torch.float32), "rank 1 8 x float64"),
+    ):
+        for given in (mine.clone(), in_shared_memory(mine, group)):
+            with pytest.raises(CommunicationError, match=told):
+                dist.all_reduce(given, group=group)
+    total = torch.ones(100)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [size] * 100
+
+
+@check(ranks=2)
+def shared_memory_goes_back():
+    """To the system with the last view of a tensor, and to the next tensor of its size."""
+    from ppe_ddp.backends.mpi_memory import shared_memory
+
+    memory = shared_memory()
+    used = os.fstat(memory.address.descriptor).st_blocks * 512
+    large = memory.allocate(1 << 20, torch.float32).fill_(1.0)
+    view, position = large[5:], memory.position(large)
+    del large
+    assert os.fstat(memory.address.descriptor).st_blocks * 512 >= used + (4 << 20)
+    del view
+    assert os.fstat(memory.address.descriptor).st_blocks * 512 <= used
+    again = memory.allocate(1 << 20, torch.float32)
+    assert memory.position(again) == position
+    assert not again.any()
+    assert memory.position(torch.ones(3)) == -1
+    with pytest.raises(MemoryError, match="in a row"):
+        memory.allocate(memory.address.nbytes, torch.uint8)
+
+
+@check(ranks=2)
+def shared_memory_out_of_reach():
+    """One rank cannot map another's memory (containers): the sums go through messages on every rank."""
+    from ppe_ddp.backends.mpi_memory import SharedMemory
+
+    def refuse(*_):
+        raise PermissionError("on purpose")
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(pg_options=shared_group().pg_options)
+    assert group.supports_tensor_alloc(CPU)
+    total = group.allocate_tensor(500, dtype=torch.float32, device=CPU).fill_(1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(SharedMemory, "attach", refuse)
+        dist.all_reduce(total, group=group)
+    assert total.tolist() == [size] * 500
+    assert not group.supports_tensor_alloc(CPU)
+    with pytest.raises(ValueError, match=f"rank {rank} of {size}.* no shared memory"):
+        group.allocate_tensor(1, dtype=torch.float32, device=CPU)
+
+
+@check("own", "torch")
+def shared_ddp(kind):
+    import ppe_ddp
+
+    wrapper = ppe_ddp.DistributedDataParallel if kind == "own" else torch.nn.parallel.DistributedDataParallel
+    model, loss_of = model_and_loss(3)
+    wrapped = wrapper(model, process_group=shared_group())
+    train(wrapped, loss_of)
+    assert_trained(model.parameters())
+    if kind == "own" and dist.get_world_size() > 1:  # the gradients are views of shared buckets
+        from ppe_ddp.backends.mpi_memory import shared_memory
+
+        wrapped(torch.ones(2, 6)).sum().backward()
+        assert all(shared_memory().position(parameter.grad) >= 0 for parameter in model.parameters())
