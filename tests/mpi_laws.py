@@ -43,7 +43,8 @@ def main():
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     shared = MpiOptions(shared_bytes=16, shared_piece_bytes=256)
-    options = {"messages": MpiOptions(shared_memory=False), "shared": shared}[sys.argv[2]]
+    messages, thread = MpiOptions(shared_memory=False), MpiOptions(thread=True)
+    options = {"messages": messages, "shared": shared, "thread": thread}[sys.argv[2]]
     dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
     problems = [list(probe_backend("cpu"))]
     variants = Variant.every()[:: 1 if dist.get_world_size() == 2 else 4]

@@ -18,7 +18,15 @@ pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the ext
 # More ranks than cores spin in each other's way: fewer cases there.
 @pytest.mark.parametrize(
     ("ranks", "cases", "way"),
-    [(1, 0, "messages"), (2, 3, "messages"), (2, 5, "shared"), (3, 1, "messages"), (3, 2, "shared"), (4, 1, "shared")],
+    [
+        (1, 0, "messages"),
+        (2, 3, "messages"),
+        (2, 5, "shared"),
+        (2, 2, "thread"),
+        (3, 1, "messages"),
+        (3, 2, "shared"),
+        (4, 1, "shared"),
+    ],
 )
 def test_the_laws_hold_over_mpi(ranks, cases, way):
     command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", cases, way]

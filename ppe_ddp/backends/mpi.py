@@ -7,6 +7,7 @@ torch that talks over a process group works: DistributedDataParallel and its hoo
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from os import getpid
 from threading import get_ident
 from time import monotonic
@@ -23,6 +24,7 @@ from ppe_ddp.backends.mpi_job import Call, guard_job
 from ppe_ddp.backends.mpi_messages import Messages
 from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.backends.mpi_rendezvous import mismatch
+from ppe_ddp.backends.mpi_thread import communication_thread
 from ppe_ddp.backends.mpi_work import Finished
 from ppe_ddp.errors import CommunicationError, UnusableError
 
@@ -90,10 +92,10 @@ class MpiProcessGroup(ProcessGroup):
         pg_options: What it was made with, for groups that shall be like it.
 
     Collectives block in the calling thread and are complete when they return, also with ``async_op=True``; except
-    all-reduces of memory from ``allocate_tensor``, which go on while the caller does other things. ``isend`` and
-    ``irecv`` return at once. All ranks make the same collectives in the same order, with the same sizes
-    and dtypes. Not guaranteed: an error where they differ; MPI then hangs, until the watchdog ends the job, or
-    computes wrong numbers.
+    all-reduces of memory from ``allocate_tensor``, which go on while the caller does other things, and all of them
+    with ``MpiOptions(thread=True)``. ``isend`` and ``irecv`` return at once. All ranks make the same collectives in
+    the same order, with the same sizes and dtypes. Not guaranteed: an error where they differ; MPI then hangs, until
+    the watchdog ends the job, or computes wrong numbers.
 
     Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. What MPI cannot sum
     (float16, bfloat16, float8) is summed in float32 and rounded once.
@@ -116,6 +118,7 @@ class MpiProcessGroup(ProcessGroup):
         self._call = Call(place, self._timeout.total_seconds())
         self._over = Collectives(comm, self._call, options)
         self._outstanding = outstanding(getpid())
+        self._thread = communication_thread(getpid()) if options.thread else None
         self._messages = Messages(comm, self._over, place, self._timeout.total_seconds())
         self._closed = False
         guard_job().watch(self._call)
@@ -164,7 +167,7 @@ class MpiProcessGroup(ProcessGroup):
         """Reduce each tensor over the ranks, in place."""
         tensors = _listed(tensors)
         op = _op_of(opts)
-        if len(tensors) == 1 and not self._closed:
+        if len(tensors) == 1 and not self._closed and self._thread is None:
             under_way = self._over.start_all_reduce(tensors[0], op)
             if under_way is not None:
                 return under_way
@@ -302,6 +305,8 @@ class MpiProcessGroup(ProcessGroup):
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
         if not self._closed:
             self._closed = True
+            if self._thread is not None:
+                self._thread.flush()
             with self._call.watched("destroy_process_group"):
                 self._outstanding.drain()
             if not MPI.Is_finalized():
@@ -326,6 +331,15 @@ class MpiProcessGroup(ProcessGroup):
     def _run(self, what: str, call: Callable[..., None], *arguments: Any, result: Any = None) -> Work:
         if self._closed:
             self._check_open(what)
+        if self._thread is not None:
+            if not any(map(_is_on_cuda, arguments)):
+                queued = partial(self._execute, what, call, *arguments)
+                return self._thread.submit(queued, f"{self._call.place}: {what}", result)
+            self._thread.flush()  # CUDA's current stream is that of this thread
+        self._execute(what, call, *arguments)
+        return Finished(result)
+
+    def _execute(self, what: str, call: Callable[..., None], *arguments: Any) -> None:
         watched = self._call
         watched.what = what
         watched.thread = get_ident()
@@ -337,7 +351,6 @@ class MpiProcessGroup(ProcessGroup):
             raise CommunicationError(f"{watched.place}: {what} over MPI failed: {error}") from error
         finally:
             watched.since = 0.0
-        return Finished(result)
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -352,6 +365,12 @@ def _each(call: Callable[..., None], tensors: Sequence[Tensor], *arguments: Any)
 def _zipped(call: Callable[..., None], first: Sequence[Any], second: Sequence[Any], *arguments: Any) -> None:
     for one, other in zip(first, second, strict=True):
         call(one, other, *arguments)
+
+
+def _is_on_cuda(argument: Any) -> bool:
+    if isinstance(argument, list | tuple):
+        return any(map(_is_on_cuda, argument))
+    return isinstance(argument, Tensor) and argument.is_cuda
 
 
 def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:

@@ -37,6 +37,8 @@ class MpiOptions:
             share, where the system allows it. The same on every rank.
         shared_bytes: Below it a message is faster. The same on every rank.
         shared_piece_bytes: Larger sums in shared memory go in pieces of this size. The same on every rank.
+        thread: Whether collectives on CPU tensors run on one communication thread, while the caller goes on. Gains over
+            a slow network; costs a core, since MPI waits by spinning, and on one node it is slower.
         gpu_aware: Whether this MPI takes CUDA memory, so that CUDA tensors are handed to it as they are. Otherwise they
             are copied to pinned memory and back. A wrong True crashes.
     """
@@ -45,6 +47,7 @@ class MpiOptions:
     shared_memory: bool = True
     shared_bytes: int = 256 << 10
     shared_piece_bytes: int = 8 << 20
+    thread: bool = False
     gpu_aware: bool = False
 
 

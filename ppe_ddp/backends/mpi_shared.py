@@ -163,11 +163,13 @@ class SharedReduce:
     def run(self, flat: Tensor, kind: Any) -> None:
         """Sum ``flat``, 1-D and anywhere in the host's memory, over the ranks in place."""
         divides = kind == _Kind.AVG
+        is_shared = self.holds(flat)
         under_way: deque[_Step] = deque()
         for index, piece in enumerate(self._pieces(flat)):
             if len(under_way) == _STAGES:
                 self.finish(under_way.popleft())
-            under_way.append(self._launch(piece, self._stage(index % _STAGES, piece), divides))
+            slab = piece if is_shared else self._stage(index % _STAGES, piece)
+            under_way.append(self._launch(piece, slab, divides))
         while under_way:
             self.finish(under_way.popleft())
 
