@@ -180,7 +180,7 @@ def test_a_target_holds_for_its_number_of_ranks_only():
 def report(tmp_path_factory):
     """One run of the real command: its result as data, and as text."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
-    models = [f"--model={name}" for name in ("supernet-common", "supernet-own", "small", "tiny")]
+    models = [f"--model={name}" for name in ("supernet-own", "small", "tiny")]
     done = ppe_ddp(*TINY_RUN, *models, "--no-views", "--json", str(file))
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done
@@ -195,9 +195,9 @@ def test_everything_is_in_the_report(report):
     assert data["versions"]["torch"] == torch.__version__
     assert data["machine"]["cores"] >= 1
     assert (data["settings"]["steps"], data["settings"]["repeats"], data["settings"]["views"]) == (1, 2, False)
-    assert [model["name"] for model in data["models"]] == ["supernet-common", "supernet-own", "small", "tiny"]
-    assert [model["world_size"] for model in data["models"]] == [2, 2, 2, 1]
-    assert [model["at_most"] for model in data["models"]] == [0.5, 0.8, 0.95, 1.2]
+    assert [model["name"] for model in data["models"]] == ["supernet-own", "small", "tiny"]
+    assert [model["world_size"] for model in data["models"]] == [2, 2, 1]
+    assert [model["at_most"] for model in data["models"]] == [0.8, 0.95, 1.2]
     for model in data["models"]:
         assert [result["name"] for result in model["contestants"]] == NAMES
         assert model["name"] in done.stdout
@@ -218,7 +218,7 @@ def test_medians_and_ratios_are_those_of_the_repetitions(report):
 
 
 def test_what_is_sent_is_what_exists(report):
-    shares = {"supernet-common": 1 / 4, "supernet-own": 2 / 4, "small": 1, "tiny": 1}
+    shares = {"supernet-own": 2 / 4, "small": 1, "tiny": 1}
     for model in report[0]["models"]:
         assert model["existing_nbytes"] == shares[model["name"]] * model["parameter_nbytes"]
         sent = {name: result["traffic"]["gradient_nbytes"] for name, result in results_of(model).items()}
@@ -237,11 +237,11 @@ def test_presence_costs_less_than_ppes(report):
 def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    words = [*TINY_RUN, "--model=supernet-own", "--model=tiny", "--json=-"]
+    words = [*TINY_RUN, "--model=supernet-own", "--json=-"]
     done = ppe_ddp(*words, launcher=launcher, path=tmp_path)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert [model["world_size"] for model in data["models"]] == [2, 1]
+    assert [model["world_size"] for model in data["models"]] == [2]
     for model in data["models"]:
         assert "not here" in results_of(model)["ppe"]["skipped"]
     assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in done.stderr

@@ -73,7 +73,7 @@ def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
     wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
     # The arena is empty at the start, so the peak has in it what it comes to hold.
     assert wrapper._reducer.arena_nbytes == 0
-    peak = peak_of(wrapper, range(200), ranks=[dist.get_rank()])
+    peak = peak_of(wrapper, range(100), ranks=[dist.get_rank()])
     rounding = 0 if options.get("gradient_as_bucket_view", True) else len(wrapper.trace().buckets) * 2**16
     assert peak - bare <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding, f"{peak - bare} bytes more than {bare}"
 
@@ -84,7 +84,7 @@ def test_what_is_held_between_steps(options):
     wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB, **options)
     rank = dist.get_rank()
     held = []
-    for step in range(200):
+    for step in range(100):
         train(wrapper, step, [rank])
         held.append(wrapper._reducer.arena_nbytes)
         agreed = {k for r in range(2) for k in way_of(r, step)}
@@ -100,10 +100,9 @@ def plans():
     return [thing for thing in gc.get_objects() if isinstance(thing, Plan)]
 
 
-@each_variant
 @on_two_ranks
-def test_nothing_grows_with_the_number_of_masks(options):
-    wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB, **options)
+def test_nothing_grows_with_the_number_of_masks():
+    wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB)
     masks, counts = set(), {}
     others = len(plans())
     for step in range(300):
