@@ -318,13 +318,14 @@ def test_what_is_no_size(text):
 
 
 @needs_mpirun
-def test_a_step_under_mpirun_has_one_more_contestant(tmp_path):
+def test_a_step_under_mpirun_has_more_contestants(tmp_path):
     file = tmp_path / "result.json"
-    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", *TINY_RUN, "--model", "small", "--json", str(file)]
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", *TINY_RUN, "--model", "small"]
+    command += ["--mpi-thread", "--json", str(file)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     names = [result["name"] for result in json.loads(file.read_text())["models"][0]["contestants"]]
-    assert names == ["ppe_ddp", "over mpi4py", "torch", "ppe", "bare"]
+    assert names == ["ppe_ddp", "over mpi4py", "mpi thread", "torch", "ppe", "bare"]
     assert "over mpi4py" in done.stdout

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = ["CONTESTANTS", "Contestant", "Ours", "OursOverMpi", "Traffic", "contestants", "gradient_nbytes"]
+__all__ = [
+    "CONTESTANTS",
+    "Contestant",
+    "Ours",
+    "OursOverMpi",
+    "OursOverMpiThread",
+    "Traffic",
+    "contestants",
+    "gradient_nbytes",
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,17 @@ class OursOverMpi(Ours):
         return DistributedDataParallel(module, **options)  # type: ignore[arg-type]
 
 
+class OursOverMpiThread(Ours):
+    """The same, with the communication thread of the backend."""
+
+    name = "mpi thread"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        mpi = importlib.import_module("ppe_ddp.backends.mpi")
+        group = dist.new_group(backend="mpi4py", pg_options=mpi.MpiOptions(thread=True))
+        return DistributedDataParallel(module, process_group=group, **options)  # type: ignore[arg-type]
+
+
 class Torch(Contestant):
     """torch's DistributedDataParallel, with the options that make it fast."""
 
@@ -154,9 +175,12 @@ CONTESTANTS: tuple[type[Contestant], ...] = (Ours, Torch, Ppe, Bare)
 """In the order in which results show them."""
 
 
-def contestants() -> tuple[type[Contestant], ...]:
+def contestants(*, with_thread: bool = False) -> tuple[type[Contestant], ...]:
     """Those that can take part in the default process group, in the order of results."""
-    return (Ours, OursOverMpi, *CONTESTANTS[1:]) if over_mpi() else CONTESTANTS
+    if not over_mpi():
+        return CONTESTANTS
+    thread = (OursOverMpiThread,) if with_thread else ()
+    return (Ours, OursOverMpi, *thread, *CONTESTANTS[1:])
 
 
 def gradient_nbytes(module: nn.Module) -> int:

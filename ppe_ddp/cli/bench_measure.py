@@ -44,6 +44,7 @@ class Settings:
         bucket_cap_mb: ppe_ddp's option of this name; None for its default.
         views: ppe_ddp's ``gradient_as_bucket_view``.
         overlap: ppe_ddp's option of this name.
+        mpi_thread: Whether ppe_ddp over mpi4py takes part once more, with its communication thread.
         seed: What weights, data, branches and the order of contestants are drawn from.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     bucket_cap_mb: float | None = None
     views: bool = True
     overlap: bool = True
+    mpi_thread: bool = False
     seed: int = 0
 
     def options(self) -> dict[str, object]:
@@ -107,7 +109,7 @@ class _Race:
         torch.manual_seed(settings.seed)
         module = self._workload.build()
         group = dist.new_group(backend="gloo") if over_mpi() else None
-        for kind in contestants():
+        for kind in contestants(with_thread=settings.mpi_thread):
             try:
                 self.contestants[kind.name] = kind(
                     copy.deepcopy(module), is_dynamic=self._workload.is_dynamic, options=settings.options(), group=group

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.cli.bench_contestants import CONTESTANTS, Contestant, Ours, OursOverMpi, Traffic
+from ppe_ddp.cli.bench_contestants import CONTESTANTS, Contestant, Ours, OursOverMpi, OursOverMpiThread, Traffic
 
 if TYPE_CHECKING:
     from ppe_ddp.cli.bench_measure import RankResult
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ContestantResult", "ModelResult", "Spread", "combine"]
 
 
-_KINDS: tuple[type[Contestant], ...] = (Ours, OursOverMpi, *CONTESTANTS[1:])
+_KINDS: tuple[type[Contestant], ...] = (Ours, OursOverMpi, OursOverMpiThread, *CONTESTANTS[1:])
 
 
 @dataclass(frozen=True)

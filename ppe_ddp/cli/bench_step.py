@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--bucket-cap-mb", type=mebibytes, metavar="MIB", help="size of a bucket")
     own.add_argument("--no-views", action="store_true", help="gradient_as_bucket_view=False")
     own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
+    own.add_argument(
+        "--mpi-thread", action="store_true", help="under mpirun: once more over mpi4py with MpiOptions(thread=True)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,6 +115,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         bucket_cap_mb=arguments.bucket_cap_mb,
         views=not arguments.no_views,
         overlap=not arguments.no_overlap,
+        mpi_thread=arguments.mpi_thread,
         seed=arguments.seed,
     )
 
