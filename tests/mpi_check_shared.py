@@ -101,7 +101,7 @@ def shared_sums_of_different_tensors():
     rank, size = dist.get_rank(), dist.get_world_size()
     group = shared_group()
     for mine, told in (
-        (torch.ones(100 + rank), "rank 1 101 x float32"),
+        (torch.ones(100 + rank), "rank 1 101 x float32 \\(SUM\\)"),
         (torch.ones(8, dtype=torch.float64 if rank else torch.float32), "rank 1 8 x float64"),
     ):
         for given in (mine.clone(), in_shared_memory(mine, group)):

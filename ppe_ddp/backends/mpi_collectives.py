@@ -7,7 +7,7 @@ by itself, and a second thread takes a core from the ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,10 @@ class MpiOptions:
     shared_piece_bytes: int = 8 << 20
     thread: bool = False
     gpu_aware: bool = False
+
+    def for_control(self) -> MpiOptions:
+        """The same for a group of small messages that are to be under way while the caller goes on."""
+        return replace(self, shared_bytes=0)
 
 
 class Collectives:

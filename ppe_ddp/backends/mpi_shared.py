@@ -53,6 +53,7 @@ _CODES = {
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _CODES.items()}
 _HALVES = (torch.float16, torch.bfloat16)
 _Kind: Any = ReduceOp.RedOpType
+_KINDS = (_Kind.SUM, _Kind.AVG, _Kind.MAX)
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
 _ARRIVED, _DONE, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 64, 4
@@ -70,14 +71,14 @@ class _Step:
         number: Counted on each group.
         local: Where the result belongs.
         slab: The shared memory that stands for it: itself, or where it was copied to.
-        divides: Whether the sum is divided by the number of ranks.
+        kind: SUM, AVG or MAX.
         complaint: What is wrong with it.
     """
 
     number: int
     local: Tensor
     slab: Tensor
-    divides: bool
+    kind: Any
     complaint: str = ""
 
 
@@ -145,7 +146,7 @@ class SharedReduce:
     @staticmethod
     def serves(dtype: torch.dtype, kind: Any) -> bool:
         """Whether sums of this kind and dtype go this way; complex numbers come as real ones."""
-        return dtype in _CODES and kind in (_Kind.SUM, _Kind.AVG)
+        return dtype in _CODES and kind in _KINDS
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory of a contiguous tensor is shared already, so that nothing has to be copied."""
@@ -156,20 +157,18 @@ class SharedReduce:
 
         Every rank must call ``start`` or ``run`` with the same size and dtype.
         """
-        divides = kind == _Kind.AVG
-        steps = [self._launch(piece, piece, divides) for piece in self._pieces(flat)]
+        steps = [self._launch(piece, piece, kind) for piece in self._pieces(flat)]
         return SharedWork(self, steps, result)
 
     def run(self, flat: Tensor, kind: Any) -> None:
         """Sum ``flat``, 1-D and anywhere in the host's memory, over the ranks in place."""
-        divides = kind == _Kind.AVG
         is_shared = self.holds(flat)
         under_way: deque[_Step] = deque()
         for index, piece in enumerate(self._pieces(flat)):
             if len(under_way) == _STAGES:
                 self.finish(under_way.popleft())
             slab = piece if is_shared else self._stage(index % _STAGES, piece)
-            under_way.append(self._launch(piece, slab, divides))
+            under_way.append(self._launch(piece, slab, kind))
         while under_way:
             self.finish(under_way.popleft())
 
@@ -203,7 +202,7 @@ class SharedReduce:
         own = self._own
         own[record] = self._memory.position(step.slab)
         own[record + 1] = step.local.numel()
-        own[record + 2] = _CODES[step.local.dtype] + len(_CODES) * step.divides
+        own[record + 2] = _CODES[step.local.dtype] + len(_CODES) * _KINDS.index(step.kind)
         self._unsummed.append(step)
         self._outstanding.fence()
         own[_ARRIVED] = step.number
@@ -218,7 +217,7 @@ class SharedReduce:
             self._own[_DONE] = unsummed.popleft().number
         return not unsummed and min(page[_DONE] for page in self._controls) >= self._launched
 
-    def _launch(self, local: Tensor, slab: Tensor, divides: bool) -> _Step:
+    def _launch(self, local: Tensor, slab: Tensor, kind: Any) -> _Step:
         if slab is not local:
             for part in self._parts_of_others(local):
                 slab[part].copy_(local[part])
@@ -226,7 +225,7 @@ class SharedReduce:
         if min(page[_DONE] for page in self._controls) < number - _PLACES:  # its record is still to be read
             self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= number - _PLACES)
         self._launched = number
-        step = _Step(number, local, slab, divides)
+        step = _Step(number, local, slab, kind)
         self._publish(step)
         self._outstanding.add(self)
         self._outstanding.progress()
@@ -273,17 +272,19 @@ class SharedReduce:
         chunk = max(1, _CHUNK_BYTES // dtype.itemsize)
         with torch.no_grad():
             for low in range(0, count, chunk):
-                self._sum_chunk(own[low : low + chunk], [other[low : low + chunk] for other in others], step.divides)
+                self._sum_chunk(own[low : low + chunk], [other[low : low + chunk] for other in others], step.kind)
 
-    def _sum_chunk(self, own: Tensor, others: list[Tensor], divides: bool) -> None:
+    def _sum_chunk(self, own: Tensor, others: list[Tensor], kind: Any) -> None:
         """Sum into ``own`` and all ``others``; halves in float32, rounded once."""
         total = own
+        combine = torch.maximum if kind == _Kind.MAX else torch.add
+        divides = kind == _Kind.AVG
         if own.dtype in _HALVES and (divides or len(others) > 1):
             if self._scratch.numel() < own.numel():
                 self._scratch = torch.empty(own.numel())
             total = self._scratch[: own.numel()].copy_(own)
         for other in others:
-            total.add_(other)
+            combine(total, other, out=total)
         if divides:
             total.div_(self._size, rounding_mode=None if total.is_floating_point() else "trunc")
         if total is not own:
@@ -294,7 +295,7 @@ class SharedReduce:
     def _complaint(self, brought: list[tuple[int, ...]]) -> str:
         each = []
         for rank, (numel, code) in enumerate(brought):
-            kind = "average" if code >= len(_CODES) else "sum"
+            kind = _KINDS[code // len(_CODES)].name
             each.append(f"rank {rank} {numel} x {_NAMES[code % len(_CODES)]} ({kind})")
         return f"{self._call.place}: the ranks have brought different tensors to one all_reduce: {', '.join(each)}"
 

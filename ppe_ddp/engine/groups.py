@@ -66,8 +66,13 @@ class Groups:
         made.count += 1
         config = dist.get_backend_config(parent)
         serves_cpu = "cpu" in {device.type for device in parent._device_types}
-        buckets = _new_group(parent, config, f"buckets/{made.count}")
-        control = _new_group(parent, config if serves_cpu else "gloo", f"control/{made.count}")
+        options: Any = getattr(parent, "pg_options", None)
+        buckets = _new_group(parent, config, f"buckets/{made.count}", options)
+        if serves_cpu:
+            for_control = getattr(options, "for_control", lambda: options)
+            control = _new_group(parent, config, f"control/{made.count}", for_control())
+        else:
+            control = _new_group(parent, "gloo", f"control/{made.count}", None)
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
 
     def release(self) -> None:
@@ -112,7 +117,7 @@ def _made_from(parent: ProcessGroup) -> _Made:
     return made
 
 
-def _new_group(parent: ProcessGroup, config: str, name: str) -> ProcessGroup:
+def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
     """A group of the ranks of ``parent``, made by these alone.
 
     ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
@@ -120,7 +125,6 @@ def _new_group(parent: ProcessGroup, config: str, name: str) -> ProcessGroup:
     """
     full_name = f"{parent.group_name}/ppe_ddp/{name}"
     ranks = dist.get_process_group_ranks(parent)
-    options = getattr(parent, "pg_options", None) if config == dist.get_backend_config(parent) else None
     naming = c10d._process_group_name
     c10d.__dict__["_process_group_name"] = lambda *_args, **_kwargs: full_name
     try:

@@ -21,17 +21,19 @@ from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.autograd.graph import Node
 
     from ppe_ddp.engine.groups import Groups
 
 DIGEST = 16
+_CPU = torch.device("cpu")
 _HEADER = 2 * DIGEST
 _PATIENCE = 2.0  # seconds: failures reach the ranks at about the same time
 _COMPLEMENT = bytes(255 - value for value in range(256))
@@ -86,6 +88,8 @@ class Channel:
         self._groups = groups
         self._capacity = 64
         self._count = 0
+        self._allocate = allocator(groups.control)
+        self._idle: list[Tensor] = []
 
     def exchange(self, digest: bytes, mask: bytes | bytearray, extra: bytes = b"") -> Exchange:
         """Start one exchange; nothing waits until its ``result()`` is asked for.
@@ -116,14 +120,23 @@ class Channel:
         except RuntimeError:
             return []  # the store is gone as well
 
-    def _send(self, message: bytearray) -> dist.Work | None:
+    def _send(self, message: Tensor) -> dist.Work | None:
         """Start the MAX all-reduce of ``message``, in place."""
         self._count += 1
         if self._groups.world_size == 1:
             return None
-        flat = torch.frombuffer(message, dtype=torch.uint8)
-        work: dist.Work = dist.all_reduce(flat, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+        work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
         return work
+
+    def _filled(self, content: bytearray) -> Tensor:
+        """A message of this content, in memory that the transport prefers."""
+        while self._idle:
+            message = self._idle.pop()
+            if message.numel() == len(content):
+                break
+        else:
+            message = self._allocate(len(content), torch.uint8, _CPU)
+        return message.copy_(torch.frombuffer(content, dtype=torch.uint8))
 
 
 class Exchange:
@@ -139,8 +152,8 @@ class Exchange:
         message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
-        self._message = message
-        self._work = channel._send(message)
+        self._message = channel._filled(message)
+        self._work = channel._send(self._message)
         self.nbytes = len(message)
 
     def done(self) -> bool:
@@ -154,7 +167,8 @@ class Exchange:
             CommunicationError: The all-reduce failed; says who is waiting for whom.
         """
         self._wait(self._work)
-        reply = bytes(self._message)
+        reply = self._message.numpy().tobytes()
+        self._channel._idle.append(self._message)
         if reply[:DIGEST].translate(_COMPLEMENT) != reply[DIGEST:_HEADER]:
             return Agreement(False, b"", b"")
         body = reply[_HEADER : _HEADER + len(self._body)] if self._fits else self._send_body()
@@ -162,12 +176,12 @@ class Exchange:
 
     def _send_body(self) -> bytes:
         """Send the body by itself. The digests agree, so all ranks have a body of this length and are here."""
-        message = bytearray(self._body)
+        message = self._channel._filled(bytearray(self._body))
         self._wait(self._channel._send(message))
-        self.nbytes += len(message)
+        self.nbytes += message.numel()
         # double, so that a module that grows a little every step does not pay for it every step
-        self._channel._capacity = 2 * (_HEADER + len(message))
-        return bytes(message)
+        self._channel._capacity = 2 * (_HEADER + message.numel())
+        return message.numpy().tobytes()
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
