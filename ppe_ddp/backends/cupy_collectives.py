@@ -1,0 +1,323 @@
+"""Collectives on tensors in terms of NCCL's calls.
+
+Each collective is a generator with three parts, which run on NCCL's stream: what comes before its `yield` makes copies
+where NCCL cannot read a tensor as it is; what it yields are the calls; what comes after brings the results to where
+the user wants them. So the calls of several collectives can be made as one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ppe_ddp.backends.cupy_datatypes import BYTE, reduction_of
+
+if TYPE_CHECKING:
+    from ppe_ddp.backends.cupy_communicator import Communicator
+
+__all__ = ["Call", "NcclCollectives", "Steps"]
+
+Call = Callable[["Communicator", int], None]
+"""One call of NCCL, given a communicator and the address of a stream."""
+
+Steps = Generator[list[Call], None, None]
+
+
+class NcclCollectives:
+    """All collectives of a group; an ``op`` is a ReduceOp.
+
+    Tensors may be non-contiguous and empty; those of one collective are on one device. What can be checked on this rank
+    alone is checked before the first call. Sizes and dtypes must agree between the ranks; NCCL does not check it.
+
+    Args:
+        rank: This rank in the communicator.
+        size: How many ranks it has.
+        version: NCCL's.
+
+    Raises from any collective, when its first part is run:
+        TypeError: NCCL has no such reduction, or the tensors are sparse or of different dtypes.
+        ValueError: The sizes of this rank's own arguments do not fit together.
+    """
+
+    def __init__(self, rank: int, size: int, version: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._version = version
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> Steps:
+        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
+        source, (datatype, count, kind) = self._reduced(tensor, op)
+        target = _room(tensor)
+        yield _unless_empty(
+            count, lambda c, s: c.allReduce(source.data_ptr(), target.data_ptr(), count, datatype, kind, s)
+        )
+        _bring_back(tensor, target)
+
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> Steps:
+        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
+        source, (datatype, count, kind) = self._reduced(tensor, op)
+        # What NCCL does to the output of the other ranks is its own affair.
+        target = _room(tensor) if self.rank == root else source
+        yield _unless_empty(
+            count, lambda c, s: c.reduce(source.data_ptr(), target.data_ptr(), count, datatype, kind, root, s)
+        )
+        if self.rank == root:
+            _bring_back(tensor, target)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
+        memory = _plain(tensor) if self.rank == root else _room(tensor)
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        yield _unless_empty(nbytes, lambda c, s: c.broadcast(address, address, nbytes, BYTE, root, s))
+        if self.rank != root:
+            _bring_back(tensor, memory)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+        """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
+        _check_dtypes(output, tensor)
+        if output.numel() != tensor.numel() * self.size:
+            raise ValueError(
+                f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
+                f"{output.numel()} elements"
+            )
+        source, target = _plain(tensor), _room(output)
+        nbytes = source.nbytes
+        yield _unless_empty(nbytes, lambda c, s: c.allGather(source.data_ptr(), target.data_ptr(), nbytes, BYTE, s))
+        _bring_back(output, target)
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
+        self._check_count(outputs, "outputs of an all-gather")
+        _check_dtypes(*outputs, tensor)
+        if outputs[self.rank].numel() != tensor.numel():
+            raise ValueError(
+                f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
+                f"{outputs[self.rank].numel()} elements"
+            )
+        if _are_even(outputs):
+            flat = _flat_for(outputs)
+            yield from self.all_gather(flat, tensor)
+            _unpack(flat, outputs)
+            return
+        targets = [_room(output) for output in outputs]
+        # Only the sender's own is read, and it goes to all, this rank's output among them.
+        sources = [_plain(tensor) if rank == self.rank else target for rank, target in enumerate(targets)]
+        yield [
+            call
+            for root, (source, target) in enumerate(zip(sources, targets, strict=True))
+            for call in _unless_empty(target.nbytes, _broadcast_call(source, target, root))
+        ]
+        for output, target in zip(outputs, targets, strict=True):
+            _bring_back(output, target)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Steps:
+        """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
+        _check_dtypes(output, tensor)
+        if tensor.numel() != output.numel() * self.size:
+            raise ValueError(
+                f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
+                f"of {output.numel()} elements"
+            )
+        source, (datatype, total, kind) = self._reduced(tensor, op)
+        target, count = _room(output), total // self.size
+        yield _unless_empty(
+            count, lambda c, s: c.reduceScatter(source.data_ptr(), target.data_ptr(), count, datatype, kind, s)
+        )
+        _bring_back(output, target)
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Steps:
+        """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
+        self._check_count(tensors, "inputs of a reduce-scatter")
+        _check_dtypes(output, *tensors)
+        if tensors[self.rank].numel() != output.numel():
+            raise ValueError(
+                f"rank {self.rank}: reduce-scatter of {tensors[self.rank].numel()} elements into an output of "
+                f"{output.numel()} elements"
+            )
+        if _are_even(tensors):
+            yield from self.reduce_scatter(output, _packed(tensors), op)
+            return
+        target = _room(output)
+        calls: list[Call] = []
+        for root, tensor in enumerate(tensors):
+            source, (datatype, count, kind) = self._reduced(tensor, op)
+            into = target if root == self.rank else source
+            calls += _unless_empty(count, _reduce_call(source, into, count, datatype, kind, root))
+        yield calls
+        _bring_back(output, target)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Steps:
+        """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
+
+        Args:
+            output: Changed in place.
+            tensor: Of the same dtype, and of the same shape after dimension 0.
+            output_splits: How many rows come from each rank; empty for equal parts.
+            input_splits: How many rows go to each rank; empty for equal parts.
+        """
+        _check_dtypes(output, tensor)
+        source, target = _plain(tensor), _room(output)
+        sent = source.view(-1).split(self._split_sizes(tensor, input_splits))
+        received = target.view(-1).split(self._split_sizes(output, output_splits))
+        yield [*_sends(sent), *_receives(received)]
+        _bring_back(output, target)
+
+    def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Steps:
+        """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
+        self._check_count(outputs, "outputs of an all-to-all")
+        self._check_count(tensors, "inputs of an all-to-all")
+        _check_dtypes(*outputs, *tensors)
+        sources, targets = [_plain(tensor) for tensor in tensors], [_room(output) for output in outputs]
+        yield [*_sends(sources), *_receives(targets)]
+        for output, target in zip(outputs, targets, strict=True):
+            _bring_back(output, target)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
+        source = _plain(tensor)
+        if self.rank != root:
+            yield _unless_empty(source.nbytes, _send_call(source, root))
+            return
+        self._check_count(outputs, "outputs of a gather")
+        _check_dtypes(*outputs, tensor)
+        targets = [_room(output) for output in outputs]
+        yield [*_unless_empty(source.nbytes, _send_call(source, root)), *_receives(targets)]
+        for output, target in zip(outputs, targets, strict=True):
+            _bring_back(output, target)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
+        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
+        target = _room(output)
+        calls: list[Call] = []
+        if self.rank == root:
+            self._check_count(tensors, "inputs of a scatter")
+            _check_dtypes(output, *tensors)
+            calls = _sends([_plain(tensor) for tensor in tensors])
+        yield [*calls, *_unless_empty(target.nbytes, _receive_call(target, root))]
+        _bring_back(output, target)
+
+    def send(self, tensor: Tensor, peer: int) -> Steps:
+        """Send ``tensor`` to rank ``peer`` of the communicator, which receives as many bytes."""
+        source = _plain(tensor)
+        yield _unless_empty(source.nbytes, _send_call(source, peer))
+
+    def receive(self, tensor: Tensor, peer: int) -> Steps:
+        """Receive into ``tensor`` from rank ``peer`` of the communicator."""
+        target = _room(tensor)
+        yield _unless_empty(target.nbytes, _receive_call(target, peer))
+        _bring_back(tensor, target)
+
+    def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, tuple[int, int, int]]:
+        """Memory whose numbers NCCL can reduce, with their datatype, how many they are, and NCCL's operation."""
+        reduction = reduction_of(tensor.dtype, op.op, self._version)
+        source = _plain(tensor)
+        if reduction.scales:
+            factor = op.factor
+            source = source * (factor.to(source.device) if isinstance(factor, Tensor) else factor)
+        return source, (reduction.datatype, source.nbytes // reduction.itemsize, reduction.op)
+
+    def _split_sizes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else tensor.numel()
+        if not splits:
+            if rows % self.size:
+                raise ValueError(f"rank {self.rank}: {rows} rows cannot be divided evenly among {self.size} ranks")
+            return [tensor.numel() // self.size] * self.size
+        if len(splits) != self.size or sum(splits) != rows:
+            raise ValueError(f"rank {self.rank}: splits {list(splits)} for {rows} rows and {self.size} ranks")
+        row = tensor.numel() // rows if rows else 0
+        return [split * row for split in splits]
+
+    def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
+        if len(tensors) != self.size:
+            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
+
+
+def _unless_empty(count: int, call: Call) -> list[Call]:
+    return [call] if count else []
+
+
+def _send_call(source: Tensor, peer: int) -> Call:
+    return lambda c, s: c.send(source.data_ptr(), source.nbytes, BYTE, peer, s)
+
+
+def _receive_call(target: Tensor, peer: int) -> Call:
+    return lambda c, s: c.recv(target.data_ptr(), target.nbytes, BYTE, peer, s)
+
+
+def _broadcast_call(source: Tensor, target: Tensor, root: int) -> Call:
+    return lambda c, s: c.broadcast(source.data_ptr(), target.data_ptr(), target.nbytes, BYTE, root, s)
+
+
+def _reduce_call(source: Tensor, into: Tensor, count: int, datatype: int, op: int, root: int) -> Call:
+    return lambda c, s: c.reduce(source.data_ptr(), into.data_ptr(), count, datatype, op, root, s)
+
+
+def _sends(sources: Sequence[Tensor]) -> list[Call]:
+    return [_send_call(source, peer) for peer, source in enumerate(sources) if source.nbytes]
+
+
+def _receives(targets: Sequence[Tensor]) -> list[Call]:
+    return [_receive_call(target, peer) for peer, target in enumerate(targets) if target.nbytes]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is its elements in order."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"NCCL has no collectives for {tensor.layout} tensors; use to_dense()")
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor itself where NCCL can read its memory, else a copy."""
+    if _is_plain(tensor):
+        return tensor.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def _room(tensor: Tensor) -> Tensor:
+    """Memory of a tensor's size that NCCL can write: its own where possible."""
+    if _is_plain(tensor):
+        return tensor.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _bring_back(tensor: Tensor, target: Tensor) -> None:
+    if target.data_ptr() != tensor.data_ptr() or not _is_plain(tensor):
+        tensor.detach().copy_(target.view(tensor.shape))
+
+
+def _are_even(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def _flat_for(tensors: Sequence[Tensor]) -> Tensor:
+    count = sum(tensor.numel() for tensor in tensors)
+    return torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
+
+
+def _parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    flat = _flat_for(tensors)
+    for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
+        part.copy_(tensor.detach())
+    return flat
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
+        tensor.detach().copy_(part)
+
+
+def _check_dtypes(*tensors: Tensor) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")

@@ -1,0 +1,60 @@
+"""How CuPy's NCCL is loaded, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.errors import UnusableError
+
+if TYPE_CHECKING:
+    from ppe_ddp.backends.cupy_communicator import NcclLibrary
+
+__all__ = ["load_nccl"]
+
+
+def load_nccl() -> NcclLibrary:
+    """Load ``cupy.cuda.nccl``; torch has been imported before, so that CuPy finds torch's NCCL.
+
+    Raises:
+        ImportError: CuPy is not installed, or finds no NCCL; the message names the extra to install.
+        UnusableError: There is no CUDA device here.
+    """
+    extra = "cupy12" if (torch.version.cuda or "").startswith("12") else "cupy13"
+    install = f'pip install "ppe-ddp[{extra}]"'
+    if not torch.cuda.is_available():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        raise UnusableError(
+            f"the backend 'cupy_nccl' needs an NVIDIA GPU that torch can use: this torch ({torch.__version__}) is "
+            f"built {built}, and no CUDA device is visible. On a machine with one, install a torch for CUDA, and "
+            f"CuPy by: {install} (cupy12 for CUDA 12, cupy13 for CUDA 13)"
+        )
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise ImportError(
+            f"the backend 'cupy_nccl' needs CuPy, and loading it failed ({error}); install it by: {install}"
+        ) from error
+    if not nccl.available:
+        raise ImportError(
+            "the backend 'cupy_nccl' needs the NCCL that comes with torch for CUDA, and CuPy has not found one; see "
+            f"`python -m ppe_ddp env`; a CuPy that fits this torch comes by: {install}"
+        )
+    _warn_of_two_libraries(nccl.get_version())
+    return cast("NcclLibrary", nccl)
+
+
+def _warn_of_two_libraries(number: int) -> None:
+    if not dist.is_nccl_available():
+        return
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    if number != major * 10000 + minor * 100 + patch:
+        warnings.warn(
+            f"torch is built for NCCL {major}.{minor}.{patch}, and CuPy calls the one of number {number}: two NCCLs in "
+            "one process can get in each other's way. Import torch before CuPy; see `python -m ppe_ddp env`",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,124 @@
+"""The watch over one group's calls: what NCCL reports later, and what never ends, becomes an error with a name.
+
+NCCL waits for ever, on the device, while the host goes on. Somebody has to look.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ppe_ddp.errors import CommunicationError, UnusableError
+
+if TYPE_CHECKING:
+    from ppe_ddp.backends.cupy_communicator import Communicators
+    from ppe_ddp.backends.cupy_work import Flight
+
+__all__ = ["Watchdog"]
+
+_LOOK_SECONDS = 0.5
+
+
+class Watchdog:
+    """What one group has on its way, and how it failed, if it did.
+
+    A thread looks for asynchronous errors of NCCL, and for calls that have taken longer than the timeout. Either
+    breaks off the group's communicators, so that the device goes on, with wrong numbers; from then on every call and
+    every ``wait()`` of the group raises. Not guaranteed: that no step is computed with those numbers in between.
+
+    Args:
+        communicators: The group's.
+        place: Who and where, for errors.
+        timeout: How long a call may take, in seconds.
+    """
+
+    def __init__(self, communicators: Communicators, place: str, timeout: float) -> None:
+        self._communicators = communicators
+        self._place = place
+        self._timeout = timeout
+        self._flights: deque[tuple[float, Flight]] = deque()
+        self._error: CommunicationError | None = None
+        self._closed = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def check(self) -> None:
+        """Raise if the group has failed or was destroyed.
+
+        Raises:
+            CommunicationError: It has failed.
+            UnusableError: It was destroyed.
+        """
+        if self._error is not None:
+            # A new one each time: an exception collects the tracebacks of all who raise it.
+            raise CommunicationError(str(self._error)) from self._error
+        if self._closed:
+            raise UnusableError(f"{self._place}: a call on a process group that was destroyed")
+
+    def check_failed(self) -> None:
+        """Raise if the group has failed; what was on its way when it was destroyed is well."""
+        if self._error is not None:
+            self.check()
+
+    def watch(self, flight: Flight) -> None:
+        """Take note of what was just given to NCCL."""
+        # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
+        while self._flights and self._flights[0][1].is_over():
+            self._flights.popleft()
+        self._flights.append((time.monotonic(), flight))
+        if self._thread is None:
+            args = (weakref.ref(self), self._ended)
+            self._thread = threading.Thread(target=_look, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
+            self._thread.start()
+
+    def drain(self) -> None:
+        """Wait on the host until nothing is on its way, or the group has failed."""
+        for _, flight in list(self._flights):
+            while not flight.is_over() and self._error is None:
+                time.sleep(0.001)
+        self._flights.clear()
+
+    def close(self) -> None:
+        """End the watch: every later call raises."""
+        self._closed = True
+        self._ended.set()
+
+    def look(self) -> None:
+        """Look once; fail the group if something is wrong."""
+        if self._closed or self._error is not None:
+            return
+        for communicator in self._communicators:
+            try:
+                with self._communicators.translated("a call that had been started"):
+                    communicator.check_async_error()
+            except CommunicationError as error:
+                self._fail(error)
+                return
+        late = [flight for since, flight in list(self._flights) if time.monotonic() - since > self._timeout]
+        for flight in late:
+            if not flight.is_over():
+                self._fail(
+                    CommunicationError(
+                        f"{flight.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
+                        "did not make the call, or died. The group's communicators were broken off, and what it was "
+                        "computing is not to be trusted"
+                    )
+                )
+                return
+
+    def _fail(self, error: CommunicationError) -> None:
+        # Before the abort, which lets those go on who wait on the host.
+        self._error = error
+        self._communicators.end(orderly=False)
+
+
+def _look(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
+    while not ended.wait(_LOOK_SECONDS):
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.look()
+        del watchdog

@@ -1,0 +1,94 @@
+"""Starts ranks over each backend that can be made here, and tells which of them work.
+
+The ranks make collectives whose results are known, and train a model whose graph differs from rank to rank beside
+one process that does the same. Two ranks, or one for CUDA where they would have to share a device. A rank that hangs is
+killed and reported.
+
+  python -m ppe_ddp doctor
+  python -m ppe_ddp doctor --backend mine --setup my_module:register
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+from ppe_ddp.cli.arguments import output, seconds
+from ppe_ddp.cli.candidates import Candidate, candidates
+from ppe_ddp.cli.diagnosis import Diagnosis, diagnose
+from ppe_ddp.cli.libraries import cupy_library, mpi_library
+from ppe_ddp.cli.machine import write_report
+
+__all__ = ["add_arguments", "run"]
+
+_SECONDS = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments to ``parser``."""
+    parser.add_argument(
+        "--backend", action="append", metavar="NAME", help="only this one, of ours or your own; may be repeated"
+    )
+    parser.add_argument(
+        "--setup",
+        type=function_named,
+        metavar="MODULE:FUNCTION",
+        help="called without arguments in each rank before it joins: registers a backend of your own",
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what your own backend is for")
+    parser.add_argument(
+        "--timeout", type=seconds, default=_SECONDS, metavar="S", help=f"for each backend (default: {_SECONDS:g})"
+    )
+    parser.add_argument("--json", type=output, metavar="FILE", help="write the findings there; - for stdout")
+
+
+def function_named(text: str) -> Callable[[], object]:
+    """The function that ``module:function`` names."""
+    module, _, name = text.partition(":")
+    try:
+        function: Callable[[], object] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} names no function that can be imported ({error})") from error
+    return function
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examines one backend after the other, and prints what it finds as it goes.
+
+    Returns:
+        0 if nothing failed; 1 if something did, or a backend that was asked for by name cannot be made here.
+    """
+    file = sys.stderr if arguments.json == "-" else sys.stdout
+    asked = arguments.backend or []
+    diagnoses = []
+    for candidate in _chosen(asked, arguments.device):
+        if not candidate.missing:
+            print(f"{candidate.name}: ranks are starting ...", file=sys.stderr, flush=True)
+        own = arguments.setup if candidate.name in asked else None
+        diagnosis = diagnose(candidate, arguments.timeout, own)
+        diagnoses.append(diagnosis)
+        print("\n".join(_lines(diagnosis)), file=file, flush=True)
+    if arguments.json is not None:
+        write_report(arguments.json, "doctor", diagnoses=[asdict(diagnosis) for diagnosis in diagnoses])
+    unwell = [one for one in diagnoses if one.outcome == "failed" or (asked and one.outcome == "skipped")]
+    return int(bool(unwell))
+
+
+def _chosen(asked: list[str], device: str) -> Iterator[Candidate]:
+    ours = {candidate.name: candidate for candidate in candidates(mpi_library(), cupy_library())}
+    for name in asked or ours:
+        yield ours.get(name) or Candidate(name, device)
+
+
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+    first, *more = diagnosis.reason.splitlines() or [""]
+    ranks = f"{diagnosis.ranks} rank{'s' if diagnosis.ranks != 1 else ''}, {diagnosis.seconds:.1f} s: "
+    yield f"{diagnosis.backend:<12}{diagnosis.outcome:<9}{ranks if diagnosis.ranks else ''}{first}"
+    margin = " " * 21
+    for line in [*more, *diagnosis.details.splitlines()]:
+        yield margin + line
+    if diagnosis.remedy:
+        yield f"{margin}remedy: {diagnosis.remedy}"

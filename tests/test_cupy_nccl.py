@@ -1,0 +1,275 @@
+"""The backend `cupy_nccl` over a stand-in for CuPy's NCCL and for CUDA: results, streams, groups of calls, failures."""
+
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import nccl_checks
+import nccl_stand_in
+from nccl_stand_in import LIBRARY, StandInDevice
+from one_process import assert_gradients, data, mean_gradients
+from ppe_ddp.backends.cupy_communicator import Communicators, _packed, _unpacked
+from ppe_ddp.backends.cupy_datatypes import reduction_of
+from ppe_ddp.backends.cupy_library import load_nccl
+from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.testing import RankError, Ranks, World, check_backend
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"{size} ranks")
+def ranks(request):
+    with Ranks(request.param, backend="cupy_stand_in", prepare=nccl_stand_in.register, group_timeout=20) as started:
+        yield started
+
+
+def test_all_collectives_of_all_dtypes(ranks):
+    ranks.run(everything, timeout=50)
+
+
+def everything():
+    # int8 is in the place of what goes to gloo.
+    nccl_checks.everything(without=["int8"])
+
+
+# ---------------------------------------------------------------- on two ranks
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2, backend="cupy_stand_in", prepare=nccl_stand_in.register, group_timeout=20) as started:
+        yield started
+
+
+def recorded(call, *, first=None):
+    """What the streams and the library noted during a call, after one like it has made the communicators."""
+    (first or call)()
+    StandInDevice.log.clear()
+    LIBRARY.calls.clear()
+    call()
+    return list(StandInDevice.log), [entry if isinstance(entry, str) else entry[0] for entry in LIBRARY.calls]
+
+
+def streams_of_an_all_reduce():
+    tensor = torch.ones(5)
+    log, calls = recorded(lambda: dist.all_reduce(tensor))
+    works = []
+    unwaited, _ = recorded(lambda: works.append(dist.all_reduce(tensor, async_op=True)))
+    return log, calls, unwaited
+
+
+def test_nccls_stream_waits_for_the_callers_and_is_waited_for(two):
+    for log, calls, unwaited in two.run(streams_of_an_all_reduce):
+        stream = log[0][0]
+        assert stream.startswith("nccl")
+        assert log == [
+            (stream, "waits for", "user"),
+            (stream, "holds", 5),
+            (stream, "calls", "NCCL"),
+            ("user", "waits for", stream),
+        ]
+        assert calls == ["allReduce"]
+        assert unwaited == log[:-1]
+
+
+def groups_of_calls():
+    group, size = dist.group.WORLD, dist.get_world_size()
+
+    def lists():
+        group.alltoall([torch.empty(3) for _ in range(size)], [torch.ones(3)] * size).wait()
+
+    def coalesced():
+        with dist._coalescing_manager(device=torch.device("cpu")):
+            dist.broadcast(torch.ones(2), 0)
+            dist.reduce(torch.ones(2), 0)
+
+    def several():
+        group.allreduce_coalesced([torch.ones(2), torch.ones(3)]).wait()
+
+    def refused():
+        with pytest.raises(TypeError, match="int16"):
+            group.allreduce_coalesced([torch.ones(2), torch.ones(3, dtype=torch.int16)])
+
+    return [recorded(call)[1] for call in (lists, coalesced, several, refused)]
+
+
+def test_what_belongs_together_is_one_group_of_calls(two):
+    for lists, coalesced, several, refused in two.run(groups_of_calls):
+        assert lists == ["groupStart", "send", "send", "recv", "recv", "groupEnd"]
+        assert coalesced == ["groupStart", "broadcast", "reduce", "groupEnd"]
+        assert several == ["groupStart", "allReduce", "allReduce", "groupEnd"]
+        assert refused == []
+
+
+def messages_and_collectives():
+    def both():
+        work = dist.isend(torch.ones(1), 1) if dist.get_rank() == 0 else dist.irecv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(1))
+        work.wait()
+
+    log, _ = recorded(both)
+    return [name for name, what, _ in log if what == "calls"]
+
+
+def test_messages_have_a_stream_of_their_own(two):
+    for first, second in two.run(messages_and_collectives):
+        assert first != second
+
+
+def beside_gloo():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((3,), rank + 1, dtype=torch.int8)
+    _, calls = recorded(lambda: dist.all_reduce(tensor.clone()))
+    dist.all_reduce(tensor)
+    sub = dist.new_group([1]) if rank == 1 else dist.new_group([1]) and None
+    if rank == 1:
+        dist.all_reduce(torch.ones(2, dtype=torch.int8), group=sub)
+    return calls, tensor.tolist() == [size * (size + 1) // 2] * 3
+
+
+def test_tensors_on_another_device_go_to_gloo(two):
+    assert two.run(beside_gloo) == [([], True)] * 2
+
+
+def trained_by_torch():
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    expected = mean_gradients(module, lambda model, rank: model(data(5, 4, rank=rank)).sum().backward())
+    wrapper = torch.nn.parallel.DistributedDataParallel(module)
+    wrapper(data(5, 4)).sum().backward()
+    assert_gradients(wrapper.module, expected)
+    wrapper = torch.nn.parallel.DistributedDataParallel(module)
+    wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    wrapper.zero_grad()
+    wrapper(data(5, 4)).sum().backward()
+    assert_gradients(wrapper.module, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_torchs_own_wrapper_and_hooks_train_over_it(two):
+    two.run(trained_by_torch)
+
+
+def test_it_conforms(two):
+    check_backend("cupy_stand_in", nccl_stand_in.register, world=World(ranks=(two,), timeout=40))
+
+
+def a_graph_is_captured():
+    StandInDevice.capturing = True
+    try:
+        with pytest.raises(UnusableError, match="CUDA graph"):
+            dist.all_reduce(torch.ones(1))
+    finally:
+        StandInDevice.capturing = False
+
+
+def test_capture_is_refused(two):
+    two.run(a_graph_is_captured)
+
+
+def fails_later():
+    dist.all_reduce(torch.ones(1))
+    group = nccl_stand_in.nccl_group()
+    LIBRARY.broken = 6
+    group._watchdog.look()
+    LIBRARY.broken = None
+    with pytest.raises(CommunicationError, match=r"rank \d of 2.*number 6"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_an_asynchronous_error_of_nccl_comes_out_of_the_next_call(two):
+    two.run(fails_later)
+    two.restart()
+
+
+def never_ends():
+    dist.all_reduce(torch.ones(1))
+    group = nccl_stand_in.nccl_group()
+    StandInDevice.stuck = True
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert not work.is_completed()
+    with pytest.raises(CommunicationError, match=r"is not over after 0\.05 s"):
+        work.wait(timedelta(seconds=0.05))
+    group._watchdog.look()  # not yet
+    group._watchdog._timeout = 0.0
+    group._watchdog.look()
+    StandInDevice.stuck = False
+    assert work.is_completed()
+    assert not work.is_success()
+    for call in (work.wait, lambda: dist.all_reduce(torch.ones(1))):
+        with pytest.raises(CommunicationError, match=r"all_reduce is not over after the group's timeout"):
+            call()
+
+
+def test_what_never_ends_is_broken_off_and_named(two):
+    two.run(never_ends)
+    two.restart()
+
+
+def comes_alone():
+    if dist.get_rank() == 0:
+        with pytest.raises(CommunicationError, match=r"ranks \[1\] did not come within 1 s"):
+            dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_never_comes_is_named():
+    with Ranks(2, backend="cupy_stand_in", prepare=nccl_stand_in.register, group_timeout=1) as started:
+        started.run(comes_alone)
+
+
+def ends():
+    dist.all_reduce(torch.ones(1))
+    group = dist.group.WORLD
+    (communicator,) = nccl_stand_in.nccl_group()._communicators
+    dist.destroy_process_group()
+    assert communicator.state == "destroyed"
+    with pytest.raises(UnusableError, match="was destroyed"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_destroying_gives_the_communicators_back(two):
+    two.run(ends)
+
+
+# ---------------------------------------------------------------- in this process
+
+
+@pytest.mark.parametrize("unique_id", [bytes(range(128)), tuple(range(-64, 64))], ids=["CuPy 14", "CuPy 13"])
+def test_an_id_arrives_as_it_was(unique_id):
+    assert _unpacked(_packed(unique_id)) == unique_id
+
+
+@pytest.mark.parametrize(
+    ("dtype", "version", "number"), [(torch.int8, 20000, 0), (torch.bfloat16, 21000, 9), (torch.float8_e5m2, 22400, 11)]
+)
+def test_datatypes_have_nccls_numbers(dtype, version, number):
+    assert reduction_of(dtype, ReduceOp.SUM, version).datatype == number
+    if number:
+        with pytest.raises(TypeError, match=f"came with {version}"):
+            reduction_of(dtype, ReduceOp.SUM, version - 1)
+
+
+def test_an_error_that_cupy_has_no_name_for_is_translated():
+    communicators = Communicators(LIBRARY, None, 0, "rank 0 of 2, group 'x'", 1.0)
+    told = r"rank 0 of 2, group 'x': all_reduce over NCCL failed: error 6"
+    with pytest.raises(CommunicationError, match=told), communicators.translated("all_reduce"):
+        raise KeyError(6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_what_is_missing():
+    with pytest.raises(UnusableError, match=r"needs an NVIDIA GPU.*ppe-ddp\[cupy13\]"):
+        load_nccl()
+    with pytest.raises(RankError, match="needs an NVIDIA GPU"), Ranks(1, backend="cupy_nccl") as started:
+        started.run(int)
+
+
+def test_without_cupy_it_names_the_extra(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(ImportError, match=r"needs CuPy.*ppe-ddp\[cupy12\]"):
+        load_nccl()

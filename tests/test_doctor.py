@@ -1,0 +1,145 @@
+"""`python -m ppe_ddp doctor`: what is well is called well, and what is broken is named, with all ranks gone."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from ppe_ddp import cli
+from ppe_ddp.cli import diagnosis, doctor
+from ppe_ddp.cli.candidates import Candidate
+from ppe_ddp.cli.diagnosis import Diagnosis, diagnose
+from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary
+
+MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
+NOTHING = (MpiLibrary(None, None, None, None, "not there"), CupyLibrary(None, None, 0, "not there"))
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No MPI and no CuPy here, which are not asked for either."""
+    monkeypatch.setattr(doctor, "mpi_library", lambda: NOTHING[0])
+    monkeypatch.setattr(doctor, "cupy_library", lambda: NOTHING[1])
+
+
+def examined(capsys, *words):
+    code = cli.main(["doctor", *words, "--json", "-"])
+    captured = capsys.readouterr()
+    return code, {one["backend"]: one for one in json.loads(captured.out)["diagnoses"]}, captured.err
+
+
+def test_what_is_well_is_called_well_and_what_is_absent_is_skipped_with_a_remedy(bare, capsys):
+    code, diagnoses, text = examined(capsys)
+    assert code == 0
+    assert list(diagnoses) == ["gloo", "mpi4py", "nccl", "cupy_nccl"]
+    assert (diagnoses["gloo"]["outcome"], diagnoses["gloo"]["ranks"]) == ("ok", 2)
+    assert "training" in diagnoses["gloo"]["reason"]
+    assert diagnoses["mpi4py"]["outcome"] == "skipped"
+    assert "gloo: ranks are starting" in text
+    assert 'remedy: pip install "ppe-ddp[mpi]"' in text
+
+
+@needs_mpirun
+def test_mpi4py_is_examined_under_mpirun(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    found = diagnose(Candidate("mpi4py", "cpu"), 30)
+    assert (found.outcome, found.ranks, found.details) == ("ok", 2, "")
+
+
+def test_wrong_sums_are_called_wrong(bare, capsys):
+    code, diagnoses, text = examined(capsys, "--backend", "wrong", "--setup", "broken_backends:register_wrong")
+    assert code == 1
+    assert diagnoses["wrong"]["outcome"] == "failed"
+    assert "training: after 3 steps" in diagnoses["wrong"]["reason"]
+    assert "all-reduce" not in diagnoses["wrong"]["reason"]  # of integers, which it adds up rightly
+    assert "remedy: " in text
+
+
+def test_a_rank_that_hangs_is_killed_and_named(bare, capsys):
+    words = ("--backend", "hanging", "--setup", "broken_backends:register_hanging", "--timeout", "4")
+    code, diagnoses, text = examined(capsys, *words)
+    assert code == 1
+    assert diagnoses["hanging"]["outcome"] == "failed"
+    assert "rank 1 did not answer" in diagnoses["hanging"]["reason"]
+    assert "remedy: " in text
+
+
+LAUNCHERS = {
+    # what is in the place of mpirun: exit code and what it prints
+    "fails": "echo no such host >&2; exit 3",
+    "of another MPI": """for rank in 1 2; do echo 'ppe_ddp doctor: {"rank": 0, "ranks": 1, "problems": []}'; done""",
+    "computes wrong sums": """echo 'ppe_ddp doctor: {"rank": 0, "ranks": 2, "problems": ["3 sums are wrong"]}'""",
+    "hangs": """echo 'ppe_ddp doctor: {"rank": 1, "ranks": 2, "problems": []}'; exec tail -f /dev/null""",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [
+        ("fails", "exit code 3"),
+        ("of another MPI", "they see a world of [1]"),
+        ("computes wrong sums", "3 sums are wrong"),
+        ("hangs", "killed after 2 s; those that had answered: [1]"),
+    ],
+)
+def test_what_mpirun_can_do_wrong(tmp_path, launcher, reason):
+    program = tmp_path / "mpirun"
+    program.write_text(f"#!/bin/sh\n{LAUNCHERS[launcher]}\n")
+    program.chmod(0o700)
+    with mock.patch.object(diagnosis, "mpirun", return_value=str(program)):
+        found = diagnose(Candidate("mpi4py", "cpu"), 1)
+    assert found.outcome == "failed"
+    assert reason in found.reason
+    assert "mpirun" in found.remedy
+    assert launcher != "fails" or found.details == "no such host"
+
+
+def test_asking_for_what_cannot_be_made_is_a_failure(bare, capsys):
+    code, diagnoses, _ = examined(capsys, "--backend", "mpi4py")
+    assert code == 1
+    assert {name: one["outcome"] for name, one in diagnoses.items()} == {"mpi4py": "skipped"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--setup", "no_such_module:register"], ["--setup", "broken_backends"], ["--timeout", "0"], ["--timeout", "soon"]],
+    ids=" ".join,
+)
+def test_a_wrong_argument_is_named(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", *words])
+    assert caught.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shared", "ranks"), [(True, 2), (False, 1)])
+def test_ranks_that_would_have_to_share_a_device(shared, ranks):
+    """One rank, unless this NCCL lets several share one."""
+    started = []
+
+    class Ranks:
+        def __init__(self, size, **keywords):
+            started.append((size, keywords["prepare"]))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, function, device):
+            return [[]] * started[0][0]
+
+    with (
+        mock.patch.object(diagnosis, "many_ranks_a_device", return_value=shared),
+        mock.patch.object(diagnosis, "Ranks", Ranks),
+        mock.patch("torch.cuda.device_count", return_value=1),
+    ):
+        found = diagnose(Candidate("nccl", "cuda"), 1)
+    assert (found.outcome, found.ranks) == ("ok", ranks)
+    assert started[0][1] is (diagnosis._share_devices if shared else None)
+    assert isinstance(found, Diagnosis)
