@@ -142,6 +142,23 @@ def many_groups():
 
 
 @check()
+def another_backend_for_other_devices():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="cpu:mpi4py,cuda:gloo")
+    total = torch.ones(2)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [size] * 2
+    assert group._group("cpu").name() == "mpi4py"
+    assert group._get_backend(torch.device("cuda")).name() == "gloo"
+    group._group("cuda").allreduce([total]).wait()
+    assert total.tolist() == [size**2] * 2
+    half = dist.new_group(list(range(0, size, 2)), backend="cpu:mpi4py,cuda:gloo")
+    if rank % 2 == 0:
+        dist.all_reduce(total, group=half)
+    dist.destroy_process_group(group)
+
+
+@check()
 def mixed_with_gloo():
     group = dist.new_group(backend="gloo")
     total = torch.ones(2)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from mpi_checks import DTYPES, OPS, assert_same, data, expected, op_named, options
+from mpi_check_kit import DTYPES, OPS, assert_same, data, expected, op_named, options
 
 SHAPES = ((), (5,), (3, 4), (0,), (4_007,))
 BOOL_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")

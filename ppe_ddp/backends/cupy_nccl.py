@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp
+from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.beside import group_over
 from ppe_ddp.backends.cupy_collectives import NcclCollectives
 from ppe_ddp.backends.cupy_communicator import Communicators, Members
 from ppe_ddp.backends.cupy_streams import Channel, CudaDevice
@@ -63,21 +63,9 @@ def make_group(
     rank, size = arguments.group_rank, arguments.group_size
     makers: dict[str, Callable[[], Any]] = {
         kinds[0]: lambda: NcclGroup(rank, size, arguments, library, nccl_device or CudaDevice(), name=name),
-        kinds[1]: lambda: _gloo_group(arguments),
+        kinds[1]: lambda: group_over("gloo", arguments),
     }
     return RoutedGroup(rank, size, arguments, name, makers=makers, kind_of=kind_of)
-
-
-def _gloo_group(arguments: Any) -> ProcessGroup:
-    store = PrefixStore("beside_cupy_nccl", arguments.store)
-    rank, size = arguments.group_rank, arguments.group_size
-    group = ProcessGroup(store, rank, size)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    gloo = ProcessGroupGloo(store, rank, size, timeout=arguments.timeout)
-    gloo._set_sequence_number_for_group()
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    group._set_group_name(arguments.group_id)
-    return group
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Work
 
-__all__ = ["CollectiveGroup", "Collectives", "PythonGroup", "tensors_in"]
+__all__ = ["CollectiveGroup", "Collectives", "PythonGroup", "op_of", "tensors_in"]
 
 _SUM = ReduceOp(ReduceOp.SUM)
 
@@ -160,7 +160,7 @@ class CollectiveGroup(PythonGroup):
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Reduce each tensor over the ranks, in place."""
-        tensors, op = _listed(tensors), _op_of(opts)
+        tensors, op = _listed(tensors), op_of(opts)
         return self._run("all_reduce", [(self._over.all_reduce, tensor, op) for tensor in tensors], tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -170,7 +170,7 @@ class CollectiveGroup(PythonGroup):
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over the ranks, into that of one rank; the others keep theirs."""
         tensors = _listed(tensors)
-        root, op = (opts, _op_of(op)) if isinstance(opts, int) else (_root_of(opts), _op_of(opts))
+        root, op = (opts, op_of(op)) if isinstance(opts, int) else (_root_of(opts), op_of(opts))
         return self._run("reduce", [(self._over.reduce, tensor, op, root) for tensor in tensors], tensors)
 
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
@@ -201,17 +201,17 @@ class CollectiveGroup(PythonGroup):
         """Reduce ``inputs[i][j]`` over the ranks into rank j's ``outputs[i]``."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        calls = _zipped(self._over.reduce_scatter_list, outputs, inputs, _op_of(opts))
+        calls = _zipped(self._over.reduce_scatter_list, outputs, inputs, op_of(opts))
         return self._run("reduce_scatter", calls, outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         """Reduce over the ranks; rank i gets the i-th of equal parts."""
-        calls = [(self._over.reduce_scatter, output, tensor, _op_of(opts))]
+        calls = [(self._over.reduce_scatter, output, tensor, op_of(opts))]
         return self._run("reduce_scatter_single", calls, [output])
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Do what ``reduce_scatter_single`` does for several tensors."""
-        calls = _zipped(self._over.reduce_scatter, outputs, inputs, _op_of(opts))
+        calls = _zipped(self._over.reduce_scatter, outputs, inputs, op_of(opts))
         return self._run("reduce_scatter_single_coalesced", calls, outputs)
 
     def all_to_all_single(
@@ -267,7 +267,7 @@ def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def _op_of(opts: Any) -> ReduceOp:
+def op_of(opts: Any) -> ReduceOp:
     """The operation, from torch's options, or given as it is."""
     if opts is None:
         return _SUM

@@ -98,6 +98,9 @@ class RoutedGroup(PythonGroup):
         work: Work = self._group(device.type)._end_coalescing(device)
         return work
 
+    def _get_backend(self, device: device) -> Any:
+        return self._group(device.type)._get_backend(device)
+
     def shutdown(self) -> None:
         """End the groups that were made; called by ``destroy_process_group`` on every rank."""
         for group in self._made.values():
