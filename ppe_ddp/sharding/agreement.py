@@ -95,14 +95,14 @@ def check(
 
 
 def _misfit(source: Found, entry: Expected) -> str:
-    if entry.takes_anything:
+    if entry.shape is None:
         return ""
     if source.shape is None:
-        return f"expected a tensor for {entry.key}, and the checkpoint has a {type(source.value).__name__}."
+        return f"expected a tensor for {entry.key}, and the checkpoint has a {source.kind}."
     if source.shape != entry.shape:
         return (
             f"size mismatch for {entry.key}: copying a param with shape torch.Size({list(source.shape)}) from "
-            f"checkpoint, the shape in current model is torch.Size({list(entry.shape or ())})."
+            f"checkpoint, the shape in current model is torch.Size({list(entry.shape)})."
         )
     return ""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,15 @@ class Found:
         key: Its name.
         shape: Of the full tensor; None for an entry that is no tensor.
         dtype: Of the tensor.
-        value: The entry itself, if it is no tensor: it travels with its description.
+        kind: The name of its type.
+        pickled: The entry itself, if it is no tensor: it travels with its description.
     """
 
     key: str
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
-    value: Any = None
+    kind: str
+    pickled: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,6 @@ class Expected:
     layout: Layout | None
     tie: str
 
-    @property
-    def takes_anything(self) -> bool:
-        """Whether the checkpoint alone says what comes."""
-        return self.shape is None
-
 
 def describe(state_dict: Mapping[str, Any]) -> list[Found]:
     """What a checkpoint in memory, or one that can be asked for its tensors, has.
@@ -74,9 +71,9 @@ def describe(state_dict: Mapping[str, Any]) -> list[Found]:
         if isinstance(value, Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value):
             if value.is_meta:
                 raise TypeError(f"{key!r} is on the meta device and has no values; pass real tensors")
-            found.append(Found(key, tuple(value.shape), value.dtype))
+            found.append(Found(key, tuple(value.shape), value.dtype, "Tensor"))
         else:
-            found.append(Found(key, None, None, value))
+            found.append(Found(key, None, None, type(value).__name__, _pickled(key, value)))
     return found
 
 
@@ -94,7 +91,7 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[Expected]:
     first: dict[object, str] = {}
     expected = []
     for key, value in state_dict.items():
-        if not isinstance(value, Tensor) or key.rpartition(".")[2] == _EXTRA or is_lazy(value):
+        if takes_anything(key, value):
             expected.append(Expected(key, None, None, None, key))
             continue
         tie = first.setdefault(_memory(value), key)
@@ -102,9 +99,16 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[Expected]:
     return expected
 
 
-def digest(expected: Sequence[Expected]) -> str:
-    """A fingerprint that differs where expectations do."""
-    return hashlib.sha256("\n".join(map(repr, expected)).encode()).hexdigest()
+def takes_anything(key: str, value: object) -> bool:
+    """Whether an entry of a module does not say what has to come: extra state, and parameters without a shape."""
+    return not isinstance(value, Tensor) or key.rpartition(".")[2] == _EXTRA or is_lazy(value)
+
+
+def _pickled(key: str, value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{key!r} is a {type(value).__name__}, which cannot be pickled: {error}") from error
 
 
 def _layout(key: str, value: Tensor, rank: int) -> Layout | None:

@@ -195,7 +195,7 @@ class Courier:
         if len(parcel.pieces) == 1:
             piece = parcel.pieces[0]
             hold = self._holds.get(piece.shipment.key)  # missing where there was no memory for it
-            window = hold and hold.window(piece, self._device)
+            window = None if hold is None else hold.window(piece, self._device)
             if window is not None:
                 return window, 0
         return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device), parcel.nbytes

@@ -1,12 +1,15 @@
-"""Loads a state_dict that one rank has into the shards of all: agree on the keys, plan, carry."""
+"""Loads a checkpoint that one rank has into the shards of all: agree on the keys, plan, carry."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.sharding.agreement import check, match
+import torch
+
+from ppe_ddp.sharding.agreement import Match, check, match
 from ppe_ddp.sharding.contents import Expected, Found, describe, expect
 from ppe_ddp.sharding.courier import Courier
 from ppe_ddp.sharding.holdings import Holdings, device_for, refuse_meta
@@ -16,10 +19,7 @@ from ppe_ddp.sharding.shipments import shipments
 from ppe_ddp.sharding.team import Team, device_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ppe_ddp.sharding.options import LoadOptions
-    from ppe_ddp.sharding.plan import Shipment
 
 _PARCELS_A_PIECE = 4  # some are packed while others travel
 
@@ -40,13 +40,38 @@ class Distributed:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """How a load is done; the same on every rank.
+
+    Attributes:
+        fresh: Whether loaded tensors get memory of their own. If not, the module's are overwritten, and none that the
+            checkpoint has may be on the meta device.
+        strict: Whether all keys must match.
+        options: What the user chose.
+        what: The name of what is loaded into, for errors.
+        lends: Whether rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``.
+    """
+
+    fresh: bool
+    strict: bool
+    options: LoadOptions
+    what: str
+    lends: bool
+
+    def compared(self) -> dict[str, Any]:
+        """What must not differ between ranks."""
+        dtype, piece_nbytes = self.options.dtype, self.options.piece_nbytes
+        return {"strict": self.strict, "assign": self.fresh, "dtype": dtype, "piece_nbytes": piece_nbytes}
+
+
+@dataclass(frozen=True)
 class _Header:
     """What rank 0 tells the others first.
 
     Attributes:
         found: What the checkpoint has.
         expected: What rank 0's module has, most often the same as everywhere.
-        terms: How it loads, which has to be the same everywhere.
+        terms: How it loads.
         what: The name of what is loaded into.
         metadata: The ``_metadata`` of torch's state_dicts: versions of modules.
         wire: The type of device whose tensors are sent.
@@ -60,91 +85,102 @@ class _Header:
     wire: str
 
 
-def distribute(
-    state_dict: Mapping[str, Any],
-    targets_of: Callable[[], Mapping[str, Any]],
-    options: LoadOptions,
-    *,
-    fresh: bool,
-    strict: bool = True,
-    what: str = "the module",
-    lends: bool = False,
-) -> Distributed:
-    """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the team must call this together.
+class Distribution:
+    """Brings the tensors of rank 0's checkpoint to where they belong; every rank of a team runs one, together.
 
     Args:
-        state_dict: The checkpoint: full tensors, and other entries, which are pickled. Looked at on rank 0 only.
+        checkpoint_of: Gives the checkpoint: full tensors, and other entries, which are pickled. Called on rank 0 only.
         targets_of: Gives what this rank's module has: DTensors, tensors, and other entries.
-        options: The same on every rank.
-        fresh: Whether loaded tensors get memory of their own. If not, the targets are overwritten, and none that the
-            checkpoint has may be on the meta device.
-        strict: Whether all keys must match.
-        what: The name of what is loaded into, for errors.
-        lends: Whether rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``.
-
-    Raises:
-        CheckpointError: On every rank, with the same text: the checkpoint does not fit, or a rank failed. With
-            ``fresh=False`` the targets may then have some, all or none of the new values.
-        CommunicationError: The process group failed.
+        terms: How.
     """
-    team = Team(options.process_group)
-    terms = {"strict": strict, "assign": fresh, "dtype": options.dtype, "piece_nbytes": options.piece_nbytes}
-    targets: Mapping[str, Any] = {}
-    expected: list[Expected] = []
-    failure: Exception | None = None
-    try:
-        targets = targets_of()
-        expected = expect(targets, team.ranks[team.rank])
-    except Exception as error:  # told where all listen
-        failure = error
 
-    def head() -> _Header:
-        wire = team.wire_kind(device_for(targets, team, options).type)
-        return _Header(describe(state_dict), expected, terms, what, getattr(state_dict, "_metadata", None), wire)
+    def __init__(
+        self,
+        checkpoint_of: Callable[[], Mapping[str, Any]],
+        targets_of: Callable[[], Mapping[str, Any]],
+        terms: Terms,
+    ) -> None:
+        self._checkpoint_of = checkpoint_of
+        self._targets_of = targets_of
+        self._terms = terms
+        self._options = terms.options
+        self._team = Team(terms.options.process_group)
+        self._checkpoint: Mapping[str, Any] = {}
+        self._targets: Mapping[str, Any] = {}
 
-    header = team.from_source(head)
+    def run(self) -> Distributed:
+        """Load.
 
-    def answer() -> list[Expected] | None:
-        if failure is not None:
-            raise failure
-        if terms != header.terms:
-            raise ValueError(f"it loads with {terms}, and rank 0 with {header.terms}; they have to be the same")
-        if not fresh:
-            refuse_meta(targets, match(header.found, [expected]))
-        return None if expected == header.expected else expected
+        Raises:
+            CheckpointError: On every rank, with the same text: the checkpoint does not fit, or a rank failed. If the
+                module's own memory is loaded into, it may then have some, all or none of the new values.
+            CommunicationError: The process group failed.
+        """
+        with torch.no_grad():
+            header, expectations = self._agree()
+            matched = match(header.found, expectations)
+            check(header.found, expectations, matched, strict=self._terms.strict, what=header.what)
+            result = self._carry(header, expectations, matched)
+        return Distributed(result, matched.missing, matched.unexpected)
 
-    expectations = [header.expected if differing is None else differing for differing in team.from_each(answer)]
-    matched = match(header.found, expectations)
-    check(header.found, expectations, matched, strict=strict, what=header.what)
-    holdings = Holdings(targets, matched, header.found, team, options, fresh=fresh)
-    if lends and fresh and team.is_source:
-        holdings.borrow(state_dict)
-    goods = shipments(header.found, expectations, matched, team.ranks, converts=options.keeps_dtype(fresh))
-    _carry(team, state_dict, holdings, goods, device_of(header.wire), options)
-    result = holdings.state_dict(header.found)
-    result._metadata = header.metadata  # type: ignore[attr-defined]
-    return Distributed(result, matched.missing, matched.unexpected)
+    def _agree(self) -> tuple[_Header, list[list[Expected]]]:
+        """What rank 0 has, and what each rank expects."""
+        team = self._team
+        expected: list[Expected] = []
+        failure: Exception | None = None
+        try:
+            self._targets = self._targets_of()
+            expected = expect(self._targets, team.ranks[team.rank])
+        except Exception as error:  # told where all listen
+            failure = error
+        header = team.from_source(lambda: self._head(expected))
 
+        def answer() -> list[Expected] | None:
+            if failure is not None:
+                raise failure
+            terms = self._terms.compared()
+            if terms != header.terms:
+                raise ValueError(f"it loads with {terms}, and rank 0 with {header.terms}; they have to be the same")
+            if not self._terms.fresh:
+                refuse_meta(self._targets, match(header.found, [expected]))
+            return None if expected == header.expected else expected
 
-def _carry(
-    team: Team,
-    state_dict: Mapping[str, Any],
-    holdings: Holdings,
-    goods: list[Shipment],
-    wire: torch.device,
-    options: LoadOptions,
-) -> None:
-    courier = Courier(team, state_dict.__getitem__, holdings.holds, wire, staging_nbytes=options.piece_nbytes)
-    courier.failure = holdings.failure
-    bar = Bar(sum(shipment.nbytes for shipment in goods), options.progress if team.is_source else False)
-    most = max(1, options.piece_nbytes // _PARCELS_A_PIECE)
-    try:
-        courier.carry(parcels(goods, team.rank, most), bar.advance)
-    finally:
-        bar.close()
+        return header, [header.expected if other is None else other for other in team.from_each(answer)]
 
-    def tell() -> None:
-        if courier.failure is not None:
-            raise courier.failure
+    def _head(self, expected: list[Expected]) -> _Header:
+        self._checkpoint = self._checkpoint_of()
+        device = device_for(self._targets, self._team, self._options)
+        return _Header(
+            found=describe(self._checkpoint),
+            expected=expected,
+            terms=self._terms.compared(),
+            what=self._terms.what,
+            metadata=getattr(self._checkpoint, "_metadata", None),
+            wire=self._team.wire_kind(device.type),
+        )
 
-    team.from_each(tell)
+    def _carry(self, header: _Header, expectations: list[list[Expected]], matched: Match) -> dict[str, Any]:
+        """What this rank's module gets."""
+        team, options, fresh = self._team, self._options, self._terms.fresh
+        holdings = Holdings(self._targets, matched, header.found, team, options, fresh=fresh)
+        if self._terms.lends and fresh and team.is_source:
+            holdings.borrow(self._checkpoint)
+        goods = shipments(header.found, expectations, matched, team.ranks, converts=options.keeps_dtype(fresh))
+        read = self._checkpoint.__getitem__
+        courier = Courier(team, read, holdings.holds, device_of(header.wire), staging_nbytes=options.piece_nbytes)
+        courier.failure = holdings.failure
+        bar = Bar(sum(shipment.nbytes for shipment in goods), options.progress if team.is_source else False)
+        try:
+            courier.carry(parcels(goods, team.rank, max(1, options.piece_nbytes // _PARCELS_A_PIECE)), bar.advance)
+        finally:
+            bar.close()
+        result: OrderedDict[str, Any] = OrderedDict()
+        result._metadata = header.metadata  # type: ignore[attr-defined]
+
+        def finish() -> None:
+            if courier.failure is not None:
+                raise courier.failure
+            result.update(holdings.state_dict(header.found))
+
+        team.from_each(finish)
+        return result

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ppe_ddp.sharding.distribution import distribute
+from ppe_ddp.sharding.distribution import Distribution, Terms
 from ppe_ddp.sharding.options import LoadOptions
 from ppe_ddp.sharding.team import Team
 
@@ -84,9 +82,5 @@ def _fill(
     process_group: ProcessGroup | None,
     strict: bool,
 ) -> None:
-    options = LoadOptions(process_group)
-    with torch.no_grad():
-        loaded = distribute(
-            state_dict, lambda: targets, options, fresh=True, strict=strict, what="state_dict", lends=True
-        )
-    result.update(loaded.state_dict)
+    terms = Terms(fresh=True, strict=strict, options=LoadOptions(process_group), what="state_dict", lends=True)
+    result.update(Distribution(lambda: state_dict, lambda: targets, terms).run().state_dict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp.errors import CheckpointError
+from ppe_ddp.sharding.contents import takes_anything
 from ppe_ddp.sharding.courier import Hold
 from ppe_ddp.sharding.regions import Layout, shape_of
 from ppe_ddp.sharding.team import device_of
@@ -62,7 +64,7 @@ class Holdings:
         with self._kept():
             for key, source in self._sources.items():
                 if source in tensors and source not in self.holds:
-                    memory = self._memory(targets[key], tensors[source])
+                    memory = self._memory(key, tensors[source])
                     if memory is not None:
                         self.holds[source] = Hold(memory)
 
@@ -77,15 +79,15 @@ class Holdings:
                     taken.add(value.data_ptr())
                     hold.target, hold.filled = value, True
 
-    def state_dict(self, found: Sequence[Found]) -> OrderedDict[str, Any]:
+    def state_dict(self, found: Sequence[Found]) -> dict[str, Any]:
         """What was loaded, by the keys of the module. Tied keys have one object, so that they stay tied."""
-        others = {entry.key: entry.value for entry in found if entry.shape is None}
+        others = {entry.key: entry.pickled for entry in found if entry.shape is None}
         made: dict[str, Any] = {}
-        result: OrderedDict[str, Any] = OrderedDict()
+        result = {}
         uses = Counter(self._sources.values())
         for key, source in self._sources.items():
             if source in others:
-                result[key] = others[source]
+                result[key] = pickle.loads(others[source])
             elif source in self.holds:
                 if source not in made:
                     made[source] = self._wrapped(self._targets[key], self.holds[source].target, uses[source] > 1)
@@ -99,9 +101,12 @@ class Holdings:
         except Exception as error:
             self.failure = self.failure or error
 
-    def _memory(self, target: Any, entry: Found) -> Tensor | None:
-        assert entry.shape is not None
-        if isinstance(target, Tensor) and not self._fresh and not nn.parameter.is_lazy(target):
+    def _memory(self, key: str, entry: Found) -> Tensor | None:
+        """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
+        target = self._targets[key]
+        if takes_anything(key, target) or entry.shape is None:
+            return torch.empty(entry.shape or (), dtype=entry.dtype, device=self._device)
+        if not self._fresh:
             return target._local_tensor.detach() if isinstance(target, DTensor) else target.detach()
         shape: Sequence[int] = entry.shape
         if isinstance(target, DTensor):
@@ -109,9 +114,8 @@ class Holdings:
             if region is None:
                 return None
             shape = shape_of(region)
-        device = target.device if isinstance(target, Tensor) and not target.is_meta else self._device
-        keeps = self._keeps_dtype and isinstance(target, Tensor)
-        return torch.empty(shape, dtype=target.dtype if keeps else entry.dtype, device=device)
+        dtype = target.dtype if self._keeps_dtype else entry.dtype
+        return torch.empty(shape, dtype=dtype, device=self._device if target.is_meta else target.device)
 
     def _wrapped(self, target: Any, local: Tensor, tied: bool) -> Any:
         if isinstance(target, DTensor):
@@ -132,8 +136,8 @@ def refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
     meta = [key for key in matched.sources if isinstance(targets[key], Tensor) and targets[key].is_meta]
     if meta:
         raise CheckpointError(
-            f"{len(meta)} entries of the module are on the meta device, such as {meta[0]!r}, and have no memory to load "
-            "into: pass assign=True, or call to_empty() first"
+            f"{len(meta)} entries of the module are on the meta device, such as {meta[0]!r}, and have no memory to "
+            "load into: pass assign=True, or call to_empty() first"
         )
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ppe_ddp.sharding.distribution import distribute
+from ppe_ddp.sharding.checkpoint import Checkpoint
+from ppe_ddp.sharding.distribution import Distribution, Terms
 from ppe_ddp.sharding.options import LoadOptions
 from ppe_ddp.sharding.team import Team
 
 if TYPE_CHECKING:
+    import os
+
+    import torch
     from torch.distributed import ProcessGroup
 
 # What nn.Module.__call__ looks at stays the wrapper's own, else each hook would run twice.
@@ -93,7 +96,7 @@ class DistModule(nn.Module):
         """Call the wrapped module."""
         return self._wrapped(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state_dict of the wrapped module: this rank's shards, not communicated."""
         result: dict[str, Any] = self._wrapped.state_dict(*args, **kwargs)
         return result
@@ -106,39 +109,57 @@ class DistModule(nn.Module):
         Each rank receives its shards, not whole tensors. Entries that are no tensors are pickled.
 
         Args:
-            state_dict: Full tensors, on rank 0 of the process group. Other ranks pass an empty mapping; what they pass is
-                not looked at. A mapping that reads tensors when they are asked for saves memory; each may be asked for
-                more than once.
+            state_dict: Full tensors, on rank 0 of the process group. Other ranks pass an empty mapping; what they pass
+                is not looked at. A mapping that reads tensors when they are asked for saves memory; it may be asked for
+                each more than once.
             strict: Whether all keys must match. Shapes must in any case.
-            assign: Whether loaded tensors take the place of the module's, which may then be on the meta device. On rank 0
-                tensors that are needed whole are taken over without a copy. If False, the module's tensors are
+            assign: Whether loaded tensors take the place of the module's, which may then be on the meta device. On rank
+                0 tensors that are needed whole are taken over without a copy. If False, the module's tensors are
                 overwritten in place.
 
         Returns:
-            The missing and the unexpected keys, the same on every rank. A key that is tied to a loaded one is not missing.
+            The missing and the unexpected keys, the same on every rank. A key that is tied to a loaded one is not
+            missing.
 
         Raises:
             CheckpointError: On every rank, with the same text: keys (if ``strict``) or shapes do not match, or a rank
                 failed. If one failed midway, some parameters may have been overwritten.
             CommunicationError: The process group failed.
         """
-        return self._load(state_dict, strict, assign, lends=True)
+        return self._load(lambda: state_dict, strict, assign, lends=True)
 
-    def _load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool, *, lends: bool) -> _IncompatibleKeys:
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load files that rank 0 reads, piece by piece; every rank calls this together.
+
+        Args:
+            path: What :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. Looked
+                at on rank 0 only.
+            strict: As for ``load_state_dict``.
+            assign: As for ``load_state_dict``; the tensors of the files are copied.
+
+        Returns:
+            The missing and the unexpected keys, the same on every rank.
+
+        Raises:
+            CheckpointError: As from ``load_state_dict``, and where a file cannot be read, on every rank.
+            CommunicationError: The process group failed.
+        """
+        return self._load(lambda: Checkpoint(path), strict, assign, lends=False)
+
+    def _load(
+        self, checkpoint_of: Callable[[], Mapping[str, Any]], strict: bool, assign: bool, *, lends: bool
+    ) -> _IncompatibleKeys:
         if self._options.dtype == "checkpoint" and not assign:
             raise ValueError("dtype='checkpoint' needs assign=True: without it the module keeps its tensors")
         module = self._wrapped
-        with torch.no_grad():
-            loaded = distribute(
-                state_dict,
-                lambda: module.state_dict(keep_vars=True),
-                self._options,
-                fresh=assign,
-                strict=strict,
-                what=type(module).__name__,
-                lends=lends,
-            )
+        terms = Terms(fresh=assign, strict=strict, options=self._options, what=type(module).__name__, lends=lends)
+        loaded = Distribution(checkpoint_of, lambda: module.state_dict(keep_vars=True), terms).run()
+
+        def load() -> None:
             # Strictness is settled, over the keys of all ranks.
-            team = Team(self._options.process_group)
-            team.from_each(lambda: module.load_state_dict(loaded.state_dict, strict=False, assign=assign) and None)
+            module.load_state_dict(loaded.state_dict, strict=False, assign=assign)
+
+        Team(self._options.process_group).from_each(load)
         return _IncompatibleKeys(loaded.missing, loaded.unexpected)

@@ -16,8 +16,8 @@ class LoadOptions:
 
     Attributes:
         process_group: The ranks that load; its rank 0 has the checkpoint. None for the default group.
-        dtype: Whose dtypes loaded tensors get, the ``"module"``'s or the ``"checkpoint"``'s. None for what torch does: the
-            checkpoint's with ``assign=True``, else the module's.
+        dtype: Whose dtypes loaded tensors get, the ``"module"``'s or the ``"checkpoint"``'s. None for what torch does:
+            the checkpoint's with ``assign=True``, else the module's.
         piece_nbytes: How much memory a rank may use beyond what it loads. Smaller costs more messages.
         device: Where tensors are made that the module has on the meta device. None for that of a DTensor's mesh, or
             of the module's other tensors, or what the process group sends.

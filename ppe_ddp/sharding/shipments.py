@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,7 @@ def _regions(layout: Layout | None, shape: tuple[int, ...], ranks: Sequence[int]
     if layout is None:
         return dict.fromkeys(range(len(ranks)), whole(shape))
     held = layout.regions(shape)
-    return {rank: held[name] for rank, name in enumerate(ranks) if name in held and math.prod(shape)}
+    return {rank: held[name] for rank, name in enumerate(ranks) if name in held}
 
 
 def _wire_dtype(found: torch.dtype | None, wanted: set[torch.dtype | None]) -> torch.dtype:
