@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppe_ddp.errors import CheckpointError
@@ -147,7 +147,8 @@ def sharded(mesh, *, meta=True):
         net = Net().eval()
     for layer in net.body:
         fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+    # FSDP takes no scalars: this parameter stays whole on every rank.
+    fully_shard(net, mesh=mesh, ignored_params={net.scalar})
     if not meta:
         net.to_empty(device="cpu")
     return net
@@ -210,14 +211,16 @@ def groups_of_every_size():
 @check
 def pieces_of_any_size():
     mesh = init_device_mesh("cpu", (2, 2))
-    full = {f"t{k}": values(k, (13, 7, 3), torch.float32) for k in range(3)} | {"one": values(9, (), torch.float32)}
-    for piece_nbytes in (1, 50, 700, 1 << 20):
+    full = {f"t{k}": values(k, (13, 3, 2), torch.float32) for k in range(2)} | {"one": values(9, (), torch.float32)}
+    for piece_nbytes in (100, 900, 1 << 20):
         for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(2)], [Replicate(), Replicate()]):
             net = nn.Module()
             for key, tensor in full.items():
                 value = on_meta(tensor, mesh, placements) if tensor.dim() else tensor.to("meta")
                 net.register_parameter(key, nn.Parameter(value))
-            DistModule(net, piece_nbytes=piece_nbytes).load_state_dict(full if dist.get_rank() == 0 else {}, assign=True)
+            DistModule(net, piece_nbytes=piece_nbytes).load_state_dict(
+                full if dist.get_rank() == 0 else {}, assign=True
+            )
             for key, tensor in full.items():
                 local = getattr(net, key).to_local() if tensor.dim() else getattr(net, key)
                 assert_bits(local.detach(), split(tensor, mesh, placements) if tensor.dim() else tensor, key)
@@ -237,9 +240,10 @@ def fsdp_computes_the_same_and_trains():
         assert net.head.weight is net.embedding.weight
         assert not net.scalar.requires_grad
         assert net.scale.requires_grad
-        torch.testing.assert_close(wrapped(tokens), reference(tokens))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        wrapped(tokens).square().mean().backward()
+        output = wrapped(tokens)
+        torch.testing.assert_close(output, reference(tokens))
+        output.square().mean().backward()
         optimizer.step()
         assert not torch.equal(net.embedding.weight.full_tensor(), reference.embedding.weight)
 
@@ -284,7 +288,7 @@ def keys_are_agreed_first():
         DistModule(net).load_state_dict(start)
         given = broken if dist.get_rank() == 0 else {}
         text = error_on_all(lambda net=net, given=given: DistModule(net).load_state_dict(given))
-        assert all(word in text for word in ["loading state_dict for Net", *words]), text
+        assert all(word in text for word in ["loading state_dict for FSDPNet:", *words]), text
         assert_loaded(net, untouched)
 
 
@@ -293,7 +297,7 @@ def not_strict_tells_the_truth():
     mesh = init_device_mesh("cpu", (RANKS,))
     reference = trained()
     full = OrderedDict(reference.state_dict(), extra=torch.ones(2))
-    missing = ["body.0.bias", "scale"]
+    missing = ["scale", "body.0.bias"]
     for key in missing:
         del full[key]
     for meta in (True, False):
@@ -379,7 +383,9 @@ def a_failure_on_one_rank_reaches_all():
     assert "meta device" in attempt({**full, "seen": torch.empty(3, device="meta")})
     wrong = on_meta(torch.empty(8, 8), mesh, [Shard(0)])
     assert "DTensor" in attempt({**full, "seen": wrong})
-    text = error_on_all(lambda: DistModule(sharded(mesh)).load_state_dict({} if rank else full, strict=rank != 3, assign=True))
+    text = error_on_all(
+        lambda: DistModule(sharded(mesh)).load_state_dict({} if rank else full, strict=rank != 3, assign=True)
+    )
     assert "rank 3" in text
     assert "strict" in text
     net = sharded(mesh)

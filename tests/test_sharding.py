@@ -3,30 +3,12 @@
 import functools
 import importlib.util
 import json
-import math
-import random
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.tensor import Shard
 
 import sharding_checks
-from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding import (
-    Checkpoint,
-    DistModule,
-    broadcast_and_shard_state_dict,
-    load_state_dict,
-    patch_accelerate,
-    shard_broadcasted_state_dict,
-)
-from ppe_ddp.sharding.agreement import match
-from ppe_ddp.sharding.contents import Expected, Found
-from ppe_ddp.sharding.plan import Shipment, parcels, tree
-from ppe_ddp.sharding.regions import Layout, boxes, shape_of, whole
 from ppe_ddp.testing import Ranks
 from subprocesses import run
 
