@@ -70,3 +70,11 @@ def test_one_bit_keeps_what_it_does_not_send():
     decoded = custom_reduce.decode(message, torch.tensor([15, 7]))
     expected = torch.cat([g.sign().flatten() * g.abs().mean() for g in gradients])
     torch.testing.assert_close(decoded, expected)
+
+
+def test_load_transformer():
+    pytest.importorskip("transformers")
+    four = [*TWO_RANKS[:-1], "--nproc_per_node=4"]
+    text = printed_by("load_transformer.py", "--layers", "3", "--width", "64", launcher=four)
+    assert re.search(r"missing, unexpected +│ +0, 0", text), text
+    assert number(r"difference of logits +│ +([\d.e+-]+)", text) < 1e-5

@@ -203,7 +203,7 @@ def _mark(model: nn.Module) -> int:
 
 def _model(nbytes: int) -> nn.Sequential:
     """Blocks in the shapes of a transformer's."""
-    width = 1024 if nbytes >= 64 << 20 else 64
+    width = 1024 if nbytes >= 64 << 20 else 256 if nbytes >= 4 << 20 else 64
     blocks = max(1, nbytes // (4 * 12 * width**2))
     return nn.Sequential(*(_block(width) for _ in range(blocks)))
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Device: TypeAlias = "int | str | torch.device"
 DeviceMap: TypeAlias = "Device | Mapping[str, Device] | None"
 
+_ARCHIVE = b"PK\x03\x04"
 _SAFE = ".safetensors"
 _INDEX = ".index.json"
 _NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -134,7 +135,8 @@ def _open(file: Path) -> Mapping[str, Any]:
 
 def _torch_file(file: Path) -> Mapping[str, Any]:
     # Old files are no archives, which alone can be mapped.
-    mapped = torch.serialization._is_zipfile(file.open("rb"))
+    with file.open("rb") as start:
+        mapped = start.read(len(_ARCHIVE)) == _ARCHIVE
     content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(content, Mapping):
         raise TypeError(f"it holds a {type(content).__name__}, not a state_dict")
