@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 import ppe_ddp
 from ppe_ddp.sharding import DistModule
@@ -62,14 +63,14 @@ def save(config: LlamaConfig, folder: Path) -> LlamaForCausalLM:
 def build(config: LlamaConfig, job: ppe_ddp.Job) -> nn.Module:
     """The same model, with its parameters on the meta device, sharded over all ranks."""
     # Buffers such as those of rotary embeddings are in no checkpoint: they are made here.
-    with init_empty_weights(include_buffers=False):
+    with job.device, init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM(config).eval()
     model.tie_weights()
     mesh = init_device_mesh(job.device.type, (job.world_size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model.to(job.device) if job.device.type != "cpu" else model
+    return model
 
 
 def local_nbytes(model: nn.Module) -> int:
@@ -86,6 +87,7 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 def main() -> None:
     options = parse_arguments()
     job = ppe_ddp.init_process_group()
+    logging.disable_progress_bar()
     config = make_config(options)
     tokens = torch.arange(64).view(2, 32).to(job.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +103,9 @@ def main() -> None:
 
     if whole is not None:
         expected = logits(whole.to(job.device), tokens)
-        table = Table(title=f"Llama of {options.layers} layers, ranks: {job.world_size}", title_justify="left")
+        table = Table(
+            title=f"Llama of {options.layers} layers, ranks: {job.world_size}", title_justify="left", show_header=False
+        )
         table.add_column("")
         table.add_column("", justify="right")
         table.add_row("checkpoint", f"{count} files")

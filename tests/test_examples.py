@@ -74,7 +74,6 @@ def test_one_bit_keeps_what_it_does_not_send():
 
 def test_load_transformer():
     pytest.importorskip("transformers")
-    four = [*TWO_RANKS[:-1], "--nproc_per_node=4"]
-    text = printed_by("load_transformer.py", "--layers", "3", "--width", "64", launcher=four)
+    text = printed_by("load_transformer.py", "--layers", "3", "--width", "64", launcher=TWO_RANKS)
     assert re.search(r"missing, unexpected +│ +0, 0", text), text
     assert number(r"difference of logits +│ +([\d.e+-]+)", text) < 1e-5

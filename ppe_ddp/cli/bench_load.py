@@ -1,7 +1,7 @@
 """Measures how long a checkpoint takes from rank 0 into an FSDP2 model on all ranks, and how much memory.
 
 Contestants take turns in one run: from tensors in memory, ppe_ddp's DistModule and torch's set_model_state_dict; from
-safetensors files, DistModule and accelerate, with rank 0 broadcasting and with all ranks reading. "peak" is
+safetensors files, DistModule and accelerate, with rank 0 broadcasting and with all ranks reading. MB is
 what resident memory grew by at most, on rank 0 and on the worst of the others; pages of mapped files count.
 
   python -m ppe_ddp bench load
@@ -274,10 +274,10 @@ def _slowest(name: str, everyone: list[dict[str, list[tuple[float, int, int]]]])
 
 
 def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title="One load: medians (middle half)", caption=caption)
+    table = Table(box=box.SIMPLE_HEAD, title="One load: medians (middle half), and peaks of memory", caption=caption)
     table.add_column("contestant", no_wrap=True)
     table.add_column("checkpoint", no_wrap=True)
-    for heading in ("seconds", "ratio", "peak MB rank 0", "peak MB others", "wrong"):
+    for heading in ("seconds", "ratio", "rank 0 MB", "others MB", "wrong"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in lines:
         compared = line.name != CONTESTANTS[line.name][1]
