@@ -21,6 +21,7 @@ from ppe_ddp.sharding import (
     broadcast_and_shard_state_dict,
     load_state_dict,
     patch_accelerate,
+    progress,
     shard_broadcasted_state_dict,
 )
 from ppe_ddp.sharding.agreement import match
@@ -311,3 +312,24 @@ def test_accelerate_gets_its_own_back():
     with patch_accelerate():
         assert modeling.load_state_dict is not before[0]
     assert (modeling.load_state_dict, torch_state_dict.set_model_state_dict) == before
+
+
+def test_any_memory_format():
+    torch.manual_seed(0)
+    full = {"weight": torch.randn(5, 3, 3, 4).permute(0, 3, 1, 2), "bias": torch.randn(10)[::2]}
+    for assign in (True, False):
+        net = nn.Conv2d(4, 5, 3).to(memory_format=torch.channels_last)
+        DistModule(net, piece_nbytes=64).load_state_dict(full, assign=assign)
+        assert torch.equal(net.weight, full["weight"])
+        assert torch.equal(net.bias, full["bias"])
+        assert assign or net.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (3600.0, False)])
+def test_a_bar_for_long_loads(monkeypatch, capsys, seconds, shown):
+    skip_without("tqdm")
+    monkeypatch.setattr(progress, "_SECONDS", seconds)
+    net = nn.Linear(64, 64)
+    for wanted, seen in [(True, shown), (False, False), (None, False)]:  # what is captured is no terminal
+        DistModule(net, progress=wanted, piece_nbytes=1024).load_state_dict(net.state_dict())
+        assert ("loading" in capsys.readouterr().err) == seen
