@@ -32,6 +32,9 @@ from ppe_ddp.testing import Ranks
 from subprocesses import run
 
 HERE = Path(__file__).parent
+# What has nothing to do with the transport is enough to be seen over one.
+ONCE = {"dtypes_by_choice", "wrappers_names_are_understood", "files", "accelerate_loads_through_it"}
+OVER_MPI = [name for name in sharding_checks.CHECKS if name not in ONCE]
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
@@ -55,22 +58,25 @@ def test_over_gloo(four_ranks, name):
 
 @functools.cache
 def under_mpirun():
-    names = [name for name in sharding_checks.CHECKS if all(map(importlib.util.find_spec, sharding_checks.needs(name)))]
-    command = [MPIRUN, "-n", sharding_checks.RANKS, sys.executable, HERE / "sharding_checks.py", *names]
+    command = [MPIRUN, "-n", sharding_checks.RANKS, sys.executable, HERE / "sharding_checks.py", *OVER_MPI]
     code, output, errors = run(command, timeout=150)
     return code, {json.loads(line)["name"] for line in output.splitlines() if line.startswith("{")}, errors[-4000:]
 
 
-@pytest.mark.skipif(not MPIRUN.exists(), reason="needs an mpirun in the environment (pip install mpich)")
-@pytest.mark.parametrize("name", sharding_checks.CHECKS)
+needs_mpi = pytest.mark.skipif(
+    not MPIRUN.exists() or importlib.util.find_spec("mpi4py") is None, reason="needs the extra [mpi]"
+)
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", OVER_MPI)
 def test_over_mpi(name):
-    skip_without("mpi4py", *sharding_checks.needs(name))
     _, done, errors = under_mpirun()
     assert name in done, errors
 
 
+@needs_mpi
 def test_the_run_over_mpi_ends_well():
-    skip_without("mpi4py")
     code, _, errors = under_mpirun()
     assert code == 0, errors
 
