@@ -388,6 +388,12 @@ def a_failure_on_one_rank_reaches_all():
     )
     assert "rank 3" in text
     assert "strict" in text
+    for failing in (0, 2):
+        # There is no such device, so there is no memory on it.
+        device = "hpu" if rank == failing else "cpu"
+        wrapped = DistModule(sharded(mesh), device=device)
+        text = error_on_all(lambda wrapped=wrapped: wrapped.load_state_dict(full, assign=True))
+        assert text.startswith(f"rank {failing}: "), text
     net = sharded(mesh)
     DistModule(net).load_state_dict(full if rank == 0 else {}, assign=True)
     assert_loaded(net, trained())

@@ -105,7 +105,7 @@ class Courier:
         self.failure: Exception | None = None
 
     def carry(self, parcels: Iterable[Parcel], tell: Callable[[int], None]) -> None:
-        """Carry all parcels; ``tell`` gets the bytes of each when it is done.
+        """Carry all parcels; ``tell`` gets the bytes of each as it leaves.
 
         Raises:
             CommunicationError: The process group failed.
@@ -166,23 +166,28 @@ class Courier:
 
     def _packed(self, parcel: Parcel) -> tuple[Tensor, int]:
         """The bytes of a parcel on rank 0, and how much memory they took; what is for rank 0 itself is put there."""
-        mine = 0 in parcel.route
-        if mine and len(parcel.route) == 1:
+        if parcel.route == (0,):
             for piece in parcel.pieces:
-                if not self._holds[piece.shipment.key].filled:
-                    self._try(lambda piece=piece: self._holds[piece.shipment.key].put(piece, self._cut(piece)[0]))
+                self._try(self._keep, piece)
             return _NOTHING, 0
-        parts = [self._try(self._cut, piece) for piece in parcel.pieces]
-        if None in parts:
-            # The others wait for so many bytes; that they mean nothing is told at the end.
-            return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device), parcel.nbytes
-        if mine:
+        packed: tuple[Tensor, int] | None = self._try(self._pack, parcel)
+        # The others wait for so many bytes, even if they mean nothing, as is told at the end.
+        return packed or (torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device), parcel.nbytes)
+
+    def _pack(self, parcel: Parcel) -> tuple[Tensor, int]:
+        parts = [self._cut(piece) for piece in parcel.pieces]
+        if 0 in parcel.route:
             for piece, (values, _) in zip(parcel.pieces, parts, strict=True):
-                self._try(self._holds[piece.shipment.key].put, piece, values)
+                self._holds[piece.shipment.key].put(piece, values)
         flat = [values.view(torch.uint8) for values, _ in parts]
         if len(flat) > 1:
             return torch.cat(flat), parcel.nbytes
         return flat[0], parcel.nbytes if parts[0][1] else 0
+
+    def _keep(self, piece: Piece) -> None:
+        hold = self._holds[piece.shipment.key]
+        if not hold.filled:
+            hold.put(piece, self._cut(piece)[0])
 
     def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
         """The flat values of a piece, ready to be sent, and whether they are a copy."""
@@ -192,13 +197,17 @@ class Courier:
         return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
     def _room_for(self, parcel: Parcel) -> tuple[Tensor, int]:
-        if len(parcel.pieces) == 1:
-            piece = parcel.pieces[0]
-            hold = self._holds.get(piece.shipment.key)  # missing where there was no memory for it
-            window = None if hold is None else hold.window(piece, self._device)
-            if window is not None:
-                return window, 0
+        window = self._try(self._window, parcel)
+        if window is not None:
+            return window, 0
         return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device), parcel.nbytes
+
+    def _window(self, parcel: Parcel) -> Tensor | None:
+        """Where a parcel can be received straight into the memory that it is for."""
+        if len(parcel.pieces) > 1:
+            return None
+        piece = parcel.pieces[0]
+        return self._holds[piece.shipment.key].window(piece, self._device)
 
     def _unpack(self, delivery: _Delivery) -> None:
         if not delivery.staged:
