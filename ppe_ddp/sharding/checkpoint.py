@@ -100,7 +100,7 @@ class _SafeFile(Mapping[str, Tensor]):
             from safetensors import safe_open
         except ImportError:
             raise ImportError(f"{file}: reading it needs safetensors: pip install 'ppe_ddp[checkpoints]'") from None
-        self._content: Any = safe_open(str(file), framework="pt")  # has no annotations
+        self._content: Any = safe_open(str(file), framework="pt")
         kind = (self._content.metadata() or {}).get("format", "pt")
         if kind != "pt":
             raise ValueError(f"it was saved from {kind!r}, and its tensors may be laid out otherwise than torch's")
