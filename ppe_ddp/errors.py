@@ -18,6 +18,13 @@ class DisagreementError(PpeDdpError):
     """
 
 
+class CheckpointError(PpeDdpError):
+    """A checkpoint cannot be read, or does not fit the module: keys, shapes or kinds differ.
+
+    Raised with the same text on every rank that loads it.
+    """
+
+
 class FunctionError(PpeDdpError):
     """A reduce function, broadcast function or hook broke its contract (wrong type, wrong size)."""
 

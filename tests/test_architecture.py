@@ -24,6 +24,7 @@ LAYERS = [
     "engine",
     "joining",
     "ddp",
+    "sharding",
     "testing",
     "cli",
     "__main__",

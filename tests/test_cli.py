@@ -1,6 +1,7 @@
 """The command line: what is called how, and what a measurement says. Never how long anything takes."""
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -304,6 +305,24 @@ def count_wrong_sums():
     operations = {"all_reduce": (broken, *OPERATIONS["all_reduce"][1:])}
     with mock.patch.dict(OPERATIONS, operations):
         return _wrong("all_reduce", whole, part, dist.group.WORLD)
+
+
+def test_loads_side_by_side(tmp_path):
+    file = tmp_path / "result.json"
+    done = ppe_ddp("bench", "load", "--ranks", "2", "--size", "1M", "--repeats", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    data = json.loads(file.read_text())
+    assert data["settings"] == {"ranks": 2, "backend": "gloo", "size": 1 << 20, "repeats": 1}
+    lines = {line["name"]: line for line in data["lines"]}
+    assert [*lines][:2] == ["torch", "ppe_ddp"]
+    installed = importlib.util.find_spec("accelerate") is not None
+    assert ("ppe_ddp, files" in lines) == ("accelerate" in lines) == installed
+    for line in lines.values():
+        assert line["wrong"] == 0
+        assert len(line["peak_nbytes"]) == 2
+    assert lines["torch"]["ratio"]["median"] == 1
+    for text in ("One load", "others MB", "in memory"):
+        assert text in done.stdout
 
 
 @pytest.mark.parametrize(("text", "size"), [("4", 4), ("64K", 65536), ("32m", 32 << 20), ("1G", 1 << 30)])

@@ -1,5 +1,6 @@
 """The examples run, on one rank and on two, and end with the figures that they promise."""
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -70,3 +71,10 @@ def test_one_bit_keeps_what_it_does_not_send():
     decoded = custom_reduce.decode(message, torch.tensor([15, 7]))
     expected = torch.cat([g.sign().flatten() * g.abs().mean() for g in gradients])
     torch.testing.assert_close(decoded, expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
+def test_load_transformer():
+    text = printed_by("load_transformer.py", "--layers", "3", "--width", "64", launcher=TWO_RANKS)
+    assert re.search(r"missing, unexpected +│ +0, 0", text), text
+    assert number(r"difference of logits +│ +([\d.e+-]+)", text) < 1e-5

@@ -51,6 +51,11 @@ COMMANDS: tuple[Command, ...] = (
         "all-reduce and others over gloo and mpi4py, side by side",
         "ppe_ddp.cli.bench_collective",
     ),
+    Command(
+        ("bench", "load"),
+        "a checkpoint from rank 0 into a sharded model, beside torch and accelerate",
+        "ppe_ddp.cli.bench_load",
+    ),
 )
 """All commands, in the order in which help lists them."""
 

@@ -1,0 +1,15 @@
+"""Load a checkpoint once, on rank 0, and give each rank its shard."""
+
+from ppe_ddp.sharding.accelerate_patch import patch_accelerate
+from ppe_ddp.sharding.checkpoint import Checkpoint, load_state_dict
+from ppe_ddp.sharding.functions import broadcast_and_shard_state_dict, shard_broadcasted_state_dict
+from ppe_ddp.sharding.module import DistModule
+
+__all__ = [
+    "Checkpoint",
+    "DistModule",
+    "broadcast_and_shard_state_dict",
+    "load_state_dict",
+    "patch_accelerate",
+    "shard_broadcasted_state_dict",
+]

@@ -1,0 +1,197 @@
+"""Reads checkpoints: safetensors and torch files, one or many. Nothing in a file is ever executed.
+
+Files are mapped into memory: a tensor is read from disk when its values are looked at, and not before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ppe_ddp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import os
+
+Device: TypeAlias = "int | str | torch.device"
+DeviceMap: TypeAlias = "Device | Mapping[str, Device] | None"
+
+_ARCHIVE = b"PK\x03\x04"
+_SAFE = ".safetensors"
+_INDEX = ".index.json"
+_NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The entries of a checkpoint, each read when it is asked for.
+
+    The tensors are views of the files, which must stay as they are while any is in use.
+
+    Args:
+        path: A ``.safetensors`` file; a file of ``torch.save``; an index (``.index.json``) of several; or a folder with
+            one of these, as ``save_pretrained`` writes it.
+
+    Raises:
+        CheckpointError: A file cannot be read, is damaged, or holds more than tensors and plain values; it is named.
+        ImportError: It is a safetensors file, and safetensors is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._files: dict[str, Mapping[str, Any]] = {}
+        for file, promised in _files_of(Path(path)).items():
+            content = _open(file)
+            for key in content:
+                if key in self._files:
+                    raise CheckpointError(f"{file}: the entry {key!r} is in another file of the checkpoint, too")
+                self._files[key] = content
+            lacking = [key for key in promised if key not in content]
+            if lacking:
+                raise CheckpointError(f"{file}: it lacks {lacking[0]!r}, which the index says it has")
+
+    def __getitem__(self, key: str) -> Any:
+        return self._files[key][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap = None) -> dict[str, Any]:
+    """Read a checkpoint file on global rank 0; elsewhere return an empty dict without a look at the file.
+
+    A drop-in for ``accelerate.utils.modeling.load_state_dict``. Not collective: an error is raised on rank 0 alone.
+    ``DistModule.load_checkpoint`` tells it to all ranks.
+
+    Args:
+        checkpoint_file: A safetensors file or one of ``torch.save``.
+        device_map: Where tensors go: a device for all, or devices by the names of modules, of which the longest that
+            a tensor's name begins with counts; ``""`` is for all others. Unnamed and ``"disk"``: CPU, where
+            tensors are views of the file, which must stay as it is while they are in use.
+
+    Returns:
+        The tensors, and a torch file's other values, by name.
+
+    Raises:
+        CheckpointError: The file cannot be read, is damaged, or holds more than tensors and plain values; it is named.
+        ValueError: A device of the map does not exist. On every rank.
+    """
+    places = _places(device_map)
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return {}
+    content = _open(Path(checkpoint_file))
+    return {key: _moved(value, _place(key, places)) for key, value in content.items()}
+
+
+class _SafeFile(Mapping[str, Tensor]):
+    """An open safetensors file."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise ImportError(f"{file}: reading it needs safetensors: pip install 'ppe_ddp[checkpoints]'") from None
+        self._content: Any = safe_open(str(file), framework="pt")
+        kind = (self._content.metadata() or {}).get("format", "pt")
+        if kind != "pt":
+            raise ValueError(f"it was saved from {kind!r}, and its tensors may be laid out otherwise than torch's")
+        self._keys = dict.fromkeys(self._content.keys())
+
+    def __getitem__(self, key: str) -> Tensor:
+        tensor: Tensor = self._content.get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _open(file: Path) -> Mapping[str, Any]:
+    try:
+        if not file.is_file():
+            raise FileNotFoundError("there is no such file")
+        return _SafeFile(file) if file.suffix == _SAFE else _torch_file(file)
+    except ImportError:
+        raise
+    except UnpicklingError as error:
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it wants {name[1]}" if name else "it is no file of tensors and plain values"
+        raise CheckpointError(f"{file}: refused, and nothing of it was executed: {what}") from None
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def _torch_file(file: Path) -> Mapping[str, Any]:
+    # Old files are no archives, which alone can be mapped.
+    with file.open("rb") as start:
+        mapped = start.read(len(_ARCHIVE)) == _ARCHIVE
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(content, Mapping):
+        raise TypeError(f"it holds a {type(content).__name__}, not a state_dict")
+    return content
+
+
+def _files_of(path: Path) -> dict[Path, list[str]]:
+    """The files of a checkpoint, and what its index says that each has."""
+    if path.is_dir():
+        path = _main_file(path)
+    if path.suffix != ".json":
+        return {path: []}
+    try:
+        index = json.loads(path.read_text())
+        weight_map: dict[str, str] = index.get("weight_map", index)
+        files: dict[Path, list[str]] = {}
+        for key, name in weight_map.items():
+            if Path(name).name != name:
+                raise ValueError(f"it names {name!r}, which is not a file beside it")
+            files.setdefault(path.parent / name, []).append(key)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read as an index: {type(error).__name__}: {error}") from error
+    return dict(sorted(files.items()))
+
+
+def _main_file(folder: Path) -> Path:
+    for name in _NAMES:
+        for candidate in (folder / name, folder / f"{name}{_INDEX}"):
+            if candidate.is_file():
+                return candidate
+    others = sorted(folder.glob(f"*{_INDEX}")) or sorted(folder.glob(f"*{_SAFE}"))
+    if len(others) != 1:
+        raise CheckpointError(
+            f"{folder}: there is no {', '.join(_NAMES)} or index of one, and {len(others)} other files that might be "
+            "meant; name one"
+        )
+    return others[0]
+
+
+def _places(device_map: DeviceMap) -> dict[str, torch.device]:
+    named = device_map if isinstance(device_map, Mapping) else {"": "cpu" if device_map is None else device_map}
+    try:
+        return {name: torch.device("cpu" if device == "disk" else device) for name, device in named.items()}
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device_map names a device that does not exist: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _place(key: str, places: Mapping[str, torch.device]) -> torch.device:
+    name = key
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return places.get(name, torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,140 @@
+"""What a checkpoint has, and what a module expects: descriptions small enough to be sent around. Pure."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ppe_ddp.sharding.regions import Layout, shape_of
+
+_EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
+
+
+@dataclass(frozen=True)
+class Found:
+    """An entry of the checkpoint.
+
+    Attributes:
+        key: Its name.
+        shape: Of the full tensor; None for an entry that is no tensor.
+        dtype: Of the tensor.
+        kind: The name of its type.
+        pickled: The entry itself, if it is no tensor: it travels with its description.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    kind: str
+    pickled: bytes = b""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An entry that a module has.
+
+    Attributes:
+        key: Its name in the module.
+        shape: Of the full tensor; None where any shape will do, or an entry that is no tensor.
+        dtype: Of the tensor.
+        layout: How it is spread over ranks; None for a tensor that each rank has whole.
+        tie: The first key that stands for the same memory; usually the key itself.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    layout: Layout | None
+    tie: str
+
+
+def describe(state_dict: Mapping[str, Any]) -> list[Found]:
+    """What a checkpoint in memory, or one that can be asked for its tensors, has.
+
+    Raises:
+        TypeError: A key is not a text, or an entry is no full tensor.
+    """
+    found = []
+    for key, value in state_dict.items():
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of a state_dict are texts, not {type(key).__name__}")
+        if isinstance(value, DTensor):
+            raise TypeError(f"{key!r} is a DTensor on the rank that has the checkpoint; pass full tensors there")
+        if isinstance(value, Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value):
+            if value.is_meta:
+                raise TypeError(f"{key!r} is on the meta device and has no values; pass real tensors")
+            found.append(Found(key, tuple(value.shape), value.dtype, "Tensor"))
+        else:
+            found.append(Found(key, None, None, type(value).__name__, _pickled(key, value)))
+    return found
+
+
+def expect(state_dict: Mapping[str, Any], rank: int) -> list[Expected]:
+    """What a module expects, from its own state_dict of sharded tensors, meta tensors or real ones.
+
+    Args:
+        state_dict: Where it was made with ``keep_vars=True``, tied parameters on the meta device are seen.
+        rank: The global rank of this process.
+
+    Raises:
+        TypeError: An entry is of a kind that cannot be filled.
+        ValueError: A DTensor is not split as torch splits.
+    """
+    first: dict[object, str] = {}
+    expected = []
+    for key, value in state_dict.items():
+        if takes_anything(key, value):
+            expected.append(Expected(key, None, None, None, key))
+            continue
+        tie = first.setdefault(_memory(value), key)
+        expected.append(Expected(key, tuple(value.shape), value.dtype, _layout(key, value, rank), tie))
+    return expected
+
+
+def takes_anything(key: str, value: object) -> bool:
+    """Whether an entry of a module does not say what has to come: extra state, and parameters without a shape."""
+    return not isinstance(value, Tensor) or key.rpartition(".")[2] == _EXTRA or is_lazy(value)
+
+
+def _pickled(key: str, value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{key!r} is a {type(value).__name__}, which cannot be pickled: {error}") from error
+
+
+def _layout(key: str, value: Tensor, rank: int) -> Layout | None:
+    if not isinstance(value, DTensor):
+        if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
+            raise TypeError(f"{key!r} is a {type(value).__name__} ({value.layout}), which cannot be filled from bytes")
+        return None
+    if is_traceable_wrapper_subclass(value._local_tensor):
+        raise TypeError(f"{key!r} holds a {type(value._local_tensor).__name__}, which cannot be filled from bytes")
+    try:
+        layout = Layout.of(value)
+    except ValueError as error:
+        raise ValueError(f"{key!r} cannot be loaded: {error}") from None
+    region = layout.region(tuple(value.shape), rank)
+    local = tuple(value._local_tensor.shape)
+    if region is not None and shape_of(region) != local:
+        raise ValueError(
+            f"{key!r} of shape {tuple(value.shape)} has a shard of shape {local} on global rank {rank}, where "
+            f"{list(layout.placements)} gives {shape_of(region)}; shards of other sizes cannot be loaded"
+        )
+    return layout
+
+
+def _memory(value: Tensor) -> object:
+    """What two entries have in common that are one tensor."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if local.is_meta or local.numel() == 0:
+        return id(value)
+    return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), str(local.device)

@@ -1,0 +1,166 @@
+"""DistModule: any module, whose load_state_dict takes rank 0's tensors and gives each rank its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from ppe_ddp.sharding.checkpoint import Checkpoint
+from ppe_ddp.sharding.distribution import Distribution, Terms
+from ppe_ddp.sharding.options import LoadOptions
+from ppe_ddp.sharding.team import Team
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+    from torch.distributed import ProcessGroup
+
+# What nn.Module.__call__ looks at stays the wrapper's own, else each hook would run twice.
+_OWN = frozenset(
+    {
+        "_wrapped",
+        "_options",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_is_full_backward_hook",
+        "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    }
+)
+
+
+class DistModule(nn.Module):
+    """Wraps a module and distributes the tensors of a state_dict over the ranks when it is loaded.
+
+    Parameters and buffers may be DTensors (FSDP2's ``fully_shard``, tensor parallelism), plain tensors that every
+    rank has whole, or a mix. Attributes are those of the wrapped module, to read and to set.
+
+        with torch.device("meta"):
+            model = Net()
+        fully_shard(model)
+        DistModule(model).load_state_dict(torch.load(file) if rank == 0 else {}, assign=True)
+
+    Args:
+        module: The module. It is not copied; loading changes it.
+        process_group: The ranks that load together; rank 0 of it has the checkpoint. None for the default group. Name
+            it where not all ranks take part, such as those of a smaller mesh: ``mesh.get_group()``.
+        dtype: Whose dtypes the parameters have afterwards, the ``"module"``'s or the ``"checkpoint"``'s. None for what
+            torch does: the checkpoint's with ``assign=True``, else the module's.
+        piece_nbytes: Memory that a rank may use beyond what it loads.
+        device: Where tensors are made that the module has on the meta device; by default where its DTensors live.
+        progress: Whether rank 0 shows a bar. None: on a terminal, when it takes long.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: ProcessGroup | None = None,
+        dtype: Literal["module", "checkpoint"] | None = None,
+        piece_nbytes: int = 64 << 20,
+        device: torch.device | str | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DistModule wraps a torch.nn.Module, not a {type(module).__name__}")
+        options = LoadOptions(process_group, dtype, piece_nbytes, device, progress)
+        # Not registered as a submodule, which would prefix all names: parameters, buffers, children and mode are the
+        # wrapped module's own.
+        for name in self.__dict__.keys() - _OWN:
+            del self.__dict__[name]
+        self.__dict__.update(_wrapped=module, _options=options)
+
+    def __getattr__(self, name: str) -> Any:
+        """The wrapped module's attribute."""
+        if name in _OWN:  # while it is unpickled there is nothing to delegate to
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the wrapped module's attribute."""
+        setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete the wrapped module's attribute."""
+        delattr(self._wrapped, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self._wrapped(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state_dict of the wrapped module: this rank's shards, not communicated."""
+        result: dict[str, Any] = self._wrapped.state_dict(*args, **kwargs)
+        return result
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load rank 0's state_dict into the modules of all ranks, which must call this together.
+
+        Each rank receives its shards, not whole tensors. Entries that are no tensors are pickled. Buffers that are not
+        persistent are in no checkpoint, and stay what they are, on the meta device too.
+
+        Args:
+            state_dict: Full tensors, on rank 0 of the process group. Other ranks pass an empty mapping; what they pass
+                is not looked at. A mapping that reads tensors when they are asked for saves memory; it may be asked for
+                each more than once.
+            strict: Whether all keys must match. Shapes must in any case.
+            assign: Whether loaded tensors take the place of the module's, which may then be on the meta device. On rank
+                0 tensors that are needed whole are taken over without a copy. If False, the module's tensors are
+                overwritten in place.
+
+        Returns:
+            The missing and the unexpected keys, the same on every rank. A key that is tied to a loaded one is not
+            missing.
+
+        Raises:
+            CheckpointError: On every rank, with the same text: keys (if ``strict``) or shapes do not match, or a rank
+                failed. If one failed midway, some parameters may have been overwritten.
+            CommunicationError: The process group failed.
+        """
+        return self._load(lambda: state_dict, strict, assign, lends=True)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load files that rank 0 reads, piece by piece; every rank calls this together.
+
+        Args:
+            path: What :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. Looked
+                at on rank 0 only.
+            strict: As for ``load_state_dict``.
+            assign: As for ``load_state_dict``; the tensors of the files are copied.
+
+        Returns:
+            The missing and the unexpected keys, the same on every rank.
+
+        Raises:
+            CheckpointError: As from ``load_state_dict``, and where a file cannot be read, on every rank.
+            CommunicationError: The process group failed.
+        """
+        return self._load(lambda: Checkpoint(path), strict, assign, lends=False)
+
+    def _load(
+        self, checkpoint_of: Callable[[], Mapping[str, Any]], strict: bool, assign: bool, *, lends: bool
+    ) -> _IncompatibleKeys:
+        if self._options.dtype == "checkpoint" and not assign:
+            raise ValueError("dtype='checkpoint' needs assign=True: without it the module keeps its tensors")
+        module = self._wrapped
+        terms = Terms(fresh=assign, strict=strict, options=self._options, what=type(module).__name__, lends=lends)
+        loaded = Distribution(checkpoint_of, lambda: module.state_dict(keep_vars=True), terms).run()
+
+        def load() -> None:
+            # Strictness is settled, over the keys of all ranks.
+            module.load_state_dict(loaded.state_dict, strict=False, assign=assign)
+
+        Team(self._options.process_group).from_each(load)
+        return _IncompatibleKeys(loaded.missing, loaded.unexpected)

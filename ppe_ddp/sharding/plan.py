@@ -1,0 +1,136 @@
+"""Which bytes travel to whom, in which order. Pure: every rank makes the same plan of what the ranks agreed on.
+
+    entry   |   a   | b |        c        |      cut into pieces; small ones of a route share a parcel
+    route   | 1 2 3 | * | 1     2     3   |      * all ranks: a broadcast; else a tree from rank 0
+
+A parcel is what is sent at a time. A rank makes only those that it sends, receives or passes on; the order of
+those is the same on all ranks, which is why nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from ppe_ddp.sharding.regions import Box, Region, boxes, shape_of
+
+if TYPE_CHECKING:
+    import torch
+
+Route: TypeAlias = "tuple[int, ...]"
+
+_ALONE = 256 << 10  # larger pieces are sent from where they lie: a copy would cost more than a message
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """One tensor of the checkpoint and the ranks that it goes to.
+
+    Attributes:
+        key: Its key in the checkpoint.
+        dtype: What it travels in.
+        shares: Regions, and the ranks of the team that hold each, in order.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shares: tuple[tuple[Region, Route], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all regions; one that several ranks hold counts once."""
+        return sum(math.prod(shape_of(region)) for region, _ in self.shares) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor.
+
+    Attributes:
+        shipment: The tensor.
+        region: What the ranks of the route hold of it.
+        box: Which part of the region this is.
+        offset: Where it starts in the region, in elements.
+        numel: How many elements it has.
+    """
+
+    shipment: Shipment
+    region: Region
+    box: Box
+    offset: int
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel * self.shipment.dtype.itemsize
+
+
+@dataclass
+class Parcel:
+    """What is sent at a time.
+
+    Attributes:
+        route: The ranks that it is for, in order; it comes from rank 0, which may be one of them.
+        pieces: What is in it.
+        nbytes: The size of all.
+    """
+
+    route: Route
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def parcels(shipments: Sequence[Shipment], rank: int, most: int) -> Iterator[Parcel]:
+    """All parcels that go through ``rank``'s hands.
+
+    Args:
+        shipments: What travels.
+        rank: Of the team.
+        most: Bytes of the largest parcel.
+    """
+    filling: dict[Route, Parcel] = {}
+    for shipment in shipments:
+        shares = [share for share in shipment.shares if rank == 0 or rank in share[1]]
+        limit = max(1, most // shipment.dtype.itemsize)
+        # In turn, so that no rank waits until all of another's share is there.
+        for row in itertools.zip_longest(*(_pieces(shipment, region, limit) for region, _ in shares)):
+            for piece, (_, route) in zip(row, shares, strict=True):
+                if piece is None:
+                    continue
+                if piece.nbytes >= _ALONE:
+                    yield Parcel(route, [piece], piece.nbytes)
+                    continue
+                parcel = filling.setdefault(route, Parcel(route))
+                if parcel.pieces and parcel.nbytes + piece.nbytes > most:
+                    yield parcel
+                    parcel = filling[route] = Parcel(route)
+                parcel.pieces.append(piece)
+                parcel.nbytes += piece.nbytes
+    yield from (parcel for parcel in filling.values() if parcel.pieces)
+
+
+def tree(route: Route, rank: int) -> tuple[int | None, list[int]]:
+    """From whom ``rank`` gets a parcel, and to whom it passes it on: a binomial tree from rank 0.
+
+    Returns:
+        None for rank 0, which has it; and the ranks to send to, the root of the largest subtree first.
+    """
+    nodes = [0, *(node for node in route if node != 0)]
+    place = nodes.index(rank)
+    parent = None if place == 0 else nodes[place & (place - 1)]
+    step = place & -place or 1 << (len(nodes) - 1).bit_length()
+    children = []
+    while step > 1:
+        step >>= 1
+        if place + step < len(nodes):
+            children.append(nodes[place + step])
+    return parent, children
+
+
+def _pieces(shipment: Shipment, region: Region, limit: int) -> Iterator[Piece]:
+    for box, offset, numel in boxes(shape_of(region), limit):
+        yield Piece(shipment, region, box, offset, numel)

@@ -1,0 +1,127 @@
+"""The ranks that load together: small messages between them, and errors that all of them get.
+
+Every call here is made by all ranks of the team, in the same order. What fails on one rank is raised on all, with
+the same text, so that nobody waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.errors import CheckpointError, CommunicationError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def device_of(kind: str) -> torch.device:
+    """The CPU, or the current device of an accelerator."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+class Team:
+    """The ranks of a process group; this process alone where torch.distributed is not initialized.
+
+    Args:
+        group: None for the default group.
+
+    Attributes:
+        group: The process group; None for a process alone.
+        rank: This process in the group.
+        size: The number of ranks.
+        ranks: The global rank of each.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group: ProcessGroup | None = None
+        self.rank, self.size, self.ranks = 0, 1, [0]
+        if dist.is_available() and dist.is_initialized():
+            self.group = group or c10d._get_default_group()
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if self.rank < 0:
+                raise ValueError(
+                    f"global rank {dist.get_rank()} is not in the process group that was given; only the ranks of the "
+                    "group load together"
+                )
+            self.ranks = dist.get_process_group_ranks(self.group)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this is the rank that has the checkpoint: rank 0 of the group."""
+        return self.rank == 0
+
+    def wire_kind(self, kind: str) -> str:
+        """The type of device whose tensors the group should send, where tensors of ``kind`` are wanted.
+
+        That of an accelerator only if it has a backend of its own, such as NCCL; gloo would copy to the host itself.
+        """
+        if self.group is None:
+            return "cpu"
+        pairs = str(dist.get_backend_config(self.group)).split(",")
+        served = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+        if served.get(kind, served.get("cpu")) != served.get("cpu"):
+            return kind
+        return "cpu" if "cpu" in served or not served else next(iter(served))
+
+    def from_source(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the source, on every rank; it is not called elsewhere.
+
+        Raises:
+            CheckpointError: On every rank, where ``make`` raised.
+        """
+        answer: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_source:
+            try:
+                answer = [make(), None]
+            except Exception as error:
+                failure, answer = error, [None, self._told(error)]
+        if self.group is not None and self.size > 1:
+            self._communicate(lambda: dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group))
+        if answer[1] is not None:
+            raise CheckpointError(answer[1]) from failure
+        value: T = answer[0]
+        return value
+
+    def from_each(self, make: Callable[[], T]) -> list[T]:
+        """What ``make`` returns on each rank, by rank.
+
+        Raises:
+            CheckpointError: On every rank, where ``make`` raised on any.
+        """
+        own: tuple[T | None, str | None]
+        failure: Exception | None = None
+        try:
+            own = make(), None
+        except Exception as error:
+            failure, own = error, (None, self._told(error))
+        everyone: list[Any] = [own]
+        if self.group is not None and self.size > 1:
+            everyone = [None] * self.size
+            self._communicate(lambda: dist.all_gather_object(everyone, own, group=self.group))
+        for _, text in everyone:
+            if text is not None:
+                raise CheckpointError(text) from failure
+        return [value for value, _ in everyone]
+
+    def _told(self, error: Exception) -> str:
+        """The text that the other ranks get for an error of this one."""
+        if isinstance(error, CheckpointError):
+            return str(error)
+        return f"rank {self.rank}: {type(error).__name__}: {error}"
+
+    def _communicate(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size}: the ranks that load a checkpoint together lost each other: {error}. "
+                "Every rank must call it; look for the first traceback of all ranks."
+            ) from error
