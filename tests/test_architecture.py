@@ -24,6 +24,7 @@ LAYERS = [
     "engine",
     "joining",
     "ddp",
+    "megatron",
     "testing",
     "cli",
     "__main__",
