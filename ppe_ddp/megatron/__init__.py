@@ -4,6 +4,7 @@ from ppe_ddp.megatron.base import DistributedDataParallelBase
 from ppe_ddp.megatron.buffer import ParamAndGradBuffer
 from ppe_ddp.megatron.config import DistributedDataParallelConfig
 from ppe_ddp.megatron.ddp import DistributedDataParallel
+from ppe_ddp.megatron.finalize import finalize_model_grads
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "DistributedDataParallelConfig",
     "ParallelGroups",
     "ParamAndGradBuffer",
+    "finalize_model_grads",
 ]

@@ -19,6 +19,7 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.base import DistributedDataParallelBase
 from ppe_ddp.megatron.buffers import GradientBuffers
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
+from ppe_ddp.megatron.parameter_sync import ParameterSync
 from ppe_ddp.megatron.signature import setup_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.trace import Trace
     from ppe_ddp.megatron.buffer import ParamAndGradBuffer
     from ppe_ddp.megatron.communication import BufferCommunication
+    from ppe_ddp.megatron.main_gradients import MainGradients
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 
@@ -125,11 +127,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.grad_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 0]
         self.expert_parallel_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 1]
         self._sharded: dict[int, ShardedModel] = {}
+        self._parameter_sync: ParameterSync | None = None
         self._reducer: Reducer[BufferCommunication] = Reducer(
             state.groups[0], state.communication, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
         )
         self._reducer.arm(state.census)
         self._reducer.enabled = self.ddp_config.overlap_grad_reduce
+        if self.ddp_config.overlap_param_gather:
+            self.enable_forward_pre_hook()
 
     # ------------------------------------------------------------------ forward
 
@@ -247,6 +252,11 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """What happened in the last synchronized backward on this rank; None before the first."""
         return self._reducer.trace()
 
+    @property
+    def main_gradients(self) -> MainGradients:
+        """The accumulated gradients, and which of them there are."""
+        return self._buffers_and_lanes.gradients
+
     # ------------------------------------------------------------------ a distributed optimizer
 
     def sharded(self, *, experts: bool = False) -> ShardedModel:
@@ -266,6 +276,39 @@ class DistributedDataParallel(DistributedDataParallelBase):
         if lane not in self._sharded:
             self._sharded[lane] = self._buffers_and_lanes.sharded(lane)
         return self._sharded[lane]
+
+    def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Bring together what each rank has written into its shards; all ranks must call this.
+
+        With ``overlap_param_gather`` it does not wait: a forward waits for what it needs, module by module.
+
+        Args:
+            *unused: Ignored.
+            force_sync: Wait in any case.
+            force_dispatch: For Megatron's sake: there is nothing here that holds a gather back.
+        """
+        sync = self._param_sync()
+        sync.start()
+        if force_sync or not self.ddp_config.overlap_param_gather:
+            sync.finish()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Let forwards wait for parameters that are being gathered; on from the start with ``overlap_param_gather``."""
+        self._param_sync().enable()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Take these hooks off, and gather all parameters now, unless ``param_sync`` is False."""
+        sync = self._param_sync()
+        sync.finish()
+        sync.disable()
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def _param_sync(self) -> ParameterSync:
+        if self._parameter_sync is None:
+            lanes = range(len(self._buffers_and_lanes.lanes))
+            self._parameter_sync = ParameterSync(self.module, [self.sharded(experts=bool(lane)) for lane in lanes])
+        return self._parameter_sync
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be copied or pickled."""

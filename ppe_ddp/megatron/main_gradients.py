@@ -30,6 +30,7 @@ class MainGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._main = main
+        self._index = {id(parameters[i]): i for i in main}
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -56,6 +57,14 @@ class MainGradients:
             if reached[i] or self._parameters[i].grad is not None:
                 mask[i] = 1
         return mask
+
+    def was_averaged(self, parameter: nn.Parameter) -> bool:
+        """Whether some rank had a gradient of ``parameter``."""
+        return bool(self.averaged[self._index[id(parameter)]])
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """There is a gradient of ``parameter`` now: another dimension of parallelism had one."""
+        self.averaged[self._index[id(parameter)]] = 1
 
     def add(self, indices: Iterable[int]) -> None:
         """Add the ``.grad`` of these parameters, which is None from then on; skips those without one."""
