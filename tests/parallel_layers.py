@@ -24,27 +24,28 @@ def _own(x, group):
     return x.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
+EXCHANGES = {
+    "copy": (lambda x, _: x.clone(), _sum),
+    "sum": (_sum, lambda x, _: x.clone()),
+    "gather": (_gathered, lambda x, group: _own(_sum(x, group), group)),
+    "sum and scatter": (lambda x, group: _own(_sum(x, group), group), _gathered),
+    "scatter": (_own, _gathered),
+    "collect": (_gathered, _own),
+}
+
+
 class Exchange(torch.autograd.Function):
     """Applies one of these to the values and its counterpart to the gradients."""
-
-    KINDS = {
-        "copy": (lambda x, _: x.clone(), _sum),
-        "sum": (_sum, lambda x, _: x.clone()),
-        "gather": (_gathered, lambda x, group: _own(_sum(x, group), group)),
-        "sum and scatter": (lambda x, group: _own(_sum(x, group), group), _gathered),
-        "scatter": (_own, _gathered),
-        "collect": (_gathered, _own),
-    }
 
     @staticmethod
     def forward(ctx, x, kind, group):
         ctx.of = kind, group
-        return Exchange.KINDS[kind][0](x, group)
+        return EXCHANGES[kind][0](x, group)
 
     @staticmethod
     def backward(ctx, gradient):
         kind, group = ctx.of
-        return Exchange.KINDS[kind][1](gradient, group), None, None
+        return EXCHANGES[kind][1](gradient, group), None, None
 
 
 class Split:

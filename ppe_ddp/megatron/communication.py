@@ -190,7 +190,8 @@ class BufferCommunication(Carrier):
     def _launch(self, index: int, is_last: bool) -> None:
         bucket = self._buckets[index]
         bucket.reopen()
-        self.gradients.add(bucket.extent.plan.members)
+        # What landed here though no rank expected it waits for the second round, of which all ranks know.
+        self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._check_finite:
             self.verdict.found(bucket.non_finite())
         bucket.launch(is_last=is_last)

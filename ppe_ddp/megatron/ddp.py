@@ -175,9 +175,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def _check_unchanged(self, before: Census, now: Census) -> None:
         """Refuse a module whose parameters do not fit the buffers any more; freezing some is all right."""
         trainable = self._buffers_and_lanes.layout.bucket_of
-        olds = dict(zip(before.names, zip(before.specs, before.parameters, strict=True), strict=True))
+        olds = {
+            name: (spec, parameter)
+            for name, spec, parameter in zip(before.names, before.specs, before.parameters, strict=True)
+        }
         for i, (spec, parameter) in enumerate(zip(now.specs, now.parameters, strict=True)):
-            if olds.get(spec.name) != (spec, parameter) or (parameter.requires_grad and i not in trainable):
+            old_spec, old_parameter = olds.get(spec.name, (None, None))
+            is_same = old_parameter is parameter and old_spec == spec
+            if not is_same or (parameter.requires_grad and i not in trainable):
                 raise UnusableError(
                     f"rank {self._reducer.groups.rank}: parameter {spec.name!r} was added, replaced, moved, cast or "
                     "unfrozen since the module was wrapped, so it has no place in the gradient buffers; wrap the "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ppe_ddp.engine.collectives import all_gather
 from ppe_ddp.engine.shards import Shard, ShardedModel
+from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,9 +105,19 @@ class ShardedBuffers(ShardedModel):
         ]
 
     def write(self, index: int, values: Tensor) -> None:
-        """Set the shard at ``index`` in the parameter buffer, on this rank only."""
+        """Set the shard at ``index`` in the parameter buffer, on this rank only.
+
+        Raises:
+            UnusableError: The parameter was given other memory (``parameter.data = ...``) since it was wrapped.
+        """
         memory = self._buffers[self._starts[index][0]].param_data
         assert memory is not None
+        shard = self.shards[index]
+        if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+            raise UnusableError(
+                f"rank {self._lane.groups.rank}: parameter {shard.name!r} was given other memory since the module was "
+                "wrapped, so it is no view of the parameter buffer; wrap the module again, on all ranks"
+            )
         self._slice(memory, index).copy_(values.detach())
 
     def gather(self, unit: int) -> Waitable | None:
