@@ -414,6 +414,47 @@ def test_a_wrapper_that_is_gone_leaves_the_module_alone():
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+class Odd(nn.Module):
+    """An empty parameter, a scalar, and a large frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, x):
+        return self.scalar * x.sum() + self.empty.sum() + (self.frozen * x).sum()
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("sharded", [False, True])
+@on_two_ranks
+def test_odd_parameters_and_odd_groups(size, sharded):
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for group, mean in ((None, 1.5), (alone, 1.0 + dist.get_rank())):
+        config = DistributedDataParallelConfig(
+            overlap_grad_reduce=size is not None, use_distributed_optimizer=sharded, bucket_size=size
+        )
+        model = DistributedDataParallel(None, config, Odd(), data_parallel_group=group)
+        model(torch.tensor(1.0 + dist.get_rank())).backward()
+        model.finish_grad_sync()
+        if sharded:
+            part = model.sharded()
+            mine = next(g for s, g in zip(part.shards, part.gradients(), strict=True) if s.name == "scalar")
+            assert mine.tolist() in ([], [mean])
+            for unit in range(len(part.units)):
+                (part.gather(unit) or torch.futures.collect_all([])).wait()
+            assert model.module.scalar.item() == 2.0
+        else:
+            assert model.module.scalar.main_grad.item() == mean
+            assert model.module.empty.main_grad.shape == (0, 3)
+        nothing = wrap(nn.Tanh())
+        nothing.zero_grad_buffer()
+        nothing.finish_grad_sync()
+        finalize_model_grads([nothing])
+
+
 # ---------------------------------------------------------------------- a distributed optimizer
 
 

@@ -102,6 +102,8 @@ class Bucket:
     def launch(self, *, is_last: bool) -> None:
         """Start the reduction, in place."""
         self.reopen()
+        if self.extent.padded == 0:
+            return
         gain, groups = self.lane.gain, self.lane.groups
         if self._scatter:
             factor = gain / groups.world_size

@@ -84,6 +84,12 @@ class GradientBuffers:
             check_finite=config.check_for_nan_in_grad,
         )
 
+    def __del__(self) -> None:
+        # The reducer gives back the first one, that of the dense parameters.
+        if hasattr(self, "communication") and not self.communication.is_on_the_way:
+            for groups in self.groups[1:]:
+                groups.release()
+
     def _lanes(self, setup: Setup, *, sums: bool) -> list[Lane]:
         parameters = self.census.parameters
         named = list(setup.module.named_parameters(remove_duplicate=False))

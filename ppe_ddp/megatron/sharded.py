@@ -123,6 +123,8 @@ class ShardedBuffers(ShardedModel):
     def gather(self, unit: int) -> Waitable | None:
         """Start the all-gather of one bucket of parameters, in place."""
         bucket = self._buckets[unit]
+        if bucket.padded == 0:
+            return None
         values = self._buffers[bucket.buffer].values(bucket)
         groups = self._lane.groups
         size = bucket.padded // groups.world_size
