@@ -344,6 +344,31 @@ def test_a_reduce_function_of_ones_own():
         model.finish_grad_sync()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_a_reduce_function_that_raises_once(overlap):
+    calls = []
+
+    def broken(bucket, group):
+        calls.append(bucket.index())
+        if len(calls) == 1:
+            raise ConnectionError("broken")
+        ppe_ddp.average(bucket, group).wait()
+
+    def step():
+        model.zero_grad_buffer()
+        loss(model, dist.get_rank()).backward()
+        model.finish_grad_sync()
+
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=20)
+    model = DistributedDataParallel(None, config, net(), reduce_function=broken)
+    with pytest.raises(ConnectionError, match="broken"):
+        step()
+    for _ in range(2):
+        step()
+        hold(model, mean_of(model.module))
+
+
 @on_two_ranks
 def test_a_kernel_that_adds_to_main_grad_by_itself():
     model, rank = wrap(overlap_grad_reduce=True), dist.get_rank()

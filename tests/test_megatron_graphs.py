@@ -113,6 +113,38 @@ def test_checkpoints_and_a_second_use(how, options):
         hold(model, mean_of(model.module, *passes))
 
 
+class Checkpointed(nn.Module):
+    """Layers that backward reaches in a graph of its own each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("bucket_size", [1, None])
+@pytest.mark.parametrize("sharded", [False, True])
+@on_two_ranks
+def test_what_nobody_foresaw_is_repaired(bucket_size, sharded):
+    # Backward begins in the last checkpoint, and nobody knows then that there is another one.
+    module = seeded(Checkpointed).double()
+    model = wrap(module, overlap_grad_reduce=True, bucket_size=bucket_size, use_distributed_optimizer=sharded)
+    inputs = [data(3, 4, rank=rank, dtype=torch.float64) for rank in range(2)]
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(inputs[dist.get_rank()].clone().requires_grad_()).pow(2).sum().backward()
+        model.finish_grad_sync()
+        assert model.trace().repaired == ("layers.0.weight", "layers.0.bias")
+        twin = copy.deepcopy(module)
+        for x in inputs:
+            (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
+        hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+
+
 @each_variant
 @on_two_ranks
 def test_a_second_synchronization_without_zeroing_adds_its_averages(options):

@@ -5,12 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from one_process import data, mlp, seeded
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from rank_tests import on_two_ranks
+from test_megatron_graphs import Checkpointed
 
 MICROS = 64
 
@@ -73,19 +72,6 @@ def test_other_dtypes_are_left_as_they_are():
     module = seeded(mlp, 3, 4, 2).double()
     model = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
     assert {parameter.main_grad.dtype for parameter in model.parameters()} == {torch.float64}
-
-
-class Checkpointed(nn.Module):
-    """Layers that backward reaches in a graph of its own each."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
 
 
 @on_two_ranks

@@ -95,13 +95,14 @@ class BufferCommunication(Carrier):
 
     def landed(self, indices: Sequence[int]) -> None:
         """Add these to ``main_grad``; what is still on its way there comes back first."""
-        self.settle()
-        with torch.no_grad():
-            if self._holds_averages:
+        if self._way is not None:
+            self.settle()
+        if self._holds_averages:
+            with torch.no_grad():
                 for i in indices:
                     if i in self._layout.bucket_of:
                         self._buckets[self._layout.bucket_of[i]].reopen()
-            self.gradients.add(indices)
+        self.gradients.add(indices)
 
     def ask(self, backward: Backward) -> None:
         """Start to agree on the gradients: expected in this backward, or accumulated before."""
