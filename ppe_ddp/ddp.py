@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.census import Census
-from ppe_ddp.engine.communication import Policy
+from ppe_ddp.engine.communication import Communication, Policy
 from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.reducer import Reducer
@@ -98,7 +98,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._sync_hooks: OrderedDict[int, SyncHook] = OrderedDict()
         self._comm_hook: tuple[Any, CommHook] | None = None
         self._has_warned_of_move = False
-        self._reducer: Reducer | None = None
+        self._reducer: Reducer[Communication] | None = None
         self._census = Census(module, self._ignored())
         self._device = _only_device(module)
         check_device_ids(options, self._device)
@@ -127,9 +127,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._reducer = Reducer(
             groups,
-            FunctionSender(self._reduce_function, groups),
-            self._packing(),
-            policy,
+            Communication(groups, FunctionSender(self._reduce_function, groups), self._packing(), policy),
+            overlap=policy.overlap,
             wrapper=weakref.ref(self),
             sync_hooks=self._sync_hooks,
         )
@@ -148,9 +147,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _use(self, sender: Sender) -> None:
         assert self._reducer is not None
-        self._reducer.use(sender, self._packing(fixed=sender.keeps_state_by_index))
+        self._reducer.communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
 
-    def _ready(self) -> Reducer | None:
+    def _ready(self) -> Reducer[Communication] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
         if self._reducer is None:
             if not dist.is_initialized() or not self._was_copied():

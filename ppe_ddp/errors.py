@@ -40,5 +40,12 @@ class PeerAbortedError(PpeDdpError):
     """
 
 
+class NonFiniteGradientError(PpeDdpError):
+    """A rank has found NaN or infinity in its gradients before they were averaged; raised on every rank.
+
+    The ranks are in step: the next forward and backward work.
+    """
+
+
 class UnusableError(PpeDdpError):
     """The wrapper cannot synchronize here: its process group was destroyed, or this is a forked child."""

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ppe_ddp.engine.communication import Communication
     from ppe_ddp.engine.reducer import Reducer
 
 
-def announce(reducer: Reducer, *, synchronizes: bool) -> None:
+def announce(reducer: Reducer[Communication], *, synchronizes: bool) -> None:
     """Tell the ranks that have joined whether this forward has a synchronized backward; does not wait."""
     word = torch.tensor([int(synchronizes)])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control, async_op=True)
 
 
-def _any_synchronizes(reducer: Reducer) -> bool:
+def _any_synchronizes(reducer: Reducer[Communication]) -> bool:
     """Hear, on a rank that has joined, what the others announce."""
     word = torch.tensor([0])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
@@ -45,7 +46,7 @@ class Shadow(JoinHook):
 
     def __init__(
         self,
-        reducer: Reducer | None,
+        reducer: Reducer[Communication] | None,
         module: nn.Module,
         *,
         divide_by_initial_world_size: bool,
@@ -67,7 +68,7 @@ class Shadow(JoinHook):
             # On a thread, since several wrappers may have joined: the others finish theirs in another order.
             self._step = self._thread.submit(self._take_part, self._reducer)
 
-    def _take_part(self, reducer: Reducer) -> None:
+    def _take_part(self, reducer: Reducer[Communication]) -> None:
         self._before()
         if _any_synchronizes(reducer):
             reducer.finish(silent=True)

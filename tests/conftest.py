@@ -33,3 +33,10 @@ def three_ranks():
     """Three processes over gloo, as `two_ranks`."""
     with Ranks(3) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    """Four processes over gloo, as `two_ranks`."""
+    with Ranks(4) as ranks:
+        yield ranks

@@ -18,6 +18,11 @@ def on_three_ranks(body):
     return _on("three_ranks", body)
 
 
+def on_four_ranks(body):
+    """Make a test of `body`, which is called on each of four ranks with the test's parameters."""
+    return _on("four_ranks", body)
+
+
 def _on(fixture, body):
     @functools.wraps(body)
     def test(**arguments):

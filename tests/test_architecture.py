@@ -25,6 +25,7 @@ LAYERS = [
     "joining",
     "ddp",
     "sharding",
+    "megatron",
     "testing",
     "cli",
     "__main__",

@@ -32,14 +32,18 @@ class Consensus:
         packing: How buckets are packed.
         negotiate: Whether ranks may have different gradients. If not, a difference is an error.
         with_buffers: Whether buffers must agree as well, because they are broadcast.
+        options: What else ranks must agree on, for people to read.
     """
 
-    def __init__(self, groups: Groups, packing: Packing, *, negotiate: bool, with_buffers: bool) -> None:
+    def __init__(
+        self, groups: Groups, packing: Packing, *, negotiate: bool, with_buffers: bool, options: str = ""
+    ) -> None:
         self._groups = groups
         self._channel = Channel(groups)
         self._packing = packing
         self._negotiate = negotiate
         self._with_buffers = with_buffers
+        self._options = [f"options {options}"] if options else []
         self._buffer_lines: list[str] = []
         self._count = 0
 
@@ -65,12 +69,12 @@ class Consensus:
         if not self._channel.exchange(fingerprint(lines), b"").result().same:
             raise _disagreement(lines, self._groups)
 
-    def ask(self, local: bytes | bytearray, status: bool, *, may_differ: bool = False) -> Exchange:
+    def ask(self, local: bytes | bytearray, status: int, *, may_differ: bool = False) -> Exchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
-            status: One bit about this rank, which all ranks will see.
+            status: A byte about this rank, which all ranks will see.
             may_differ: Whether ranks may have different gradients here even where they do not negotiate.
         """
         bits = bytearray(self._groups.world_size)
@@ -130,6 +134,7 @@ class Consensus:
             f"fixed {packing.fixed}), negotiate_grads {self._negotiate}, broadcast_buffers {self._with_buffers}"
         )
         lines.append(f"order of arrival {self.planner.order}")
+        lines.extend(self._options)
         lines.extend(self._buffer_lines)
         if not self._negotiate:
             lines.extend(

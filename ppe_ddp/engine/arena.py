@@ -110,6 +110,10 @@ class Arena:
         self._used.add(id(lease))
         return lease
 
+    def keep(self, lease: Lease) -> None:
+        """Count ``lease``, which is laid out already, among the buffers, so that :meth:`holding` finds it."""
+        self._leases.setdefault((lease.flat.dtype, lease.flat.device), []).append(lease)
+
     def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> Lease | None:
         """The lease whose slots ``gradients`` still are, as the last step has left them; or None."""
         for lease in self._leases.get((bucket.dtype, bucket.device), ()):

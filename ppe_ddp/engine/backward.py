@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ppe_ddp.engine.presence import Exchange
-    from ppe_ddp.engine.round import Round
+    from ppe_ddp.engine.round import Departures
 
 
 class Phase(enum.Enum):
@@ -52,7 +52,7 @@ class Backward:
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = None
         self.exchange: Exchange | None = None
-        self.round: Round | None = None
+        self.round: Departures | None = None
         self.surprises: list[int] = []
         self.arrivals: list[int] = []
         self.averaged = b""

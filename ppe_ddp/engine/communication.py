@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ppe_ddp.engine.agreement import Consensus
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcast_all
+from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Round
@@ -21,7 +22,7 @@ from ppe_ddp.engine.trace import span
 from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -54,7 +55,7 @@ class Policy:
     ranges: bool = False
 
 
-class Communication:
+class Communication(Carrier):
     """Carries the gradients of one census from rank to rank.
 
     Args:
@@ -73,6 +74,26 @@ class Communication:
         )
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether one rank is alone, with our own function."""
+        return self.sender.idle
+
+    @property
+    def ticks(self) -> Collection[int]:
+        """Parameters at whose landing it is worth looking what may be launched."""
+        return self.consensus.planner.ticks
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the arena."""
+        return self.gradients.arena.nbytes
+
+    def use(self, sender: Sender, packing: Packing) -> None:
+        """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
+        self.sender = sender
+        self.consensus.repack(packing)
 
     def arm(self, census: Census) -> None:
         """Carry the gradients of ``census`` from now on."""
@@ -100,6 +121,13 @@ class Communication:
             backward.exchange = self.consensus.ask(local, not backward.silent)
         backward.phase = Phase.NEGOTIATING
 
+    def landed(self, indices: Sequence[int]) -> None:
+        """Leave them in ``.grad`` until their bucket leaves."""
+
+    def is_agreed(self, backward: Backward) -> bool:
+        """Whether the agreed mask is there."""
+        return backward.exchange is not None and backward.exchange.done()
+
     def open_round(self, backward: Backward) -> Round:
         """Take the agreed mask, waiting for it if need be, and make the round that sends what is in it."""
         assert backward.exchange is not None
@@ -116,8 +144,8 @@ class Communication:
             return [None] * len(indices) if backward.silent else self.gradients.take(indices)
 
         plan = self.consensus.planner.plan(answer.mask)
-        backward.round = self._round(backward, plan, take)
-        return backward.round
+        backward.round = round_ = self._round(backward, plan, take)
+        return round_
 
     def complete(self, backward: Backward) -> None:
         """Launch what is left, wait for everything, and hand the averages over."""
@@ -126,7 +154,7 @@ class Communication:
                 self._complete(backward)
 
     def _complete(self, backward: Backward) -> None:
-        round_ = backward.round or self.open_round(backward)
+        round_ = backward.round if isinstance(backward.round, Round) else self.open_round(backward)
         round_.launch_all()
         backward.phase = Phase.FINISHING
         late = self._late(backward)
@@ -150,7 +178,7 @@ class Communication:
 
     def put_back(self, backward: Backward) -> None:
         """Give this rank's gradients back to parameters that have none, when the communication has failed."""
-        if backward.round is not None:
+        if isinstance(backward.round, Round):
             self.gradients.put_back(backward.round.abandon())
 
     def _round(

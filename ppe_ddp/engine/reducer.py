@@ -13,13 +13,13 @@ import threading
 import weakref
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 import torch
 from torch.autograd import Variable
 
 from ppe_ddp.engine.backward import Backward, Phase
-from ppe_ddp.engine.communication import Communication
+from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.posthooks import Landings, UserHooks
 from ppe_ddp.engine.presence import Reach
 from ppe_ddp.errors import PeerAbortedError
@@ -31,21 +31,19 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import SyncHook
     from ppe_ddp.engine.census import Census
-    from ppe_ddp.engine.communication import Policy
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.layout import Packing
-    from ppe_ddp.engine.sender import Sender
     from ppe_ddp.engine.trace import Recorder, Trace
 
+C = TypeVar("C", bound=Carrier)
 
-class Reducer:
-    """Synchronizes the gradients of one module over one group.
+
+class Reducer(Generic[C]):
+    """Synchronizes the gradients of one module.
 
     Args:
         groups: Where to communicate.
-        sender: How to reduce a bucket.
-        packing: How to pack buckets.
-        policy: How to synchronize.
+        communication: Talks to the other ranks.
+        overlap: Whether to communicate while backward runs, or when it is over.
         wrapper: Gives what is passed to the sync hooks.
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
     """
@@ -53,20 +51,19 @@ class Reducer:
     def __init__(
         self,
         groups: Groups,
-        sender: Sender,
-        packing: Packing,
-        policy: Policy,
+        communication: C,
         *,
+        overlap: bool,
         wrapper: Callable[[], object],
         sync_hooks: Mapping[int, SyncHook],
     ) -> None:
         self.groups = groups
-        self.communication = Communication(groups, sender, packing, policy)
+        self.communication = communication
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
         self.is_displaced = False
         """Whether another wrapper has taken over some of the parameters."""
-        self._overlap = policy.overlap
+        self._overlap = overlap
         self._wrapper = wrapper
         self._sync_hooks = sync_hooks
         self._lock = threading.RLock()  # CUDA backwards land gradients from a thread a device
@@ -105,11 +102,6 @@ class Reducer:
         if self._landings is not None:
             self._landings.remove()
 
-    def use(self, sender: Sender, packing: Packing) -> None:
-        """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
-        self.communication.sender = sender
-        self.communication.consensus.repack(packing)
-
     def trace(self) -> Trace | None:
         """The last synchronized backward."""
         return None if self._last is None else self._last.trace()
@@ -117,7 +109,7 @@ class Reducer:
     @property
     def arena_nbytes(self) -> int:
         """Bytes of gradient memory held beside the gradients."""
-        return self.communication.gradients.arena.nbytes
+        return self.communication.nbytes
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
@@ -139,10 +131,13 @@ class Reducer:
                     self._begin()
 
     @staticmethod
-    def _landed(owner: weakref.ref[Reducer], index: int, _parameter: nn.Parameter) -> None:
+    def _landed(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
         """The gradient of parameter ``index`` has landed in its ``.grad``."""
         self = owner()
-        if self is None or not self.enabled:
+        if self is None:
+            return
+        if not self.enabled:
+            self._landed_unsynchronized(index)
             return
         with self._lock:
             backward = self._backward
@@ -164,6 +159,12 @@ class Reducer:
                 self._fail(backward)
                 raise
 
+    def _landed_unsynchronized(self, index: int) -> None:
+        with self._lock:
+            if self._backward is not None:
+                self._running()
+            self.communication.landed((index,))
+
     def _count(self, backward: Backward, *indices: int) -> None:
         """Take note that the quiet gradients, and those of ``indices``, have landed."""
         assert self._landings is not None
@@ -172,13 +173,16 @@ class Reducer:
         waiting = backward.waiting
         if waiting is None:
             return
+        expected: list[int] = []
         for i in landed:
             if not waiting[i]:
                 backward.surprises.append(i)
                 continue
             waiting[i] = 0
+            expected.append(i)
             if backward.round is not None:
                 backward.round.landed(i)
+        self.communication.landed(expected)
 
     def _refuse(self, index: int) -> NoReturn:
         raise RuntimeError(
@@ -187,8 +191,7 @@ class Reducer:
         )
 
     def _open_if_agreed(self, backward: Backward) -> None:
-        assert backward.exchange is not None
-        if backward.exchange.done():
+        if self.communication.is_agreed(backward):
             with torch.no_grad():
                 self.communication.open_round(backward).launch_ready()
 
@@ -223,12 +226,12 @@ class Reducer:
         backward = Backward(self._names)
         backward.alive = self._standby
         callback.backward = self._backward = backward
-        if self._overlap and not self._sync_hooks and not self.communication.sender.idle:
+        if self._overlap and not self._sync_hooks and not self.communication.idle:
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
                 backward.waiting[i] = 1
             self.communication.ask(backward)
-            ticks = self.communication.consensus.planner.ticks
+            ticks = self.communication.ticks
             self._landings.quieten([i for i in reached if i not in ticks])
         else:
             self._landings.quieten(reached)
@@ -247,12 +250,12 @@ class Reducer:
         try:
             with torch.no_grad():
                 self._wake(backward)
-                if backward.exchange is None:
+                if backward.phase is Phase.BEGUN:
                     self._call_sync_hooks()
                     self.communication.ask(backward)
                 self._complete(backward)
         except BaseException:
-            if backward.exchange is None:
+            if backward.phase is Phase.BEGUN:
                 # Nothing was said to the other ranks yet: the next forward lets them go on without us. The
                 # traceback may keep the callback alive, so its death is no sign here.
                 backward.alive = lambda: None
@@ -339,7 +342,7 @@ class Reducer:
         try:
             with torch.no_grad():
                 self._wake(backward)
-                if backward.exchange is None:
+                if backward.phase is Phase.BEGUN:
                     self.communication.ask(backward)
                 self._complete(backward)
         finally:
@@ -351,7 +354,7 @@ class _EndOfBackward:
 
     __slots__ = ("__weakref__", "_reducer", "backward")
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer[C]) -> None:
         self._reducer = reducer
         self.backward: Backward | None = None
 
@@ -360,7 +363,7 @@ class _EndOfBackward:
             self._reducer._end_of_backward(self.backward)
 
 
-def _is_synchronizing(owner: weakref.ref[Reducer]) -> bool:
+def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
     """Whether the average of a gradient that has landed now is still to come."""
     self = owner()
     if self is None or not self.enabled or self._backward is None:

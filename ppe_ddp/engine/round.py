@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,62 @@ if TYPE_CHECKING:
     Take = Callable[[Sequence[int]], list[Tensor | None]]
 
 
-class Round:
+class Departures(ABC):
+    """The order of departure: each bucket of a plan leaves when it is complete here and the one before it has gone.
+
+    Args:
+        plan: What to send.
+        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
+        repair: Whether this is a second round.
+    """
+
+    def __init__(self, plan: Plan, waiting: bytes | bytearray, *, repair: bool = False) -> None:
+        self.plan = plan
+        self.record = RoundRecord(plan, repair=repair)
+        self._gone = 0
+        self._missing = [sum(waiting[i] for i in bucket.members) for bucket in plan.buckets]
+
+    def landed(self, index: int) -> None:
+        """Count the gradient of parameter ``index`` as there."""
+        k = self.plan.bucket_of[index]
+        self._missing[k] -= 1
+        if self._missing[k] == 0:
+            self.record.ready[k] = perf_counter_ns()
+
+    def launch_ready(self) -> None:
+        """Launch buckets in order, up to the first that still misses a gradient of this rank."""
+        while self._gone < len(self.plan.buckets) and self._missing[self._gone] <= 0:
+            if self._must_wait():
+                break
+            with torch.no_grad():
+                self._depart()
+
+    def launch_all(self) -> None:
+        """Launch what is left: no gradient will land any more."""
+        while self._gone < len(self.plan.buckets):
+            self._settle()
+            self._depart()
+
+    def _depart(self) -> None:
+        k = self._gone
+        self._gone += 1
+        self.record.launch[k] = perf_counter_ns()
+        self._launch(k)
+
+    @abstractmethod
+    def _launch(self, k: int) -> None:
+        """Launch bucket ``k`` of the plan."""
+
+    @abstractmethod
+    def _must_wait(self) -> bool:
+        """Whether the next bucket must not leave, because one before it has not come back."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Wait until the next bucket may leave."""
+
+
+class Round(Departures):
     """The buckets of one plan on their way.
 
     Args:
@@ -51,8 +107,7 @@ class Round:
         repair: bool = False,
         ranges: bool = False,
     ) -> None:
-        self.plan = plan
-        self.record = RoundRecord(plan, repair=repair)
+        super().__init__(plan, waiting, repair=repair)
         self.flights: list[Flight | SparseFlight] = []
         self._arena = arena
         self._take = take
@@ -63,37 +118,20 @@ class Round:
         self._ranges = ranges
         # only in a plan of fixed buckets are there members that no rank has
         self._is_exact = sum(len(bucket.members) for bucket in plan.buckets) == sum(plan.present)
-        self._missing = [sum(waiting[i] for i in bucket.members) for bucket in plan.buckets]
 
-    def landed(self, index: int) -> None:
-        """Count the gradient of parameter ``index`` as there."""
-        k = self.plan.bucket_of[index]
-        self._missing[k] -= 1
-        if self._missing[k] == 0:
-            self.record.ready[k] = perf_counter_ns()
+    def _must_wait(self) -> bool:
+        return self._sender.one_at_a_time and not all(flight.is_back() for flight in self._dense())
 
-    def launch_ready(self) -> None:
-        """Launch buckets in order, up to the first that still misses a gradient of this rank."""
-        while len(self.flights) < len(self.plan.buckets) and self._missing[len(self.flights)] <= 0:
-            if self._sender.one_at_a_time and not all(flight.is_back() for flight in self._dense()):
-                break
-            with torch.no_grad():
-                self._launch(len(self.flights))
-
-    def launch_all(self) -> None:
-        """Launch what is left: no gradient will land any more."""
-        for k in range(len(self.flights), len(self.plan.buckets)):
-            if self._sender.one_at_a_time:
-                for flight in self._dense():
-                    flight.settle(self._sender)
-            self._launch(k)
+    def _settle(self) -> None:
+        if self._sender.one_at_a_time:
+            for flight in self._dense():
+                flight.settle(self._sender)
 
     def _dense(self) -> list[Flight]:
         return [flight for flight in self.flights if isinstance(flight, Flight)]
 
     def _launch(self, k: int) -> None:
         bucket = self.plan.buckets[k]
-        self.record.launch[k] = perf_counter_ns()
         gradients = self._taken(bucket.members)
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))

@@ -1,0 +1,75 @@
+"""The memory of one buffer: gradients side by side, and for a distributed optimizer the parameters as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.megatron.layout import BucketRange, Kind
+
+
+class ParamAndGradBuffer:
+    """Contiguous gradients of one kind.
+
+    Args:
+        kind: What they have in common.
+        size: Elements, padding included.
+        buckets: Its buckets.
+        parameters: All parameters of the module.
+        with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
+
+    Attributes:
+        grad_data: 1-D, ``size`` elements of the gradients' dtype; padding is zero.
+        param_data: 1-D, ``size`` elements of the parameters' dtype, or None.
+        params: Those whose gradients lie here, in the order in which they do.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        size: int,
+        buckets: Sequence[BucketRange],
+        parameters: Sequence[nn.Parameter],
+        *,
+        with_params: bool,
+    ) -> None:
+        self.kind = kind
+        self.buckets = tuple(buckets)
+        self.grad_data = torch.zeros(size, dtype=kind.grad_dtype, device=kind.device)
+        self.param_data: Tensor | None = None
+        self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
+        if with_params:
+            self.param_data = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+            self._move_in(parameters, self.param_data)
+
+    @torch.no_grad()
+    def _move_in(self, parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
+        for bucket in self.buckets:
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                parameter = parameters[i]
+                slot = memory.narrow(0, bucket.start + offset, parameter.numel()).view(parameter.shape)
+                slot.copy_(parameter)
+                parameter.data = slot
+
+    def grads(self, bucket: BucketRange) -> Tensor:
+        """The gradients of one bucket, padding included."""
+        return self.grad_data.narrow(0, bucket.start, bucket.padded)
+
+    def values(self, bucket: BucketRange) -> Tensor:
+        """The parameters of one bucket, padding included."""
+        assert self.param_data is not None
+        return self.param_data.narrow(0, bucket.start, bucket.padded)
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all gradients by ``scaling_factor``."""
+        self.grad_data.mul_(scaling_factor)
+
+    def reset(self) -> None:
+        """Set all gradients to zero."""
+        self.grad_data.zero_()

@@ -1,0 +1,277 @@
+"""Carries gradients that lie in buffers: mask, buckets, vote; and later, when somebody asks, results and repair.
+
+    backward        ask ── buckets leave ── vote            as the reducer says
+    afterwards      results ── repair ── what went wrong    in ``finish_grad_sync()``
+
+Several lanes (dense parameters, experts) are asked one after another, and all their buckets leave in one order that
+every rank has, so that no rank waits in one group for a rank that waits for it in another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.engine.arena import Arena
+from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.carrier import Carrier
+from ppe_ddp.engine.round import Departures, Round
+from ppe_ddp.megatron.bucket import is_finite
+from ppe_ddp.megatron.verdict import Status, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.engine.backward import Backward
+    from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.layout import ParameterSpec, Plan
+    from ppe_ddp.engine.presence import Exchange
+    from ppe_ddp.megatron.bucket import Bucket
+    from ppe_ddp.megatron.lane import Lane
+    from ppe_ddp.megatron.layout import Layout
+    from ppe_ddp.megatron.main_gradients import MainGradients
+
+
+class BufferCommunication(Carrier):
+    """Carries the gradients of one module's buffers.
+
+    Args:
+        lanes: Who averages which parameters.
+        layout: Where the gradients lie.
+        buckets: Those of the layout.
+        gradients: The accumulated gradients.
+        specs: Of all parameters, with the dtypes of ``main_grad``.
+        parameters: All parameters of the module.
+        check_finite: Whether to look for NaN and infinity before gradients are sent.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        layout: Layout,
+        buckets: Sequence[Bucket],
+        gradients: MainGradients,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[nn.Parameter],
+        *,
+        check_finite: bool,
+    ) -> None:
+        self._lanes = lanes
+        self._layout = layout
+        self._buckets = buckets
+        self._specs = specs
+        self._parameters = parameters
+        self._check_finite = check_finite
+        self._exchanges: list[Exchange] = []
+        self._way: _OnTheWay | None = None
+        self._holds_averages = False
+        self.gradients = gradients
+        self.verdict = Verdict(lanes)
+
+    # ------------------------------------------------------------------ what the reducer asks for
+
+    @property
+    def idle(self) -> bool:
+        """Never: also one rank alone has its reduce function called."""
+        return False
+
+    @property
+    def ticks(self) -> Collection[int]:
+        """The last parameter of each bucket, and some in between."""
+        return self._layout.ticks
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradient buffers."""
+        return sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
+
+    def arm(self, census: Census) -> None:
+        """The buffers are made for one census."""
+
+    def landed(self, indices: Sequence[int]) -> None:
+        """Add these to ``main_grad``; what is still on its way there comes back first."""
+        if self._way is not None:
+            self.settle()
+        if self._holds_averages:
+            with torch.no_grad():
+                for i in indices:
+                    if i in self._layout.bucket_of:
+                        self._buckets[self._layout.bucket_of[i]].reopen()
+        self.gradients.add(indices)
+
+    def ask(self, backward: Backward) -> None:
+        """Start to agree on the gradients: expected in this backward, or accumulated before."""
+        self.settle()
+        local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
+        backward.recorder.local = bytes(local)
+        self._exchanges = [lane.consensus.ask(lane.local(local), Status.FINE) for lane in self._lanes]
+        backward.phase = Phase.NEGOTIATING
+
+    def is_agreed(self, backward: Backward) -> bool:
+        """Whether the answers of all lanes are there."""
+        return all(exchange.done() for exchange in self._exchanges)
+
+    def open_round(self, backward: Backward) -> Departures:
+        """Take the agreed masks, waiting for them if need be, and make the round that sends what is in them."""
+        present = self._answers(self._exchanges, backward.recorder.local)
+        backward.recorder.control_nbytes += sum(exchange.nbytes for exchange in self._exchanges)
+        backward.recorder.agreed = bytes(present)
+        backward.recorder.agreed_at = perf_counter_ns()
+        self._note_averaged(present)
+        backward.phase = Phase.LAUNCHING
+        waiting = backward.waiting or bytes(len(self._parameters))
+        backward.round = BufferRound(self._layout.plan(bytes(present)), waiting, self._launch)
+        backward.recorder.rounds.append(backward.round.record)
+        return backward.round
+
+    def complete(self, backward: Backward) -> None:
+        """Launch what is left and send the vote; results are taken by :meth:`settle`."""
+        round_ = backward.round or self.open_round(backward)
+        round_.launch_all()
+        backward.phase = Phase.FINISHING
+        late = self.gradients.take(backward.surprises)
+        if self._check_finite:
+            self.verdict.found(self._specs[i].name for i, gradient in late.items() if not is_finite(gradient))
+        status = Status.ABORTED if backward.aborted else self.verdict.status
+        mask = bytearray(len(self._parameters))
+        for i in late:
+            mask[i] = 1
+        votes = [lane.consensus.ask(lane.local(mask), status, may_differ=True) for lane in self._lanes]
+        self._way = _OnTheWay(backward, round_, votes, late)
+        self.gradients.is_dirty = False
+        backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
+
+    def put_back(self, backward: Backward) -> None:
+        """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
+        for bucket in self._buckets:
+            bucket.abandon()
+
+    # ------------------------------------------------------------------ afterwards
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether there are results that :meth:`settle` has to take."""
+        return self._way is not None
+
+    def settle(self) -> None:
+        """Wait for the results of the last synchronized backward, if there are any; repair if the ranks voted so.
+
+        What went wrong on some rank is noted in the verdict.
+        """
+        way, self._way = self._way, None
+        if way is None:
+            return
+        with torch.no_grad():
+            for k, plan in enumerate(way.round.plan.buckets):
+                self._buckets[plan.index].land()
+                way.round.record.done[k] = perf_counter_ns()
+            outcomes = [lane.consensus.answer(vote, b"") for lane, vote in zip(self._lanes, way.votes, strict=True)]
+            for lane, outcome in zip(self._lanes, outcomes, strict=True):
+                if any(outcome.mask):
+                    self._repair(way, lane, outcome.mask)
+            self.verdict.heard([outcome.extra for outcome in outcomes], aborted_here=way.backward.aborted)
+        self._holds_averages = True
+        way.backward.recorder.done_at = perf_counter_ns()
+
+    def clear(self) -> None:
+        """The buffers were zeroed."""
+        for bucket in self._buckets:
+            bucket.reset()
+        self._holds_averages = False
+        self.gradients.forget()
+        self.verdict = Verdict(self._lanes)
+
+    # ------------------------------------------------------------------ inside
+
+    def _launch(self, index: int, is_last: bool) -> None:
+        bucket = self._buckets[index]
+        bucket.reopen()
+        # What landed here though no rank expected it waits for the second round, of which all ranks know.
+        self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
+        if self._check_finite:
+            self.verdict.found(bucket.non_finite())
+        bucket.launch(is_last=is_last)
+
+    def _answers(self, exchanges: Sequence[Exchange], local: bytes) -> bytearray:
+        present = bytearray(len(self._parameters))
+        for lane, exchange in zip(self._lanes, exchanges, strict=True):
+            answer = lane.consensus.answer(exchange, lane.local(local))
+            for i, here in zip(lane.indices, answer.mask, strict=True):
+                present[i] = here
+        return present
+
+    def _note_averaged(self, present: bytes | bytearray) -> None:
+        for i, here in enumerate(present):
+            if here:
+                self.gradients.averaged[i] = 1
+
+    def _repair(self, way: _OnTheWay, lane: Lane, agreed: bytes) -> None:
+        """Average what came late, and add it: averaging is linear."""
+
+        def take(members: Sequence[int]) -> list[Tensor | None]:
+            taken = [way.late.pop(lane.indices[j], None) for j in members]
+            return [None if gradient is None else gradient * lane.gain for gradient in taken]
+
+        round_ = Round(
+            lane.repairs.plan(agreed),
+            Arena(),
+            waiting=bytes(len(lane.indices)),
+            take=take,
+            sender=lane.sender,
+            specs=lane.repairs.specs,
+            parameters=[self._parameters[i] for i in lane.indices],
+            repair=True,
+        )
+        round_.launch_all()
+        for members, gradients in round_.land(lane.groups):
+            for j, gradient in zip(members, gradients, strict=True):
+                i = lane.indices[j]
+                bucket = self._buckets[self._layout.bucket_of[i]]
+                bucket.add(i, gradient)
+                self.gradients.averaged[i] = 1
+        way.backward.recorder.rounds.append(round_.record)
+
+
+@dataclass(frozen=True, eq=False)
+class _OnTheWay:
+    """What :meth:`BufferCommunication.settle` has to wait for.
+
+    Attributes:
+        backward: Whose gradients these are.
+        round: The buckets that have left.
+        votes: One a lane: what came late and went wrong.
+        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
+    """
+
+    backward: Backward
+    round: Departures
+    votes: list[Exchange]
+    late: dict[int, Tensor]
+
+
+class BufferRound(Departures):
+    """The buckets of one backward on their way.
+
+    Args:
+        plan: What to send.
+        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
+        launch: ``launch(index, is_last)`` sends one bucket.
+    """
+
+    def __init__(self, plan: Plan, waiting: bytes | bytearray, launch: Callable[[int, bool], None]) -> None:
+        super().__init__(plan, waiting)
+        self._send = launch
+
+    def _launch(self, k: int) -> None:
+        self._send(self.plan.buckets[k].index, k == self.plan.last)
+
+    def _must_wait(self) -> bool:
+        return False
+
+    def _settle(self) -> None:
+        """Buckets do not wait for one another."""

@@ -1,0 +1,331 @@
+"""The wrapper: Megatron-Core's ``DistributedDataParallel``, on this library's engine."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.engine.broadcasting import broadcast_all
+from ppe_ddp.engine.census import Census
+from ppe_ddp.engine.reducer import Reducer
+from ppe_ddp.engine.tensors import tensors_in
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.functions import broadcast
+from ppe_ddp.megatron.base import DistributedDataParallelBase
+from ppe_ddp.megatron.buffers import GradientBuffers
+from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
+from ppe_ddp.megatron.parameter_sync import ParameterSync
+from ppe_ddp.megatron.signature import setup_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import ReduceFunction
+    from ppe_ddp.engine.shards import ShardedModel
+    from ppe_ddp.engine.trace import Trace
+    from ppe_ddp.megatron.buffer import ParamAndGradBuffer
+    from ppe_ddp.megatron.communication import BufferCommunication
+    from ppe_ddp.megatron.main_gradients import MainGradients
+    from ppe_ddp.megatron.parallel_groups import ParallelGroups
+
+
+class DistributedDataParallel(DistributedDataParallelBase):
+    """Data parallelism with gradients in contiguous buffers, as Megatron-Core has it.
+
+    A backward adds each gradient to ``parameter.main_grad``, a view of a buffer, and leaves ``parameter.grad`` None.
+    One iteration is: ``zero_grad_buffer()``; micro-batches, all but the last in ``no_sync()``; and
+    :meth:`finish_grad_sync` or ``finalize_model_grads([model])``, after which ``main_grad`` holds the averages. With
+    ``overlap_grad_reduce`` buckets leave during the backward outside ``no_sync()``; without it, all of them leave in
+    :meth:`finish_grad_sync`, and ``no_sync()`` makes no difference.
+
+    Any graph will do, and another one on each rank: the ranks agree while backward is running on which parameters
+    have a gradient anywhere, in this micro-batch or an earlier one; a bucket without any is not sent. A gradient
+    that comes after its bucket has left is averaged in a second round.
+
+    All ranks of the groups must construct the wrapper together and synchronize equally often. Parameters with
+    ``allreduce = False`` are experts: they are averaged over ``groups.expert``, and divided by the size of the
+    data-parallel group, whose tokens they have seen.
+
+    Args:
+        config: The model's configuration. ``config.calculate_per_token_loss``, if there is such an attribute and it
+            is true, lets gradients be summed over ranks instead of averaged; ``finalize_model_grads`` divides them.
+        ddp_config: How to synchronize.
+        module: The model; its parameters keep their values (see :meth:`broadcast_params`). Parameters that are
+            trainable now get a ``main_grad``.
+        disable_bucketing: Put all gradients of a kind into one bucket. Later pipeline stages do so by themselves.
+        groups: Who averages; default: all ranks.
+        data_parallel_group: Instead of ``groups``.
+        expert_data_parallel_group: Instead of ``groups``.
+        reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce.
+        accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``.
+        overlap_grad_reduce: In the old form, the field of this name.
+        use_distributed_optimizer: In the old form, the field of this name.
+        check_for_nan_in_grad: In the old form, the field of this name.
+
+    Attributes:
+        grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
+        expert_parallel_buffers: The buffers of experts.
+
+    Raises:
+        DisagreementError: On every rank, if their parameters or options differ; names the first.
+        TypeError: An unknown keyword.
+        ValueError: An expert without a group for experts, a lazy or DTensor parameter, contradictory arguments.
+    """
+
+    @overload
+    def __init__(
+        self,
+        config: object,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        groups: ParallelGroups | None = None,
+        *,
+        data_parallel_group: ProcessGroup | None = None,
+        expert_data_parallel_group: ProcessGroup | None = None,
+        reduce_function: ReduceFunction | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        config: object,
+        module: nn.Module,
+        data_parallel_group: ProcessGroup | None,
+        accumulate_allreduce_grads_in_fp32: bool,
+        overlap_grad_reduce: bool,
+        use_distributed_optimizer: bool,
+        disable_bucketing: bool = False,
+        check_for_nan_in_grad: bool = False,
+        *,
+        groups: ParallelGroups | None = None,
+        expert_data_parallel_group: ProcessGroup | None = None,
+        reduce_function: ReduceFunction | None = None,
+    ) -> None: ...
+
+    def __init__(self, config: object, *args: Any, **kwargs: Any) -> None:
+        setup = setup_of(args, kwargs)
+        super().__init__(setup.module)
+        self.config = config
+        self.ddp_config = setup.ddp_config
+        self.groups = setup.groups
+        self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
+        self._buffers_and_lanes = state = GradientBuffers(
+            setup,
+            c10d._get_default_group(),
+            sums=bool(getattr(config, "calculate_per_token_loss", False)),
+            bucket_size=self.bucket_size,
+        )
+        self.grad_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 0]
+        self.expert_parallel_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 1]
+        self._sharded: dict[int, ShardedModel] = {}
+        self._parameter_sync: ParameterSync | None = None
+        self._reducer: Reducer[BufferCommunication] = Reducer(
+            state.groups[0], state.communication, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
+        )
+        self._reducer.arm(state.census)
+        self._reducer.enabled = self.ddp_config.overlap_grad_reduce
+        if self.ddp_config.overlap_param_gather:
+            self.enable_forward_pre_hook()
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        self._enter()
+        outputs = super().forward(*inputs, **kwargs)
+        self._leave(outputs)
+        return outputs
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    def _enter(self) -> None:
+        if torch.is_grad_enabled():
+            self._ready()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    def _leave(self, outputs: Any) -> None:
+        if torch.is_grad_enabled() and self.ddp_config.overlap_grad_reduce:
+            for output in tensors_in(outputs):
+                if output.grad_fn is not None:
+                    self._reducer.watch(output)
+
+    def _ready(self) -> Reducer[BufferCommunication]:
+        """The engine, after it has cleared away what an aborted backward has left."""
+        reducer, state = self._reducer, self._buffers_and_lanes
+        for groups in state.groups:
+            groups.check()
+        if not state.census.is_current():
+            census = Census(self.module)
+            self._check_unchanged(state.census, census)
+            state.census = census
+            reducer.arm(census)
+        elif reducer.is_displaced:
+            reducer.arm(state.census)
+        reducer.before_forward()
+        return reducer
+
+    def _check_unchanged(self, before: Census, now: Census) -> None:
+        """Refuse a module whose parameters do not fit the buffers any more; freezing some is all right."""
+        trainable = self._buffers_and_lanes.layout.bucket_of
+        olds = {
+            name: (spec, parameter)
+            for name, spec, parameter in zip(before.names, before.specs, before.parameters, strict=True)
+        }
+        for i, (spec, parameter) in enumerate(zip(now.specs, now.parameters, strict=True)):
+            old_spec, old_parameter = olds.get(spec.name, (None, None))
+            is_same = old_parameter is parameter and old_spec == spec
+            if not is_same or (parameter.requires_grad and i not in trainable):
+                raise UnusableError(
+                    f"rank {self._reducer.groups.rank}: parameter {spec.name!r} was added, replaced, moved, cast or "
+                    "unfrozen since the module was wrapped, so it has no place in the gradient buffers; wrap the "
+                    "module again, on all ranks"
+                )
+
+    # ------------------------------------------------------------------ gradients
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Let backwards inside accumulate into ``main_grad`` without synchronizing: all micro-batches but the last.
+
+        What counts is where ``backward()`` is called.
+        """
+        reducer = self._reducer
+        before, reducer.enabled = reducer.enabled, False
+        try:
+            yield
+        finally:
+            reducer.enabled = before
+
+    def start_grad_sync(self, *unused: object) -> None:
+        """Send all accumulated gradients, and do not wait; does nothing where a backward has sent them already.
+
+        All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
+        """
+        reducer = self._ready()
+        if not reducer.communication.is_on_the_way:
+            reducer.finish()
+
+    def finish_grad_sync(self) -> None:
+        """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.
+
+        With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, and what is in the
+        rest is of no use.
+
+        Raises:
+            NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
+            PeerAbortedError: The backward of another rank raised.
+        """
+        self.start_grad_sync()
+        communication = self._reducer.communication
+        communication.settle()
+        communication.verdict.raise_if_bad()
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all gradients in the buffers by ``scaling_factor``."""
+        self._ready().communication.settle()
+        for buffer in self._buffers_and_lanes.buffers:
+            buffer.scale_gradients(scaling_factor)
+
+    def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
+        """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
+
+        Args:
+            zero_buffer: Whether to. Without it what is in the buffers counts as accumulated.
+        """
+        state = self._buffers_and_lanes
+        self._ready().communication.settle()
+        state.gradients.discard()
+        if zero_buffer:
+            for buffer in state.buffers:
+                buffer.reset()
+            state.communication.clear()
+
+    def broadcast_params(self) -> None:
+        """Overwrite the parameters by those of the first rank: of the data-parallel group, experts of their own."""
+        for lane in self._buffers_and_lanes.lanes:
+            broadcast_all(broadcast, lane.census.parameters, lane.groups)
+
+    def trace(self) -> Trace | None:
+        """What happened in the last synchronized backward on this rank; None before the first."""
+        return self._reducer.trace()
+
+    @property
+    def main_gradients(self) -> MainGradients:
+        """The accumulated gradients, and which of them there are."""
+        return self._buffers_and_lanes.gradients
+
+    # ------------------------------------------------------------------ a distributed optimizer
+
+    def sharded(self, *, experts: bool = False) -> ShardedModel:
+        """What a distributed optimizer works on; the same object at every call.
+
+        Args:
+            experts: Whether that of the experts, whose shards lie on the ranks of another group.
+
+        Raises:
+            ValueError: The wrapper was made without ``use_distributed_optimizer``, or there are no experts.
+        """
+        if not self.ddp_config.use_distributed_optimizer:
+            raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
+        lane = int(experts)
+        if lane >= len(self._buffers_and_lanes.lanes):
+            raise ValueError("the module has no experts (parameters with allreduce = False)")
+        if lane not in self._sharded:
+            self._sharded[lane] = self._buffers_and_lanes.sharded(lane)
+        return self._sharded[lane]
+
+    def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Bring together what each rank has written into its shards; all ranks must call this.
+
+        With ``overlap_param_gather`` it does not wait: a forward waits for what it needs, module by module.
+
+        Args:
+            *unused: Ignored.
+            force_sync: Wait in any case.
+            force_dispatch: For Megatron's sake: there is nothing here that holds a gather back.
+        """
+        sync = self._param_sync()
+        sync.start()
+        if force_sync or not self.ddp_config.overlap_param_gather:
+            sync.finish()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Let forwards wait for parameters that are being gathered; on from the start with ``overlap_param_gather``."""
+        self._param_sync().enable()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Take these hooks off, and gather all parameters now, unless ``param_sync`` is False."""
+        sync = self._param_sync()
+        sync.finish()
+        sync.disable()
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def _param_sync(self) -> ParameterSync:
+        if self._parameter_sync is None:
+            lanes = range(len(self._buffers_and_lanes.lanes))
+            self._parameter_sync = ParameterSync(self.module, [self.sharded(experts=bool(lane)) for lane in lanes])
+        return self._parameter_sync
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise TypeError(
+            "a Megatron wrapper holds buffers that its parameters point into, and cannot be copied or pickled; copy "
+            "or save the module inside (ddp.module), and wrap the copy"
+        )
+
+
+def _bucket_size(config: DistributedDataParallelConfig, groups: ParallelGroups, *, disabled: bool) -> int | None:
+    """Later pipeline stages have time to wait for communication, so one bucket is best there, as in Megatron."""
+    is_first_stage = groups.pipeline is None or dist.get_rank(groups.pipeline) == 0
+    if not config.overlap_grad_reduce or disabled or not is_first_stage:
+        return None
+    return config.bucket_size or DEFAULT_BUCKET_SIZE

@@ -1,0 +1,104 @@
+"""Accumulation: what lands in ``.grad`` is added to ``main_grad`` and forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+
+class MainGradients:
+    """The accumulated gradients of one module, and which of them there are.
+
+    Args:
+        parameters: All parameters of the module.
+        main: The memory of each trainable one, by its index; zero at first.
+
+    Attributes:
+        accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
+        averaged: One byte a parameter: whether some rank had it when it was synchronized.
+        is_dirty: Whether something was added that is not synchronized yet.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
+        self._parameters = parameters
+        self._main = main
+        self._index = {id(parameters[i]): i for i in main}
+        self.forget()
+        for i, memory in main.items():
+            parameter = parameters[i]
+            parameter.main_grad = memory  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """Nothing is there any more: the buffers were zeroed."""
+        self.accumulated = bytearray(len(self._parameters))
+        self.averaged = bytearray(len(self._parameters))
+        self.is_dirty = False
+
+    def discard(self) -> None:
+        """Drop what is in ``.grad``, and the marks of kernels that add to ``main_grad`` by themselves."""
+        for i in self._main:
+            parameter = self._parameters[i]
+            if parameter.grad is not None:
+                parameter.grad = None
+            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def existing(self, reached: Sequence[int] | bytes | bytearray) -> bytearray:
+        """One byte a parameter: whether its gradient is expected, accumulated, or still in ``.grad``."""
+        mask = bytearray(self.accumulated)
+        for i in self._main:
+            if reached[i] or self._parameters[i].grad is not None:
+                mask[i] = 1
+        return mask
+
+    def was_averaged(self, parameter: nn.Parameter) -> bool:
+        """Whether some rank had a gradient of ``parameter``."""
+        return bool(self.averaged[self._index[id(parameter)]])
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """There is a gradient of ``parameter`` now: another dimension of parallelism had one."""
+        self.averaged[self._index[id(parameter)]] = 1
+
+    def add(self, indices: Iterable[int]) -> None:
+        """Add the ``.grad`` of these parameters, which is None from then on; skips those without one."""
+        to: list[Tensor] = []
+        of: list[Tensor] = []
+        for i in indices:
+            parameter = self._parameters[i]
+            gradient = parameter.grad
+            if gradient is None or i not in self._main:
+                continue
+            parameter.grad = None
+            self.accumulated[i] = 1
+            self.is_dirty = True
+            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                continue  # a fused kernel has added it already; what is in .grad is a dummy
+            if gradient.requires_grad:  # create_graph
+                gradient = gradient.detach()
+            if gradient.is_sparse:
+                self._main[i].add_(gradient)
+                continue
+            to.append(self._main[i])
+            of.append(gradient)
+        if len(to) == 1:  # most often, in no_sync(): a third of the cost
+            to[0].add_(of[0])
+        elif to:
+            torch._foreach_add_(to, of)
+
+    def take(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Take the ``.grad`` of these parameters out, dense and in the dtype of ``main_grad``."""
+        taken: dict[int, Tensor] = {}
+        for i in indices:
+            gradient = self._parameters[i].grad
+            if gradient is not None and i in self._main:
+                self._parameters[i].grad = None
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                taken[i] = dense.detach().to(self._main[i].dtype)
+        return taken

@@ -1,0 +1,138 @@
+"""The shards of a Megatron wrapper: each bucket of a buffer is cut into equal parts, one a rank.
+
+A cut may go through a parameter.
+
+    bucket      |  weight 5      | bias 4 |   weight 3      . |
+    ranks       |      0       |      1       |       2       |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.collectives import all_gather
+from ppe_ddp.engine.shards import Shard, ShardedModel
+from ppe_ddp.errors import UnusableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.layout import ParameterSpec
+    from ppe_ddp.megatron.buffer import ParamAndGradBuffer
+    from ppe_ddp.megatron.lane import Lane
+    from ppe_ddp.megatron.layout import BucketRange
+    from ppe_ddp.megatron.main_gradients import MainGradients
+
+
+class ShardedBuffers(ShardedModel):
+    """What the buffers of one lane offer a distributed optimizer.
+
+    Gathering is in place: parameters are views of the buffer. So between ``gather()`` and the end of its Work the
+    parameters of that unit must not be used.
+
+    Args:
+        number: Of the lane whose parameters these are.
+        lane: The lane.
+        buffers: All buffers of the module.
+        buckets: All buckets of the module.
+        gradients: Says which averages there are.
+        specs: Of all parameters.
+        parameters: All parameters.
+        settle: Waits for a reduction that is under way.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        lane: Lane,
+        buffers: Sequence[ParamAndGradBuffer],
+        buckets: Sequence[BucketRange],
+        gradients: MainGradients,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[nn.Parameter],
+        settle: Callable[[], None],
+    ) -> None:
+        self.group = lane.groups.parent
+        self._lane = lane
+        self._buffers = buffers
+        # What backward reaches last, a forward needs first.
+        self._buckets = [bucket for bucket in reversed(buckets) if bucket.lane == number]
+        self._gradients = gradients
+        self._settle = settle
+        places = {i: (bucket, offset) for bucket in self._buckets for i, offset in _members(bucket)}
+        self._indices = sorted(places)
+        position = {i: k for k, i in enumerate(self._indices)}
+        self.units = [[position[i] for i in reversed(bucket.plan.members)] for bucket in self._buckets]
+        self.shards: list[Shard] = []
+        self._starts: list[tuple[int, int]] = []
+        for i in self._indices:
+            bucket, offset = places[i]
+            self._cut(bucket, offset, parameters[i], specs[i].name)
+
+    def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
+        groups = self._lane.groups
+        size = bucket.padded // groups.world_size
+        first, numel = groups.rank * size, parameter.numel()
+        start = min(max(first - offset, 0), numel)
+        stop = max(min(first + size - offset, numel), start)
+        self.shards.append(Shard(parameter, name, start, stop))
+        self._starts.append((bucket.buffer, bucket.start + offset + start))
+
+    def _slice(self, memory: Tensor, index: int) -> Tensor:
+        return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The averaged gradients of this rank's shards: views of the grad buffers.
+
+        Returns:
+            One for each shard, 1-D, in the dtype of ``main_grad``; None where no rank has a gradient.
+
+        Raises:
+            RuntimeError: Gradients were accumulated and not synchronized.
+        """
+        self._settle()
+        if self._gradients.is_dirty:
+            raise RuntimeError(
+                f"rank {self._lane.groups.rank}: there are gradients that no synchronization has averaged; call "
+                "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
+            )
+        return [
+            self._slice(self._buffers[self._starts[k][0]].grad_data, k) if self._gradients.averaged[i] else None
+            for k, i in enumerate(self._indices)
+        ]
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Set the shard at ``index`` in the parameter buffer, on this rank only.
+
+        Raises:
+            UnusableError: The parameter was given other memory (``parameter.data = ...``) since it was wrapped.
+        """
+        memory = self._buffers[self._starts[index][0]].param_data
+        assert memory is not None
+        shard = self.shards[index]
+        if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+            raise UnusableError(
+                f"rank {self._lane.groups.rank}: parameter {shard.name!r} was given other memory since the module was "
+                "wrapped, so it is no view of the parameter buffer; wrap the module again, on all ranks"
+            )
+        self._slice(memory, index).copy_(values.detach())
+
+    def gather(self, unit: int) -> Waitable | None:
+        """Start the all-gather of one bucket of parameters, in place."""
+        bucket = self._buckets[unit]
+        if bucket.padded == 0:
+            return None
+        values = self._buffers[bucket.buffer].values(bucket)
+        groups = self._lane.groups
+        size = bucket.padded // groups.world_size
+        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets)
+
+    def install(self, unit: int) -> None:
+        """Nothing to do: parameters are views of what was gathered."""
+
+
+def _members(bucket: BucketRange) -> list[tuple[int, int]]:
+    return list(zip(bucket.plan.members, bucket.plan.offsets, strict=True))

@@ -1,0 +1,46 @@
+"""Run under mpirun by test_megatron_mpi.py: Megatron's wrapper over mpi4py. Prints one JSON line on rank 0."""
+
+import itertools
+import json
+
+import torch
+import torch.distributed as dist
+
+import ppe_ddp
+import test_megatron_graphs as graphs
+import test_megatron_parallel as parallel
+
+
+def dynamic_graphs():
+    """Another path on each rank, in each step and in each micro-batch."""
+    count = 0
+    for options in graphs.VARIANTS:
+        graphs.test_another_path_on_each_rank_and_in_each_micro_batch.__wrapped__(options)
+        graphs.test_a_second_synchronization_without_zeroing_adds_its_averages.__wrapped__(options)
+        count += 2
+    return count
+
+
+def splits():
+    """Beside tensor and expert parallelism, whose own collectives come between the buckets."""
+    count = 0
+    for kind, overlap, sharded in itertools.product(("sequence", "pipeline", "expert"), (False, True), (False, True)):
+        if kind == "expert" and overlap:
+            continue  # collectives of the model's own come at other places on each rank: not for inline calls
+        parallel.compare(kind, [(overlap, sharded)])
+        count += 1
+    return count
+
+
+def main():
+    torch.set_num_threads(1)
+    ppe_ddp.init_process_group("mpi4py", init_method="mpi://", quiet=True)
+    torch.manual_seed(dist.get_rank())
+    count = dynamic_graphs() + splits()
+    if dist.get_rank() == 0:
+        print(json.dumps({"passed": count, "backend": dist.get_backend()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

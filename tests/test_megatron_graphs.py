@@ -1,0 +1,262 @@
+"""Graphs that change, over Megatron's buffers: where Megatron asserts, the gradients are those of one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from one_process import data, seeded
+from ppe_ddp import NonFiniteGradientError, PeerAbortedError
+from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
+from rank_tests import on_three_ranks, on_two_ranks
+
+VARIANTS = [
+    {"overlap_grad_reduce": True, "bucket_size": 1},
+    {"overlap_grad_reduce": True, "bucket_size": 60},
+    {"overlap_grad_reduce": True, "bucket_size": 60, "use_distributed_optimizer": True},
+    {},
+    {"use_distributed_optimizer": True},
+]
+NAMES = ["small", "overlap", "overlap scatter", "after", "after scatter"]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=NAMES)
+
+
+class Branches(nn.Module):
+    """Takes the branches that it is told to; the last parameter is used by nobody."""
+
+    def __init__(self, count=4, width=6):
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.branches = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.head = nn.Linear(width, 3)
+        self.unused = nn.Parameter(torch.ones(70))
+        self.double()
+
+    def forward(self, x, taken, how="plain"):
+        x = torch.tanh(self.stem(x))
+        for k in taken:
+            if how == "plain":
+                x = x + torch.tanh(self.branches[k](x))
+            else:
+                x = x + checkpoint(lambda x, k=k: torch.tanh(self.branches[k](x)), x, use_reentrant=how == "reentrant")
+        return self.head(x)
+
+
+def loss(model, rank, step, **kwargs):
+    return model(data(5, 6, rank=rank, step=step, dtype=torch.float64), **kwargs).pow(2).sum()
+
+
+def wrap(module=None, **options):
+    module = seeded(Branches) if module is None else module
+    return DistributedDataParallel(None, DistributedDataParallelConfig(**options), module)
+
+
+def mean_of(module, *passes):
+    """The mean over ranks of the gradients of `passes`, each `(rank, step, keywords)`."""
+    twin = copy.deepcopy(module)
+    for rank, step, keywords in passes:
+        (loss(twin, rank, step, **keywords) / dist.get_world_size()).backward()
+    return {name: parameter.grad for name, parameter in twin.named_parameters()}
+
+
+def hold(model, expected):
+    """`main_grad`, or this rank's shards of it, is `expected`; zero where that is None."""
+    assert all(parameter.grad is None for parameter in model.module.parameters())
+    if model.ddp_config.use_distributed_optimizer:
+        part = model.sharded()
+        for shard, gradient in zip(part.shards, part.gradients(), strict=True):
+            want = expected[shard.name]
+            assert (want is None) == (gradient is None), shard.name
+            if want is not None:
+                torch.testing.assert_close(gradient, want.flatten()[shard.start : shard.stop], msg=shard.name)
+        return
+    for name, parameter in model.module.named_parameters():
+        want = torch.zeros_like(parameter) if expected[name] is None else expected[name]
+        torch.testing.assert_close(parameter.main_grad, want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def routes(rank, step, micro=0):
+    """Another path on each rank, in each step and micro-batch."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    return [k for k in range(4) if torch.rand((), generator=generator) < 0.4]
+
+
+@each_variant
+@on_three_ranks
+def test_another_path_on_each_rank_and_in_each_micro_batch(options):
+    model, rank, ranks = wrap(**options), dist.get_rank(), dist.get_world_size()
+    for step in range(4):
+        model.zero_grad_buffer()
+        with model.no_sync():
+            for micro in range(2):
+                loss(model, rank, step, taken=routes(rank, step, micro)).backward()
+        loss(model, rank, step, taken=routes(rank, step, 2)).backward()
+        model.finish_grad_sync()
+        passes = [(r, step, {"taken": routes(r, step, micro)}) for r in range(ranks) for micro in range(3)]
+        hold(model, mean_of(model.module, *passes))
+
+
+@pytest.mark.parametrize("how", ["reentrant", "recomputed"])
+@each_variant
+@on_two_ranks
+def test_checkpoints_and_a_second_use(how, options):
+    # A reentrant checkpoint reaches its parameters unforeseen, and branch 1 twice.
+    model, rank = wrap(**options), dist.get_rank()
+    for step in range(2):
+        model.zero_grad_buffer()
+        loss(model, rank, step, taken=[1, 2, 1] if rank else [1, 3, 1, 1], how=how).backward()
+        model.finish_grad_sync()
+        passes = [(0, step, {"taken": [1, 3, 1, 1]}), (1, step, {"taken": [1, 2, 1]})]
+        hold(model, mean_of(model.module, *passes))
+
+
+class Checkpointed(nn.Module):
+    """Layers that backward reaches in a graph of its own each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("bucket_size", [1, None])
+@pytest.mark.parametrize("sharded", [False, True])
+@on_two_ranks
+def test_what_nobody_foresaw_is_repaired(bucket_size, sharded):
+    # Backward begins in the last checkpoint, and nobody knows then that there is another one.
+    module = seeded(Checkpointed).double()
+    model = wrap(module, overlap_grad_reduce=True, bucket_size=bucket_size, use_distributed_optimizer=sharded)
+    inputs = [data(3, 4, rank=rank, dtype=torch.float64) for rank in range(2)]
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(inputs[dist.get_rank()].clone().requires_grad_()).pow(2).sum().backward()
+        model.finish_grad_sync()
+        assert model.trace().repaired == ("layers.0.weight", "layers.0.bias")
+        twin = copy.deepcopy(module)
+        for x in inputs:
+            (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
+        hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+
+
+@each_variant
+@on_two_ranks
+def test_a_second_synchronization_without_zeroing_adds_its_averages(options):
+    model, rank = wrap(**options), dist.get_rank()
+    paths = [([0], [1]), ([1, 2], [0])]
+    for step, path in enumerate(paths):
+        loss(model, rank, step, taken=path[rank]).backward()
+        model.finish_grad_sync()
+    hold(model, mean_of(model.module, *[(r, s, {"taken": paths[s][r]}) for r in range(2) for s in range(2)]))
+    # And one more micro-batch before the next one.
+    with model.no_sync():
+        loss(model, rank, 2, taken=[3]).backward()
+    loss(model, rank, 3, taken=[2]).backward()
+    model.finish_grad_sync()
+    passes = [(r, s, {"taken": paths[s][r]}) for r in range(2) for s in range(2)]
+    passes += [(r, s, {"taken": [k]}) for r in range(2) for s, k in ((2, 3), (3, 2))]
+    hold(model, mean_of(model.module, *passes))
+
+
+@each_variant
+@on_two_ranks
+def test_two_losses_and_then_one_wait(options):
+    model, rank = wrap(**options), dist.get_rank()
+    loss(model, rank, 0, taken=[0]).backward()
+    loss(model, rank, 1, taken=[rank]).backward()
+    with model.no_sync():
+        loss(model, rank, 2, taken=[2]).backward()
+    if rank:
+        model.start_grad_sync()  # the other rank does so in the next call
+    model.finish_grad_sync()
+    passes = [(r, s, {"taken": [k]}) for r in range(2) for s, k in ((0, 0), (1, r), (2, 2))]
+    hold(model, mean_of(model.module, *passes))
+
+
+@each_variant
+@on_two_ranks
+def test_a_rank_without_a_backward(options):
+    model, rank = wrap(**options), dist.get_rank()
+    for step in range(3):
+        model.zero_grad_buffer()
+        if rank == step % 2:
+            loss(model, rank, step, taken=[step]).backward()
+        model.finish_grad_sync()
+        hold(model, mean_of(model.module, (step % 2, step, {"taken": [step]})))
+
+
+@on_two_ranks
+def test_buckets_that_no_rank_has_are_not_sent_and_the_others_leave_during_backward():
+    model, rank = wrap(overlap_grad_reduce=True, bucket_size=1), dist.get_rank()
+    loss(model, rank, 0, taken=[rank]).backward()
+    model.finish_grad_sync()
+    trace = model.trace()
+    used = {name for name, _ in model.module.named_parameters() if not name.startswith(("branches.2", "branches.3"))}
+    assert {name for bucket in trace.buckets for name in bucket.parameters} == used - {"unused"}
+    assert trace.gradient_nbytes == sum(8 * p.numel() for n, p in model.module.named_parameters() if n in trace.agreed)
+    assert not trace.repaired
+
+
+class Blown(Exception):
+    """What the graph raises."""
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Blown
+
+
+@pytest.mark.parametrize("place", ["before", "middle"])
+@each_variant
+@on_three_ranks
+def test_an_error_in_one_backward_reaches_the_others_and_the_next_step_is_right(place, options):
+    model, rank = wrap(**options), dist.get_rank()
+    layer = model.module.head if place == "before" else model.module.branches[1]
+    overlap = options.get("overlap_grad_reduce")
+    for turn in range(3):
+        model.zero_grad_buffer()
+        if rank == turn and overlap:
+            handle = layer.register_forward_hook(lambda *args: Fuse.apply(args[2]))
+            with pytest.raises(Blown):
+                loss(model, rank, turn, taken=[1]).backward()
+            handle.remove()
+        else:
+            loss(model, rank, turn, taken=[1]).backward()
+            if overlap:
+                with pytest.raises(PeerAbortedError, match=f"rank {rank}: the backward of rank {turn} raised"):
+                    model.finish_grad_sync()
+        model.zero_grad_buffer()
+        loss(model, rank, turn, taken=routes(rank, turn)).backward()
+        model.finish_grad_sync()
+        hold(model, mean_of(model.module, *[(r, turn, {"taken": routes(r, turn)}) for r in range(3)]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@each_variant
+@on_two_ranks
+def test_not_a_number_is_found_before_it_spreads(value, options):
+    model, rank = wrap(check_for_nan_in_grad=True, **options), dist.get_rank()
+    for step in range(2):
+        model.zero_grad_buffer()
+        with model.no_sync():
+            loss(model, rank, step, taken=[0]).backward()
+        if rank == 1:
+            model.module.stem.bias.main_grad[2] = value
+        loss(model, rank, step, taken=[1]).backward()
+        with pytest.raises(NonFiniteGradientError, match=r"rank 1 in 'stem.bias' \(ranks"):
+            model.finish_grad_sync()
+    model.zero_grad_buffer()
+    loss(model, rank, 3, taken=[0]).backward()
+    model.finish_grad_sync()
+    hold(model, mean_of(model.module, *[(r, 3, {"taken": [0]}) for r in range(2)]))

@@ -1,0 +1,49 @@
+"""The distributed optimizer on Megatron's wrapper: the parameters of AdamW in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from one_process import data, mlp, seeded
+from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from rank_tests import on_two_ranks
+
+optim = pytest.importorskip("ppe_ddp.optim")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_steps_are_those_of_one_process(dtype, overlap):
+    module = seeded(mlp, 7, 9, 5, 3).to(dtype)
+    twin = copy.deepcopy(module).float()
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=True, bucket_size=40
+    )
+    model = DistributedDataParallel(None, config, module)
+    ours = optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01, overlap=overlap)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    for step in range(4):
+        model.zero_grad_buffer()
+        ours.zero_grad()
+        theirs.zero_grad()
+        for micro in range(3):
+            inputs = [data(4, 7, rank=rank, step=10 * step + micro) for rank in range(2)]
+            sum(twin(x).pow(2).sum() / 2 for x in inputs).backward()
+            x = inputs[dist.get_rank()].to(dtype)
+            if micro < 2:
+                with model.no_sync():
+                    model(x).float().pow(2).sum().backward()
+            else:
+                model(x).float().pow(2).sum().backward()
+        finalize_model_grads([model])
+        norms = ours.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        torch.testing.assert_close(*norms, rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=0.0)
+        ours.step()
+        theirs.step()
+    model(x)  # waits for the parameters
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 5e-3}
+    for parameter, want in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.float(), want, **tolerance)
