@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ppe_ddp.engine.groups import Allocator
     from ppe_ddp.megatron.layout import BucketRange, Kind
 
 
@@ -22,6 +23,7 @@ class ParamAndGradBuffer:
         size: Elements, padding included.
         buckets: Its buckets.
         parameters: All parameters of the module.
+        allocate: Makes the memory of the gradients.
         with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
 
     Attributes:
@@ -36,12 +38,13 @@ class ParamAndGradBuffer:
         size: int,
         buckets: Sequence[BucketRange],
         parameters: Sequence[nn.Parameter],
+        allocate: Allocator,
         *,
         with_params: bool,
     ) -> None:
         self.kind = kind
         self.buckets = tuple(buckets)
-        self.grad_data = torch.zeros(size, dtype=kind.grad_dtype, device=kind.device)
+        self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
         self.param_data: Tensor | None = None
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
         if with_params:

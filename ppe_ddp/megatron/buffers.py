@@ -10,7 +10,7 @@ import torch
 
 from ppe_ddp.engine.arena import Arena
 from ppe_ddp.engine.census import Census
-from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.groups import Groups, allocator
 from ppe_ddp.megatron.bucket import Bucket
 from ppe_ddp.megatron.buffer import ParamAndGradBuffer
 from ppe_ddp.megatron.communication import BufferCommunication
@@ -67,6 +67,7 @@ class GradientBuffers:
                 size,
                 [bucket for bucket in self.layout.buckets if bucket.buffer == number],
                 parameters,
+                allocator(self.lanes[kind.lane].groups.buckets),
                 with_params=config.use_distributed_optimizer,
             )
             for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
@@ -122,7 +123,7 @@ class GradientBuffers:
         return items
 
     def _buckets(self, *, scatter: bool) -> list[Bucket]:
-        arena = Arena()
+        arena = Arena(allocator(self.groups[0].buckets))
         return [
             Bucket(
                 extent,

@@ -18,6 +18,7 @@ import torch
 from ppe_ddp.engine.arena import Arena
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.carrier import Carrier
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Departures, Round
 from ppe_ddp.megatron.bucket import is_finite
 from ppe_ddp.megatron.verdict import Status, Verdict
@@ -219,7 +220,7 @@ class BufferCommunication(Carrier):
 
         round_ = Round(
             lane.repairs.plan(agreed),
-            Arena(),
+            Arena(allocator(lane.groups.buckets)),
             waiting=bytes(len(lane.indices)),
             take=take,
             sender=lane.sender,
