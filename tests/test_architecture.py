@@ -24,6 +24,7 @@ LAYERS = [
     "engine",
     "joining",
     "ddp",
+    "optim",
     "testing",
     "cli",
     "__main__",

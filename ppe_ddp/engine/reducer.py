@@ -107,8 +107,7 @@ class Reducer:
 
     def use(self, sender: Sender, packing: Packing) -> None:
         """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
-        self.communication.sender = sender
-        self.communication.consensus.repack(packing)
+        self.communication.use(sender, packing)
 
     def trace(self) -> Trace | None:
         """The last synchronized backward."""
