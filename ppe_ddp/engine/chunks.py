@@ -55,16 +55,19 @@ class Rows:
 
     Args:
         specs: The parameters.
+        rank: Whose chunks :meth:`parts` gives.
         world_size: The number of rows.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], world_size: int) -> None:
-        self._specs = list(specs)
+    def __init__(self, specs: Sequence[ParameterSpec], rank: int, world_size: int) -> None:
+        numels = [spec.numel for spec in specs]
         self._world_size = world_size
-        self._chunks = [chunk_of(spec.numel, world_size) for spec in specs]
+        self._chunks = [chunk_of(numel, world_size) for numel in numels]
         self.width = sum(self._chunks)
         """The length of a row."""
         self._offsets = [0, *accumulate(self._chunks)][:-1]
+        own = [stop - start for start, stop in (bounds_of(numel, rank, world_size) for numel in numels)]
+        self._short = [(k, size) for k, size in enumerate(own) if size != self._chunks[k]]
 
     @property
     def numel(self) -> int:
@@ -76,13 +79,11 @@ class Rows:
         present = [flat for flat in flats if flat.numel()]
         torch._chunk_cat(present, 0, self._world_size, out=rows)
 
-    def parts(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Views of one row: the chunk of ``rank``, without padding, of each parameter."""
+    def parts(self, row: Tensor) -> list[Tensor]:
+        """Views of one row: the chunk of this rank, without padding, of each parameter."""
         parts = list(row.split(self._chunks))
-        for k, spec in enumerate(self._specs):
-            start, stop = bounds_of(spec.numel, rank, self._world_size)
-            if stop - start != self._chunks[k]:
-                parts[k] = parts[k][: stop - start]
+        for k, size in self._short:
+            parts[k] = parts[k][:size]
         return parts
 
     def pairs(self, rows: Tensor, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
+from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.chunks import Rows, bounds_of, flattened, is_dense
 
@@ -49,52 +50,48 @@ class Gather:
         self._parameters = parameters
         self._specs = specs
         self._groups = groups
-        self._pool = pool
-        self._layout = Rows(specs, groups.world_size)
-        self._rows: Tensor | None = None
+        rank, world_size = groups.rank, groups.world_size
+        layout = Rows(specs, rank, world_size)
         self._addresses = self._now()
+        self._loose = [k for k, spec in enumerate(specs) if not is_dense(parameters[k], spec)]
         self._flats = [flattened(p.detach(), spec) for p, spec in zip(parameters, specs, strict=True)]
-        self._lies_in_place = len(specs) == 1 and self._is_dense(0) and specs[0].numel % groups.world_size == 0
-        self._own = [
-            flat[slice(*bounds_of(flat.numel(), groups.rank, groups.world_size))] for k, flat in enumerate(self._flats)
-        ]
+        self._own = [flat[slice(*bounds_of(flat.numel(), rank, world_size))] for flat in self._flats]
+        self._rows: Tensor | None = None
+        if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:
+            self._message = (self._flats[0], self._own[0])
+            return
+        whole = pool.take(layout.numel, specs[0].dtype, specs[0].device)
+        self._rows = whole.view(world_size, layout.width)
+        self._message = (whole, self._rows[rank])
+        self._parts = layout.parts(self._rows[rank])
+        self._pairs = layout.pairs(self._rows, self._flats)
 
     def _now(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]
 
-    def _is_dense(self, k: int) -> bool:
-        return is_dense(self._parameters[k], self._specs[k])
-
     def fits(self, members: Sequence[int]) -> bool:
         """Whether this is for ``members``, where they lie now."""
-        dense = all(map(self._is_dense, range(len(self._parameters))))
-        return dense and self.members == members and self._now() == self._addresses
+        return not self._loose and self.members == members and self._now() == self._addresses
 
     def start(self) -> Waitable | None:
         """Start the all-gather; None where there is nothing to send."""
-        groups = self._groups
-        if self._layout.width == 0:
+        whole, own = self._message
+        if whole.numel() == 0:
             return None
-        if self._lies_in_place:
-            whole, own = self._flats[0], self._own[0]
-        else:
-            first = self._flats[0]
-            whole = self._pool.take(self._layout.numel, first.dtype, first.device)
-            self._rows = whole.view(groups.world_size, self._layout.width)
-            own = self._rows[groups.rank]
-            torch._foreach_copy_(self._layout.parts(own, groups.rank), self._own)
+        if self._rows is not None:
+            torch._foreach_copy_(self._parts, self._own)
         # torch 2.13 has given it another name
         function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: Waitable = function(whole, own, group=groups.buckets, async_op=True)
+        work: Waitable = function(whole, own, group=self._groups.buckets, async_op=True)
         return work
 
     def install(self) -> None:
         """Copy what has come into the parameters."""
         if self._rows is None:
+            # A message changes memory behind autograd's back, which would then not find a stale graph.
+            increment_version(self._parameters[0])
             return
-        whole, cut = self._layout.pairs(self._rows, self._flats)
-        torch._foreach_copy_(whole, cut)
-        self._rows = None
-        for k, (parameter, spec) in enumerate(zip(self._parameters, self._specs, strict=True)):
-            if not self._is_dense(k):
-                parameter.detach().copy_(self._flats[k].as_strided(spec.shape, spec.stride))
+        torch._foreach_copy_(*self._pairs)
+        for k in self._loose:
+            spec = self._specs[k]
+            self._parameters[k].detach().copy_(self._flats[k].as_strided(spec.shape, spec.stride))

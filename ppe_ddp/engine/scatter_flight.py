@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.engine.chunks import Rows, flattened
+from ppe_ddp.engine.chunks import flattened
 from ppe_ddp.engine.flight import Flight, reducible_in_place
 from ppe_ddp.errors import CommunicationError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.chunks import Rows
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.pool import Pool
     from ppe_ddp.engine.sender import Sender
@@ -112,17 +113,25 @@ class ScatterFlight(Flight):
         groups: Where to.
         pool: Memory for it.
         transport: How.
+        rows: The layout of the bucket.
     """
 
     def __init__(
-        self, *args: Any, groups: Groups, pool: Pool, transport: ReduceScatter, views: bool = False, **keywords: Any
+        self,
+        *args: Any,
+        groups: Groups,
+        pool: Pool,
+        transport: ReduceScatter,
+        rows: Rows,
+        views: bool = False,
+        **keywords: Any,
     ) -> None:
         super().__init__(*args, views=False, **keywords)
         self._groups = groups
         self._pool = pool
         self._transport = transport
+        self._rows = rows
         self._member_specs = [self._specs[i] for i in self.plan.members]
-        self._rows = Rows(self._member_specs, groups.world_size)
         self._received: Tensor | None = None
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
@@ -151,12 +160,17 @@ class ScatterFlight(Flight):
         return gradient.as_strided((world_size, self._rows.width), (self._rows.width, 1))
 
     def _flats(self) -> list[Tensor]:
-        return [
-            torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
-            if gradient is None
-            else flattened(gradient, spec).to(spec.dtype)
-            for gradient, spec in zip(self.gradients, self._member_specs, strict=True)
-        ]
+        dtype, specs = self.plan.dtype, self._member_specs
+        present = [gradient for gradient in self.gradients if gradient is not None]
+        if self.plan.row_major and len(present) == len(specs):  # which is faster
+            flats = [gradient.reshape(-1) for gradient in present]
+        else:
+            zero = torch.zeros((), dtype=dtype, device=self.plan.device)
+            flats = [
+                zero.expand(spec.numel).contiguous() if gradient is None else flattened(gradient, spec)
+                for gradient, spec in zip(self.gradients, specs, strict=True)
+            ]
+        return [flat if flat.dtype is dtype else flat.to(dtype) for flat in flats]
 
     def land(self, sender: Sender) -> list[Tensor]:
         """Wait for the result; this rank's chunk of each member's average, 1-D."""
@@ -170,7 +184,7 @@ class ScatterFlight(Flight):
         self._pending = None
         row = self._transport.average(self._received)
         self._received = self._buffer = None
-        return self._rows.parts(row, self._groups.rank)
+        return self._rows.parts(row)
 
     def _failure(self, error: RuntimeError) -> CommunicationError:
         return CommunicationError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.chunks import bounds_of, flattened, is_dense
+from ppe_ddp.engine.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gathering import Gather
 from ppe_ddp.engine.layout import Packing
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.sender import Sender
 
 _UNIT_BYTES = 4 << 20
+_LAYOUTS = 256
 _ALONE_BYTES = 1 << 20  # from here on a copy costs more than a message of its own
 
 
@@ -48,6 +49,7 @@ class Scattering(ShardedModel):
         self._groups = groups
         self._pool = Pool()
         self._transports: dict[torch.device, ReduceScatter] = {}
+        self._layouts: dict[tuple[int, ...], Rows] = {}
         pairs = zip(census.parameters, census.specs, strict=True)
         trainable = [(parameter, spec) for parameter, spec in pairs if parameter.requires_grad]
         self._specs = [spec for _, spec in trainable]
@@ -58,6 +60,7 @@ class Scattering(ShardedModel):
         self.units = _units(self._specs, groups.world_size)
         self._unit_of = {index: unit for unit, members in enumerate(self.units) for index in members}
         self._gathers: dict[int, Gather] = {}
+        self._under_way: dict[int, tuple[Gather, Waitable | None]] = {}
         self._written: list[set[int]] = [set() for _ in self.units]
         self._held: list[Tensor | None] = [None] * len(self.shards)
         self.arm(census)
@@ -100,7 +103,14 @@ class Scattering(ShardedModel):
         if transport is None:
             transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
             self._transports[plan.device] = transport
-        return ScatterFlight(plan, *args, groups=self._groups, pool=self._pool, transport=transport, **keywords)
+        rows = self._layouts.get(plan.members)
+        if rows is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            specs = [self._specs[self._index[i]] for i in plan.members]
+            rows = self._layouts[plan.members] = Rows(specs, self._groups.rank, self._groups.world_size)
+        shared = {"groups": self._groups, "pool": self._pool, "transport": transport, "rows": rows}
+        return ScatterFlight(plan, *args, **shared, **keywords)
 
     def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
         """Keep this rank's shards; add them to those that are there.
@@ -111,13 +121,12 @@ class Scattering(ShardedModel):
         """
         for i, average in averages.items():
             k = self._index[i]
-            shard = self.shards[k]
-            if average.is_sparse or average.numel() == self._specs[k].numel:
+            if average.is_sparse or average.shape == self._specs[k].shape:
                 average = self._cut(k, average)
             if scale != 1.0:
                 average.mul_(scale)
             held = self._held[k]
-            self._held[k] = average[: shard.numel] if held is None else held.add_(average)
+            self._held[k] = average if held is None else held.add_(average)
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
         flat = flattened(whole, self._specs[k])
@@ -149,13 +158,13 @@ class Scattering(ShardedModel):
         """Set this rank's shard; ``values`` may be that very memory."""
         shard, spec = self.shards[index], self._specs[index]
         self._written[self._unit_of[index]].add(index)
-        if shard.numel == 0:
+        parameter = shard.parameter
+        own = parameter.data_ptr() + shard.start * parameter.element_size()
+        if shard.numel == 0 or (values.data_ptr() == own and values.dtype is parameter.dtype):
             return
-        parameter = shard.parameter.detach()
+        parameter = parameter.detach()
         if is_dense(parameter, spec):
-            own = parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
-            if own.data_ptr() != values.data_ptr():
-                own.copy_(values)
+            parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start).copy_(values)
             return
         flat = flattened(parameter, spec)
         flat[shard.start : shard.stop] = values
@@ -163,29 +172,29 @@ class Scattering(ShardedModel):
 
     def gather(self, unit: int) -> Waitable | None:
         """Send what was written in ``unit`` since the last time; other parameters of it do not travel."""
+        self.install(unit)  # of another optimizer, whose parameters share the unit
         members = sorted(self._written[unit])
         self._written[unit].clear()
         if self._groups.world_size == 1 or not members:
-            self._bump(members)
+            for k in members:
+                increment_version(self.shards[k].parameter)
             return None
         gather = self._gathers.get(unit)
         if gather is None or not gather.fits(members):
             parameters = [self.shards[k].parameter for k in members]
             specs = [self._specs[k] for k in members]
             gather = self._gathers[unit] = Gather(members, parameters, specs, self._groups, self._pool)
-        return gather.start()
+        pending = gather.start()
+        self._under_way[unit] = (gather, pending)
+        return pending
 
     def install(self, unit: int) -> None:
         """Bring what has come into the parameters."""
-        gather = self._gathers.get(unit)
-        if gather is not None:
+        if unit in self._under_way:
+            gather, pending = self._under_way.pop(unit)
+            if pending is not None:
+                pending.wait()
             gather.install()
-            self._bump(gather.members)
-
-    def _bump(self, members: Sequence[int]) -> None:
-        # Messages change memory behind autograd's back, which would then not find a stale graph.
-        for k in members:
-            increment_version(self.shards[k].parameter)
 
 
 def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:

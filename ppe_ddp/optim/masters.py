@@ -34,6 +34,7 @@ class Master:
         self.is_alias = own.dtype == self.dtype and _lies_flat(shard.parameter)
         self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
         self._version = shard.parameter._version
+        self._address = shard.parameter.data_ptr()
         self._gradient: Tensor | None = None
         self._seen: tuple[int, int] | None = None
 
@@ -58,8 +59,9 @@ class Master:
         """Take over what somebody else has made of the parameter since the last step."""
         parameter = self.shard.parameter
         if self.is_alias:
-            if self.shard.numel and self._own().data_ptr() != self.weight.data_ptr():
+            if parameter.data_ptr() != self._address:
                 self.weight.data = self._own()
+                self._address = parameter.data_ptr()
         elif parameter._version != self._version:
             own = self._own()
             changed = own != self.weight.to(own.dtype)
