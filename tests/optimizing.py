@@ -80,7 +80,9 @@ class OneProcess:
                 (loss_of(self.module, step + 100 * batch, rank) / self._world_size).backward()
         norm = None
         if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+            # torch knows no largest element of nothing
+            parameters = [parameter for parameter in self.module.parameters() if parameter.numel()]
+            norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         self.optimizer.step()
         self.schedule.step()
         return norm

@@ -1,6 +1,5 @@
 """The distributed optimizer, held to one process that trains on the batches of all ranks."""
 
-import contextlib
 import io
 import warnings
 
@@ -14,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import assert_same_on_all_ranks, data, mlp, seeded
 from optimizing import OPTIMIZERS, Distributed, OneProcess, assert_same, everything, hold_to_one_process, loss_of
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp.engine.chunks import bounds_of
 from ppe_ddp.testing import Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -23,12 +23,13 @@ from rank_tests import on_three_ranks, on_two_ranks
 def test_it_trains_like_one_process(name):
     ours, theirs = hold_to_one_process(OPTIMIZERS[name])
     kept = torch.tensor(ours.state_numbers())
-    whole = sum(v.numel() for state in theirs.optimizer.state.values() for v in state.values() if v.shape)
+    states = [state for parameter, state in theirs.optimizer.state.items() if parameter.requires_grad]
+    tensors = [value for state in states for key, value in state.items() if key != "step"]
+    everything = sum(tensor.numel() for tensor in tensors)
     # An even third, but for the rounding of each tensor.
-    assert kept <= whole / 3 + 2 * len(list(theirs.module.parameters()))
+    assert everything / 3 - len(tensors) <= kept <= everything / 3 + len(tensors)
     dist.all_reduce(kept)
-    assert kept <= whole + 10  # Adagrad has state for what is frozen, too
-    assert kept >= whole - 20
+    assert kept == everything
 
 
 @on_two_ranks
@@ -58,7 +59,7 @@ def test_the_norm_is_that_of_all_shards(norm_type):
     assert all(torch.equal(norm, norms[0]) for norm in everyone)
 
 
-def halves(shape_seed=3):
+def halves():
     return seeded(mlp, 7, 33, 9, 1).bfloat16()
 
 
@@ -99,7 +100,8 @@ def test_halves_have_masters_in_float32():
     assert held == {torch.float32}
     for weight, name in zip(optimizer.param_groups[0]["params"], optimizer.state_dict()["master"], strict=True):
         whole = dict(zip((n for n, _ in twin.named_parameters()), masters, strict=True))[name].detach().flatten()
-        torch.testing.assert_close(weight.detach(), whole.chunk(3)[dist.get_rank()], rtol=1e-5, atol=1e-6)
+        start, stop = bounds_of(whole.numel(), dist.get_rank(), 3)
+        torch.testing.assert_close(weight.detach(), whole[start:stop], rtol=1e-5, atol=1e-6)
 
 
 @on_two_ranks
@@ -161,10 +163,11 @@ def test_an_aborted_backward_costs_its_step_only():
     ours.step(0)
     theirs.step(0)
     loss = loss_of(ours.wrapper, 1, dist.get_rank())
-    if dist.get_rank() == 1:
-        loss.register_hook(raise_on_purpose)
-    with contextlib.suppress(PeerAbortedError, ZeroDivisionError):
+    failing = ours.module.convolve.weight.register_hook(raise_on_purpose) if dist.get_rank() == 1 else None
+    with pytest.raises(PeerAbortedError if failing is None else ZeroDivisionError):
         loss.backward()
+    if failing is not None:
+        failing.remove()
     for step in range(2, 4):
         ours.step(step)
         theirs.step(step)
@@ -327,7 +330,6 @@ def test_a_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path, two_ranks, 
         assert all(torch.equal(value, saved[name]) for name, value in loaded.items())
         for name, value in continued.items():
             torch.testing.assert_close(value, trained[name], rtol=1e-2, atol=1e-4)
-        assert any(not torch.equal(value, halves().state_dict().get(name)) for name, value in continued.items())
 
 
 @on_two_ranks

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.optim.masters import Master
 
+_SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too
 _PROBE = 3  # elements of a trial parameter: as many has each state that is cut like its parameter
 
 
@@ -39,7 +40,7 @@ def shard_of(state: Mapping[str, Any], master: Master) -> dict[str, Any]:
     parameter = shard.parameter
     cut: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _SCALARS:
             laid_out = torch.empty_strided(parameter.shape, _strides(parameter), dtype=value.dtype, device=value.device)
             value = laid_out.copy_(value).as_strided((parameter.numel(),), (1,))[shard.start : shard.stop].clone()
         cut[key] = value
