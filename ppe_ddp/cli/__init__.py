@@ -45,6 +45,11 @@ COMMANDS: tuple[Command, ...] = (
         "all-reduce and others over gloo and mpi4py, side by side",
         "ppe_ddp.cli.bench_collective",
     ),
+    Command(
+        ("bench", "optimizer"),
+        "one step with AdamW, sharded by us and by torch's ZeroRedundancyOptimizer, and whole",
+        "ppe_ddp.cli.bench_optimizer",
+    ),
 )
 """All commands, in the order in which help lists them."""
 

@@ -225,9 +225,11 @@ class Communication:
         world_size = self._groups.world_size
         scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
         for indices, gradients in round_.land(self._groups):
-            if self.scattering is not None:  # a silent rank's, too: nobody else has them
+            if backward.silent:
+                continue
+            if self.scattering is not None:
                 self.scattering.keep(dict(zip(indices, gradients, strict=True)), scale)
-            elif not backward.silent:
+            else:
                 self.gradients.hand_over(indices, gradients, scale)
 
     def _repair(self, backward: Backward, agreed: bytes, late: dict[int, Tensor]) -> None:

@@ -109,8 +109,9 @@ class Scattering(ShardedModel):
                 self._layouts.clear()
             specs = [self._specs[self._index[i]] for i in plan.members]
             rows = self._layouts[plan.members] = Rows(specs, self._groups.rank, self._groups.world_size)
-        shared = {"groups": self._groups, "pool": self._pool, "transport": transport, "rows": rows}
-        return ScatterFlight(plan, *args, **shared, **keywords)
+        return ScatterFlight(
+            plan, *args, groups=self._groups, pool=self._pool, transport=transport, rows=rows, **keywords
+        )
 
     def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
         """Keep this rank's shards; add them to those that are there.
@@ -158,11 +159,10 @@ class Scattering(ShardedModel):
         """Set this rank's shard; ``values`` may be that very memory."""
         shard, spec = self.shards[index], self._specs[index]
         self._written[self._unit_of[index]].add(index)
-        parameter = shard.parameter
-        own = parameter.data_ptr() + shard.start * parameter.element_size()
-        if shard.numel == 0 or (values.data_ptr() == own and values.dtype is parameter.dtype):
+        own = shard.parameter.data_ptr() + shard.start * shard.parameter.element_size()
+        if shard.numel == 0 or (values.data_ptr() == own and values.dtype is shard.parameter.dtype):
             return
-        parameter = parameter.detach()
+        parameter = shard.parameter.detach()
         if is_dense(parameter, spec):
             parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start).copy_(values)
             return

@@ -103,6 +103,7 @@ class DistributedOptimizer(Optimizer):
             index = self._index.get(id(parameter))
             if index is None:
                 if id(parameter) in self._frozen:
+                    self._inner.state.pop(parameter, None)
                     continue
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's "
@@ -149,6 +150,11 @@ class DistributedOptimizer(Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by master weight: of this rank's shards."""
         return self._inner.state
+
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes of this rank's master weights, without those that are the parameters' own memory."""
+        return sum(master.weight.nbytes for master in self._masters if not master.is_alias)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that the model had when this optimizer was made, and that are in no group yet."""
