@@ -28,7 +28,6 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, init_process_group
@@ -63,6 +62,9 @@ def _sharded(module: nn.Module, group: ProcessGroup | None) -> Made:
 
 
 def _zero(module: nn.Module, group: ProcessGroup | None) -> Made:
+    # Imported here, since torch then warns of things of its own.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)
     return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=_RATE)
 
@@ -204,7 +206,7 @@ def _entered(workload: Workload, seed: int) -> dict[str, Made]:
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
-    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own
     states = inner.state.values()
     nbytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
     return nbytes + (optimizer.master_nbytes if isinstance(optimizer, DistributedOptimizer) else 0)
