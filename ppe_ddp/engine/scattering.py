@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _UNIT_BYTES = 4 << 20
 _LAYOUTS = 256
-_ALONE_BYTES = 1 << 20  # from here on a copy costs more than a message of its own
+_ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its own (measured: 0.5 to 4 MiB)
 
 
 class Scattering(ShardedModel):
