@@ -15,6 +15,7 @@ from ppe_ddp.errors import (
 )
 from ppe_ddp.functions import average, broadcast, overlapped
 from ppe_ddp.launch import Job, init_process_group
+from ppe_ddp.optim import DistributedOptimizer
 from ppe_ddp.options import Options
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "CommunicationError",
     "DisagreementError",
     "DistributedDataParallel",
+    "DistributedOptimizer",
     "FunctionError",
     "GradBucket",
     "Job",

@@ -22,6 +22,7 @@ from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.sender import FunctionSender, HookSender
 from ppe_ddp.engine.tensors import mapped, tensors_in
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
 from ppe_ddp.joining import Shadow, announce
 from ppe_ddp.naming import add_prefix, without_prefix
@@ -36,12 +37,11 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction, SyncHook
     from ppe_ddp.engine.sender import Sender
+    from ppe_ddp.engine.shards import ShardedModel
     from ppe_ddp.engine.trace import Trace
 
 logger = logging.getLogger("ppe_ddp")
 
-_BUCKET_CAP_MB = 4.0
-_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
 _UNSET: Any = object()
 
 
@@ -127,7 +127,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._reducer = Reducer(
             groups,
-            Communication(groups, FunctionSender(self._reduce_function, groups), self._packing(), policy),
+            Communication(
+                groups,
+                FunctionSender(self._reduce_function, groups),
+                Packing.of(self._options.bucket_cap_mb),
+                policy,
+            ),
             overlap=policy.overlap,
             wrapper=weakref.ref(self),
             sync_hooks=self._sync_hooks,
@@ -140,14 +145,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             state = [*self._census.buffers().values(), *self._census.parameters]
             broadcast_all(self._broadcast_function, state, groups)
 
-    def _packing(self, *, fixed: bool = False) -> Packing:
-        cap = self._options.bucket_cap_mb
-        bucket_bytes = int((cap if cap is not None else _BUCKET_CAP_MB) * 2**20)
-        return Packing(bucket_bytes, _ADOPTED_FROM * bucket_bytes, fixed)
-
     def _use(self, sender: Sender) -> None:
         assert self._reducer is not None
-        self._reducer.communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
+        packing = Packing.of(self._options.bucket_cap_mb, fixed=sender.keeps_state_by_index)
+        self._reducer.communication.use(sender, packing)
 
     def _ready(self) -> Reducer[Communication] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
@@ -289,6 +290,22 @@ class DistributedDataParallel(nn.Module, Joinable):
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""
         return None if self._reducer is None else self._reducer.trace()
+
+    def sharded(self) -> ShardedModel:
+        """Let every rank keep only its shards of the averages, for a distributed optimizer; on all ranks together.
+
+        From here on ``.grad`` is None after a synchronized backward.
+        """
+        reducer = self._ready()
+        if reducer is None:
+            raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        return reducer.communication.scatter()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also those of which every rank keeps its shards."""
+        self.module.zero_grad(set_to_none)
+        if self._reducer is not None:
+            self._reducer.communication.forget(set_to_none=set_to_none)
 
     # ------------------------------------------------------------------ uneven inputs
 

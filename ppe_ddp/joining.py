@@ -53,6 +53,11 @@ class Shadow(JoinHook):
         before: Callable[[], object],
     ) -> None:
         super().__init__()
+        if reducer is not None and reducer.communication.scattering is not None:
+            raise RuntimeError(
+                f"rank {reducer.groups.rank}: join() is not for a model with a DistributedOptimizer, since a rank that "
+                "has run out would leave its shards as they are: give it finish_grad_sync() and a step instead"
+            )
         self._reducer = reducer
         self._module = module
         self._before = before

@@ -26,6 +26,7 @@ LAYERS = [
     "ddp",
     "sharding",
     "megatron",
+    "optim",
     "testing",
     "cli",
     "__main__",

@@ -23,6 +23,8 @@ from ppe_ddp.cli.bench_collective import OPERATIONS, _wrong
 from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
 from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
 from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp.cli.bench_optimizer import CONTESTANTS as OPTIMIZER_CONTESTANTS
+from ppe_ddp.cli.bench_optimizer import measure as measure_optimizers
 from ppe_ddp.cli.bench_result import Spread, combine
 from ppe_ddp.testing import RankError
 
@@ -348,3 +350,13 @@ def test_a_step_under_mpirun_has_more_contestants(tmp_path):
     names = [result["name"] for result in json.loads(file.read_text())["models"][0]["contestants"]]
     assert names == ["ppe_ddp", "over mpi4py", "mpi thread", "torch", "ppe", "bare"]
     assert "over mpi4py" in done.stdout
+
+
+def test_optimizers_are_measured_and_their_state_counted(two_ranks):
+    lines, same = two_ranks.run(measure_optimizers, ["small"], 1, 2, 0)
+    assert [line.name for line in lines] == list(OPTIMIZER_CONTESTANTS)
+    assert lines == same
+    state = {line.name: line.state_nbytes for line in lines}
+    assert state["torch"] == state["ppe_ddp, whole"] == 2 * state["ppe_ddp"] == 2 * state["zero"]
+    assert all(line.milliseconds.median > 0 for line in lines)
+    assert next(line.to_zero.median for line in lines if line.name == "zero") == 1.0

@@ -62,6 +62,18 @@ def test_ppe_trainer_goes_on_where_it_was(tmp_path):
     assert rows[1][-1] == "2", second
 
 
+def test_gpt_goes_on_with_other_ranks(tmp_path):
+    arguments = ["--batch", "8", "--out", str(tmp_path)]
+    first = printed_by("gpt.py", "--steps", "30", *arguments, launcher=TWO_RANKS)
+    assert number(r"ratio +│ +([\d.]+)", first) == 0.5
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", first)]
+    second = printed_by("gpt.py", "--steps", "51", "--resume", *arguments)
+    later = [float(text) for text in re.findall(r"loss ([\d.]+)", second)]
+    assert "resumed at step 30 on 1 ranks" in second
+    assert losses[0] > max(losses[1:] + later) + 2
+    assert number(r"ratio +│ +([\d.]+)", second) == 1.0
+
+
 def test_one_bit_keeps_what_it_does_not_send():
     gradients = [torch.randn(3, 5), torch.randn(7)]
     flat = torch.cat([gradient.flatten() for gradient in gradients])

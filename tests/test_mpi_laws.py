@@ -38,6 +38,13 @@ def test_the_laws_hold_over_mpi(ranks, cases, way):
     assert ranks == 1 or report["cases"] > 2 * cases
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_distributed_optimizer_over_mpi(ranks):
+    code, output, errors = run([MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_optim.py"], timeout=120)
+    assert code == 0, errors
+    assert output.splitlines() == ["as one process does, over mpi4py"]
+
+
 SCRIPT = """
 import os, torch, torch.distributed as dist, ppe_ddp
 job = ppe_ddp.init_process_group()

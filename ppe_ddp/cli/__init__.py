@@ -56,6 +56,11 @@ COMMANDS: tuple[Command, ...] = (
         "a checkpoint from rank 0 into a sharded model, beside torch and accelerate",
         "ppe_ddp.cli.bench_load",
     ),
+    Command(
+        ("bench", "optimizer"),
+        "one step with AdamW, sharded by us and by torch's ZeroRedundancyOptimizer, and whole",
+        "ppe_ddp.cli.bench_optimizer",
+    ),
 )
 """All commands, in the order in which help lists them."""
 

@@ -15,9 +15,11 @@ from ppe_ddp.engine.agreement import Consensus
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.carrier import Carrier
+from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Round
+from ppe_ddp.engine.scattering import Scattering
 from ppe_ddp.engine.trace import span
 from ppe_ddp.errors import PeerAbortedError
 
@@ -68,12 +70,15 @@ class Communication(Carrier):
     def __init__(self, groups: Groups, sender: Sender, packing: Packing, policy: Policy) -> None:
         self._groups = groups
         self._policy = policy
+        self._packing = packing
         self.sender = sender
         self.consensus = Consensus(
             groups, packing, negotiate=policy.negotiate, with_buffers=policy.broadcast_buffers is not None
         )
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
+        self.scattering: Scattering | None = None
+        """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
 
     @property
     def idle(self) -> bool:
@@ -90,17 +95,31 @@ class Communication(Carrier):
         """The size of the arena."""
         return self.gradients.arena.nbytes
 
-    def use(self, sender: Sender, packing: Packing) -> None:
-        """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
-        self.sender = sender
-        self.consensus.repack(packing)
-
     def arm(self, census: Census) -> None:
         """Carry the gradients of ``census`` from now on."""
+        if self.scattering is not None:
+            self.scattering.arm(census)
         self._census = census
         self._nothing = bytes(len(census.parameters))
         self.gradients = Gradients(census, allocator(self._groups.buckets))
         self.consensus.arm(census)
+
+    def use(self, sender: Sender, packing: Packing) -> None:
+        """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
+        self.sender, self._packing = sender, packing
+        self.consensus.repack(packing if self.scattering is None else self.scattering.packing(packing))
+
+    def scatter(self) -> Scattering:
+        """Let every rank keep only its shards from now on. All ranks must call this together."""
+        if self.scattering is None:
+            self.scattering = Scattering(self._groups, self._census)
+            self.use(self.sender, self._packing)
+        return self.scattering
+
+    def forget(self, *, set_to_none: bool) -> None:
+        """Forget the shards that were kept."""
+        if self.scattering is not None:
+            self.scattering.zero_grad(range(len(self.scattering.shards)), set_to_none=set_to_none)
 
     def ask(self, backward: Backward) -> None:
         """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already.
@@ -152,6 +171,10 @@ class Communication(Carrier):
         if not self.sender.idle:
             with span("finish", enabled=self._policy.ranges):
                 self._complete(backward)
+        elif self.scattering is not None:
+            everything = range(len(self._census.parameters))
+            taken = zip(everything, self.gradients.take(everything), strict=True)
+            self.scattering.keep({i: gradient for i, gradient in taken if gradient is not None})
 
     def _complete(self, backward: Backward) -> None:
         round_ = backward.round if isinstance(backward.round, Round) else self.open_round(backward)
@@ -168,6 +191,8 @@ class Communication(Carrier):
             self._repair(backward, outcome.mask, late)
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         self.gradients.arena.trim()
+        if self.scattering is not None:
+            self.scattering.trim()
         arrivals = [] if backward.silent else backward.arrivals
         backward.recorder.control_nbytes += self.consensus.learn_order(arrivals, backward.recorder.agreed)
         if self._policy.broadcast_buffers is not None:
@@ -195,6 +220,7 @@ class Communication(Carrier):
             waiting=self._nothing if repair else backward.waiting or self._nothing,
             take=take,
             sender=self.sender,
+            flight=Flight if self.scattering is None else self.scattering.flight(self.sender),
             specs=self._census.specs,
             parameters=self._census.parameters,
             views=self._policy.views,
@@ -223,7 +249,11 @@ class Communication(Carrier):
         world_size = self._groups.world_size
         scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
         for indices, gradients in round_.land(self._groups):
-            if not backward.silent:
+            if backward.silent:
+                continue
+            if self.scattering is not None:
+                self.scattering.keep(dict(zip(indices, gradients, strict=True)), scale)
+            else:
                 self.gradients.hand_over(indices, gradients, scale)
 
     def _repair(self, backward: Backward, agreed: bytes, late: dict[int, Tensor]) -> None:

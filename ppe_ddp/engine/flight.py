@@ -97,7 +97,7 @@ class Flight:
     def _adopt(self, share: float) -> None:
         spec = self._specs[self.plan.members[0]]
         gradient = self.gradients[0]
-        if gradient is not None and _reducible_in_place(gradient, spec):
+        if gradient is not None and reducible_in_place(gradient, spec):
             memory = gradient
             if share != 1.0:
                 memory.mul_(share)
@@ -190,7 +190,7 @@ def _fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], share: fl
         torch._foreach_copy_(to, of)
 
 
-def _reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
+def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
     """Whether the memory of ``gradient`` may be handed to the transport as it is.
 
     Autograd can hand out views of one memory as the gradients of two parameters, or go on computing with it;

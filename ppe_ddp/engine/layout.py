@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _TICK_BYTES = 1 << 16
+_BUCKET_CAP_MB = 4.0
+_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ class Packing:
     bucket_bytes: int
     adopt_bytes: int
     fixed: bool = False
+
+    @classmethod
+    def of(cls, bucket_cap_mb: float | None, *, fixed: bool = False) -> Packing:
+        """That of buckets of ``bucket_cap_mb`` MiB; None for the measured default."""
+        bucket_bytes = int((bucket_cap_mb if bucket_cap_mb is not None else _BUCKET_CAP_MB) * 2**20)
+        return cls(bucket_bytes, _ADOPTED_FROM * bucket_bytes, fixed)
 
 
 @dataclass(frozen=True)

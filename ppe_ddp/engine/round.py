@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.sender import Sender
 
     Take = Callable[[Sequence[int]], list[Tensor | None]]
+    MakeFlight = Callable[..., Flight]
 
 
 class Departures(ABC):
@@ -88,6 +89,7 @@ class Round(Departures):
         waiting: One byte a parameter: whether its gradient is expected here and has not landed.
         take: Takes the gradients of parameters out of ``.grad``; None for one that is not there.
         sender: Reduces a bucket.
+        flight: Makes the flight of a bucket of dense gradients, with the arguments of :class:`Flight`.
         views: Whether the results may be views of the arena.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
@@ -103,6 +105,7 @@ class Round(Departures):
         sender: Sender,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
+        flight: MakeFlight = Flight,
         views: bool = False,
         repair: bool = False,
         ranges: bool = False,
@@ -112,6 +115,7 @@ class Round(Departures):
         self._arena = arena
         self._take = take
         self._sender = sender
+        self._make_flight = flight
         self._specs = specs
         self._parameters = parameters
         self._views = views
@@ -136,7 +140,7 @@ class Round(Departures):
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
             return
-        flight = Flight(bucket, gradients, self._arena, self._specs, views=self._views)
+        flight = self._make_flight(bucket, gradients, self._arena, self._specs, views=self._views)
         self.flights.append(flight)
         with span(f"launch[{k}]", enabled=self._ranges):
             flight.launch(self._sender, self._parameters, is_last=k == self.plan.last)

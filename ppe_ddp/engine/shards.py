@@ -78,3 +78,16 @@ class ShardedModel(ABC):
     @abstractmethod
     def install(self, unit: int) -> None:
         """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
+
+    def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
+        """Forget the gradients of these shards, as ``zero_grad`` of any optimizer does.
+
+        Here, only what has accumulated in ``.grad``; a wrapper that keeps gradients elsewhere clears those too,
+        unless a call of its own is meant for that.
+        """
+        for index in indices:
+            parameter = self.shards[index].parameter
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()

@@ -1,0 +1,5 @@
+"""The distributed optimizer (ZeRO-1): each rank updates its shards, and keeps state for those alone."""
+
+from ppe_ddp.optim.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

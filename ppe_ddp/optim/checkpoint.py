@@ -1,0 +1,240 @@
+"""The state of a distributed optimizer as a checkpoint that any number of ranks can load.
+
+    state           layer.weight    exp_avg       1-D DTensor of the flattened parameter, a shard on each rank
+                                    step          the same on every rank
+    exists          layer.weight    1             0: never updated, and what is in ``state`` is not to be loaded
+    master          layer.weight    1-D DTensor   where the parameter itself is not as precise
+    param_groups    hyper-parameters, with names in the place of parameters
+    layout          layer.weight    the order of its elements
+
+Every parameter has all its entries from the beginning, since torch.distributed.checkpoint loads into what is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from ppe_ddp.optim.masters import Master
+
+_SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too
+_PROBE = 3  # elements of a trial parameter: as many has each state that is cut like its parameter
+
+
+def shard_of(state: Mapping[str, Any], master: Master) -> dict[str, Any]:
+    """This rank's part of a whole parameter's state."""
+    shard = master.shard
+    parameter = shard.parameter
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _SCALARS:
+            laid_out = torch.empty_strided(parameter.shape, _strides(parameter), dtype=value.dtype, device=value.device)
+            value = laid_out.copy_(value).as_strided((parameter.numel(),), (1,))[shard.start : shard.stop].clone()
+        cut[key] = value
+    return cut
+
+
+def collect(optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup) -> dict[str, Any]:
+    """The checkpoint of an optimizer that updates ``masters``. See the top of this file."""
+    shards = _Shards(group)
+    by_weight = {id(master.weight): master for master in masters}
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for options in optimizer.param_groups:
+        members = [by_weight[id(weight)] for weight in options["params"]]
+        groups.append({**options, "params": [member.shard.name for member in members]})
+        template: dict[str, Any] | None = None
+        for member in members:
+            held = optimizer.state.get(member.weight)
+            if not held:
+                template = _template(optimizer, options) if template is None else template
+                held = _empty(template, member)
+            state[member.shard.name] = {key: shards.of(value, member) for key, value in held.items()}
+    return {
+        "state": state,
+        "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight)))) for m in masters},
+        "master": {m.shard.name: shards.of(m.weight.detach(), m) for m in masters if not m.is_alias},
+        "param_groups": groups,
+        "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},
+    }
+
+
+def restore(
+    optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup, checkpoint: Mapping[str, Any]
+) -> list[Master]:
+    """Give ``optimizer`` the state in ``checkpoint``; on all ranks, or on none.
+
+    Returns:
+        The masters that have new weights.
+
+    Raises:
+        ValueError: It does not fit, here or on another rank.
+    """
+    found: _Found | None = None
+    try:
+        found = _Found(optimizer, masters, group, checkpoint)
+    finally:  # an error here must not leave the others waiting
+        refused = torch.tensor(int(found is None), device=masters[0].weight.device if masters else None)
+        dist.all_reduce(refused, dist.ReduceOp.MAX, group=group)
+    if found is None or refused.item():
+        raise ValueError(
+            f"rank {dist.get_rank(group)}: the checkpoint does not fit on another rank, whose error says why; nothing "
+            "was loaded on any"
+        )
+    for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
+        options.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+    for master in masters:
+        optimizer.state.pop(master.weight, None)
+        if master.index in found.state:
+            optimizer.state[master.weight] = found.state[master.index]
+        if master.index in found.weights:
+            master.weight.copy_(found.weights[master.index])
+    return [master for master in masters if master.index in found.weights]
+
+
+class _Found:
+    """What a checkpoint has for this rank.
+
+    Attributes:
+        state: By index of the master, this rank's part of its state, copied.
+        weights: The same of master weights.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup, checkpoint: Mapping[str, Any]
+    ) -> None:
+        _check_groups(_names(optimizer, masters), checkpoint)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.state: dict[int, dict[str, Any]] = {}
+        self.weights: dict[int, Tensor] = {}
+        for master in masters:
+            name = master.shard.name
+            expected, saved = _layout(master.shard.parameter), checkpoint["layout"][name]
+            if saved != expected:
+                raise ValueError(
+                    f"rank {rank}: the state of {name!r} is of elements in the order {saved}, and the parameter has "
+                    f"{expected}: give it the shape and memory format with which it was saved"
+                )
+            fit = _Fit(master, rank, world_size)
+            if int(checkpoint["exists"][name]):
+                entries = checkpoint["state"][name]
+                self.state[master.index] = {key: fit.local(value) for key, value in entries.items()}
+            if not master.is_alias:
+                self.weights[master.index] = fit.local(checkpoint["master"].get(name, master.weight.detach()))
+
+
+class _Shards:
+    """Makes DTensors of local shards."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def of(self, value: Any, master: Master) -> Any:
+        """``value``; as a DTensor if it is this rank's shard of something."""
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
+            return value
+        # imported here, as it takes a third of a second
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        kind = value.device.type
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(self._group, kind)
+        return DTensor.from_local(
+            value.detach(),
+            self._meshes[kind],
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([master.shard.parameter.numel()]),
+            stride=(1,),
+        )
+
+
+class _Fit:
+    """Takes the local shards out of a checkpoint, and refuses those of other ranks."""
+
+    def __init__(self, master: Master, rank: int, world_size: int) -> None:
+        self._master = master
+        self._rank = rank
+        self._world_size = world_size
+
+    def local(self, value: Any) -> Any:
+        """A copy of this rank's part of ``value``."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        shard = self._master.shard
+        if not hasattr(value, "placements"):
+            return value.detach().clone()
+        ranks = value.device_mesh.size()  # type: ignore[attr-defined]
+        own: Tensor = value.to_local()  # type: ignore[attr-defined]
+        place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+        if ranks != self._world_size or own.numel() != shard.numel or place != self._rank:
+            raise ValueError(
+                f"rank {self._rank} of {self._world_size}: the state of {shard.name!r} was saved by rank {place} of "
+                f"{ranks}: torch.save keeps one rank's shards, which fit that rank only. Save and load by "
+                "torch.distributed.checkpoint to change the number of ranks"
+            )
+        return own.to(self._master.weight.device, copy=True)
+
+
+def _names(optimizer: Optimizer, masters: Sequence[Master]) -> list[list[str]]:
+    by_weight = {id(master.weight): master.shard.name for master in masters}
+    return [[by_weight[id(weight)] for weight in options["params"]] for options in optimizer.param_groups]
+
+
+def _check_groups(names: list[list[str]], checkpoint: Mapping[str, Any]) -> None:
+    missing = {"state", "exists", "master", "param_groups", "layout"} - set(checkpoint)
+    if missing:
+        raise ValueError(
+            f"this is no state_dict of a DistributedOptimizer: {', '.join(sorted(missing))} is missing; that of a "
+            "plain optimizer is loaded into a plain optimizer before it is wrapped"
+        )
+    saved = [list(options["params"]) for options in checkpoint["param_groups"]]
+    if saved != names:
+        mine, theirs = ({name for part in parts for name in part} for parts in (names, saved))
+        which = sorted(mine ^ theirs)[:3] or "the same parameters in other groups"
+        raise ValueError(f"the checkpoint is of other parameters or groups: they differ in {which}")
+
+
+def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that ``optimizer`` gives a parameter at its first step, found out on a small one."""
+    trial = nn.Parameter(torch.zeros(_PROBE, dtype=options["params"][0].dtype, device=options["params"][0].device))
+    trial.grad = torch.zeros_like(trial)
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**options, "params": [trial]}]
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    with torch.no_grad():
+        type(optimizer).step(twin)  # not a method that a scheduler has put in its place
+    return dict(twin.state[trial])
+
+
+def _empty(template: Mapping[str, Any], master: Master) -> dict[str, Any]:
+    return {
+        key: value.new_zeros(master.shard.numel) if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in template.items()
+    }
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """In which order its elements are flattened: that of its memory where it has no holes."""
+    return torch.empty_like(parameter, device="meta").stride() if parameter.dim() else ()
+
+
+def _layout(parameter: Tensor) -> str:
+    return f"{tuple(parameter.shape)} strides {tuple(_strides(parameter))}"

@@ -1,0 +1,303 @@
+"""An optimizer around any optimizer of torch, of which each rank runs its share (ZeRO stage 1)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ppe_ddp.engine.shards import ShardedModel
+from ppe_ddp.optim import checkpoint
+from ppe_ddp.optim.clipping import scale_to, total_norm
+from ppe_ddp.optim.gathering import Gathering
+from ppe_ddp.optim.masters import Master
+from ppe_ddp.optim.scaling import SharedVerdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+logger = logging.getLogger("ppe_ddp")
+
+# Those whose step looks at a parameter as a whole, or at all of them, so that shards would give other numbers.
+_NOT_ELEMENTWISE = {
+    "LBFGS": "takes inner products over all parameters and calls the closure as often as it likes",
+    "Adafactor": "keeps statistics of rows and columns",
+    "Muon": "works on whole matrices",
+    "SparseAdam": "wants sparse gradients",
+}
+
+
+class DistributedOptimizer(Optimizer):
+    """ZeRO-1: each rank keeps master weights and optimizer state of its shards only.
+
+    A step updates this rank's shard of each parameter with its shard of the averaged gradient, which has come by
+    reduce-scatter during backward, and starts to gather the parameters; that goes on during the next forward, in
+    which each module waits for its own. ``.grad`` of the model's parameters is None after a synchronized backward:
+    what there is of it is in this optimizer.
+
+    It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
+    ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D.
+    Instead of ``torch.nn.utils.clip_grad_norm_``, call :meth:`clip_grad_norm_`.
+
+    All ranks of the model's group must construct it together, with the same groups, and call :meth:`step`,
+    :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
+
+    Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+
+    Args:
+        optimizer: An optimizer of the model's parameters, which this one takes over; or its class, then for all
+            trainable parameters and with ``defaults``.
+        model: A :class:`ppe_ddp.DistributedDataParallel`, or another wrapper that is, or offers by ``sharded()``,
+            a ``ShardedModel``.
+        master_dtype: Of the master weights; those of a wider parameter are as wide as it is. Where a parameter has
+            this dtype, its own memory is its master weight.
+        overlap: Gather during the next forward. Without it, a step ends when all parameters are there: for code that
+            uses parameters neither through modules nor through ``state_dict()`` before the next forward has
+            ended (averages of weights, ``torch.compile``); or call :meth:`synchronize` there.
+        **defaults: For a class.
+
+    Raises:
+        ValueError: The optimizer does not work element by element, or has parameters that the model has not.
+        TypeError: ``model`` cannot shard.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | type[Optimizer],
+        model: Any,
+        *,
+        master_dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        **defaults: Any,
+    ) -> None:
+        self._model = _sharded(model)
+        if isinstance(optimizer, type):
+            optimizer = optimizer([shard.parameter for shard in self._model.shards], **defaults)
+        elif defaults:
+            raise TypeError(f"{', '.join(defaults)}: only for an optimizer that is given as a class")
+        _check_elementwise(optimizer)
+        self._inner = optimizer
+        self._dtype = master_dtype
+        self._masters: list[Master] = []
+        modules = model if isinstance(model, nn.Module) else None
+        self._frozen = {id(p) for p in modules.parameters() if not p.requires_grad} if modules is not None else set()
+        self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
+        for group in optimizer.param_groups:
+            group["params"] = self._take_over(group["params"])
+        self._gathering = Gathering(self._model, modules if overlap else None, self._arrived())
+        # What Optimizer.__init__ does, without groups of its own: as when an optimizer is unpickled.
+        self.__setstate__({"defaults": optimizer.defaults})
+        self._warn_of_left_out()
+
+    # ------------------------------------------------------------------ what it is made of
+
+    def _take_over(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Master weights for parameters, with what state these have."""
+        weights: list[Tensor] = []
+        for parameter in parameters:
+            index = self._index.get(id(parameter))
+            if index is None:
+                if id(parameter) in self._frozen:
+                    self._inner.state.pop(parameter, None)
+                    continue
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's "
+                    "trainable ones: construct it on model.parameters(), after wrapping and unfreezing"
+                )
+            master = Master(index, self._model.shards[index], self._dtype)
+            self._masters.append(master)
+            weights.append(master.weight)
+            if parameter in self._inner.state:
+                state = self._inner.state.pop(parameter)
+                self._inner.state[master.weight] = checkpoint.shard_of(state, master)
+        return weights
+
+    def _arrived(self) -> Callable[[int], None]:
+        """Tells the master weights of a unit that the parameters follow them; does not keep this optimizer alive."""
+        masters = {master.index: master for master in self._masters if not master.is_alias}
+        units = self._model.units
+
+        def arrived(unit: int) -> None:
+            for index in units[unit]:
+                if index in masters:
+                    masters[index].keep()
+
+        return arrived
+
+    def _warn_of_left_out(self) -> None:
+        taken = {master.index for master in self._masters}
+        left = [shard.name for k, shard in enumerate(self._model.shards) if k not in taken]
+        if left:
+            logger.warning(
+                "%d trainable parameters (%s ...) are not in this DistributedOptimizer; their gradients are sharded "
+                "too, so another DistributedOptimizer has to update them",
+                len(left),
+                left[0],
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups: its hyper-parameters, and master weights whose ``.grad`` is their shard's."""
+        self._bind(shared=True)
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state, by master weight: of this rank's shards."""
+        return self._inner.state
+
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes of this rank's master weights, without those that are the parameters' own memory."""
+        return sum(master.weight.nbytes for master in self._masters if not master.is_alias)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters that the model had when this optimizer was made, and that are in no group yet."""
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        taken = {master.index for master in self._masters}
+        again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
+        if again:
+            raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
+        self._inner.add_param_group({**param_group, "params": self._take_over(parameters)})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    # ------------------------------------------------------------------ a step
+
+    def _bind(self, *, shared: bool = False) -> list[Tensor]:
+        """Give each master weight its gradient, if there is one on any rank; those gradients."""
+        gradients = self._model.gradients()
+        bound: list[Tensor] = []
+        kinds: set[tuple[torch.device, torch.dtype]] = set()
+        for master in self._masters:
+            gradient = master.bind(gradients[master.index])
+            if gradient is None:
+                continue
+            bound.append(gradient)
+            kind = (gradient.device, gradient.dtype)
+            if shared and kind not in kinds:
+                kinds.add(kind)  # the scaler makes one call for each
+                master.weight.grad = SharedVerdict.of(gradient, self._model.group)
+        return bound
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the shards of this rank, and let the parameters go to all ranks.
+
+        Args:
+            closure: Called once, with gradients enabled, before the step: forward and backward.
+
+        Returns:
+            What ``closure`` has returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._gathering.finish()
+        self._bind()
+        moved = [master for master in self._masters if master.weight.grad is not None]
+        for master in self._masters:
+            master.refresh()
+        self._inner.step()
+        self._send(moved)
+        return loss
+
+    def _send(self, moved: Iterable[Master]) -> None:
+        """Give the parameters their new values, on all ranks."""
+        indices = set()
+        for master in moved:
+            self._model.write(master.index, master.weight.detach())
+            master.weight.grad = None
+            indices.add(master.index)
+        units = self._model.units
+        self._gathering.start(unit for unit, members in enumerate(units) if not indices.isdisjoint(members))
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are there. Never needed before a forward, ``state_dict()`` or a step."""
+        self._gathering.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``."""
+        self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
+        for master in self._masters:
+            master.weight.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
+
+        Every element counts once, whatever rank has it; parameters without a gradient do not count.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm; may be ``inf``.
+            error_if_nonfinite: Raise where the norm is inf or NaN, on all ranks.
+
+        Returns:
+            The norm before clipping, 0-dimensional, the same on every rank.
+        """
+        gradients = self._bind()
+        device = self._masters[0].weight.device if self._masters else torch.device("cpu")
+        with torch.no_grad():
+            norm = total_norm(gradients, float(norm_type), device, self._model.group)
+            if error_if_nonfinite and not norm.isfinite():
+                raise RuntimeError(
+                    f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
+                    "error_if_nonfinite=False to clip by it all the same"
+                )
+            scale_to(gradients, norm, max_norm)
+        return norm
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """State, master weights and groups by parameter names, for ``torch.distributed.checkpoint`` or ``torch.save``.
+
+        Tensors that are cut like their parameter are 1-D DTensors of the flattened parameter, one shard a rank: saved
+        by ``torch.distributed.checkpoint``, they are loaded by any number of ranks. What ``torch.save`` writes of
+        one rank fits the same rank of as many. The tensors are the optimizer's own, not copies. Master weights that
+        are the parameters' own memory are in the model's ``state_dict``.
+        """
+        self.synchronize()
+        return checkpoint.collect(self._inner, self._masters, self._model.group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, on all ranks; parameters follow their master weights.
+
+        Raises:
+            ValueError: Other parameters, groups or memory formats, or shards of another number of ranks; names the
+                first and says what to do. Nothing was changed then.
+        """
+        self._gathering.finish()
+        moved = checkpoint.restore(self._inner, self._masters, self._model.group, state_dict)
+        self._send(moved)
+        self._gathering.finish()
+
+
+def _sharded(model: Any) -> ShardedModel:
+    if isinstance(model, ShardedModel):
+        return model
+    offer = getattr(model, "sharded", None)
+    sharded = offer() if callable(offer) else None
+    if not isinstance(sharded, ShardedModel):
+        raise TypeError(
+            f"{type(model).__name__} cannot shard its gradients: wrap the module in ppe_ddp.DistributedDataParallel"
+        )
+    return sharded
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{kind.__name__} {_NOT_ELEMENTWISE[kind.__name__]}, so it cannot update shards by themselves: use it "
+                "without DistributedOptimizer, or choose one that works element by element (SGD, AdamW, Adagrad, ...)"
+            )
