@@ -125,14 +125,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             broadcast_buffers=self._broadcast_function if self._broadcasts_buffers else None,
             ranges=self._options.record_function,
         )
+        sender = FunctionSender(self._reduce_function, groups)
         self._reducer = Reducer(
             groups,
-            Communication(
-                groups,
-                FunctionSender(self._reduce_function, groups),
-                Packing.of(self._options.bucket_cap_mb),
-                policy,
-            ),
+            Communication(groups, sender, Packing.of(self._options.bucket_cap_mb), policy),
             overlap=policy.overlap,
             wrapper=weakref.ref(self),
             sync_hooks=self._sync_hooks,

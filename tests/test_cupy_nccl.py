@@ -152,8 +152,8 @@ def test_torchs_own_wrapper_and_hooks_train_over_it(two):
     two.run(trained_by_torch)
 
 
-def test_it_conforms(two):
-    check_backend("cupy_stand_in", nccl_stand_in.register, world=World(ranks=(two,), timeout=40))
+def test_it_conforms():
+    check_backend("cupy_stand_in", nccl_stand_in.register, world=World(sizes=(2,), timeout=40))
 
 
 def a_graph_is_captured():

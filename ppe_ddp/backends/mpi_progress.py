@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SPINS = 64  # between looks at the clock and at MPI
-_SPIN_SECONDS = 0.005  # before the core is given away
+_SPIN_SECONDS = 0.005  # before the core is given away ...
+_CROWDED_SECONDS = 0.0001  # ... where there are more ranks than cores
 _NAP_SECONDS = 50e-6
 
 
@@ -37,6 +38,8 @@ class Outstanding:
         self._lock = threading.RLock()
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
+        is_crowded = MPI.COMM_WORLD.Get_size() > len(os.sched_getaffinity(0))
+        self._patience = _CROWDED_SECONDS if is_crowded else _SPIN_SECONDS
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
@@ -71,7 +74,7 @@ class Outstanding:
                 MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
                 now = time.monotonic()
                 start = start or now
-                if now - start > _SPIN_SECONDS:
+                if now - start > self._patience:
                     time.sleep(_NAP_SECONDS)
 
     def fence(self) -> None:

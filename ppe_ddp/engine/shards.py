@@ -58,6 +58,11 @@ class ShardedModel(ABC):
     shards: Sequence[Shard]
     units: Sequence[Sequence[int]]
 
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether ``gradients()`` has something to say: nothing was accumulated that is not averaged yet."""
+        return True
+
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
         """The averaged gradients after a synchronized backward, one for each shard.

@@ -84,6 +84,12 @@ class ShardedBuffers(ShardedModel):
     def _slice(self, memory: Tensor, index: int) -> Tensor:
         return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
 
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether every gradient in the buffers is an average."""
+        self._settle()
+        return not self._gradients.is_dirty
+
     def gradients(self) -> list[Tensor | None]:
         """The averaged gradients of this rank's shards: views of the grad buffers.
 
@@ -93,8 +99,7 @@ class ShardedBuffers(ShardedModel):
         Raises:
             RuntimeError: Gradients were accumulated and not synchronized.
         """
-        self._settle()
-        if self._gradients.is_dirty:
+        if not self.is_synchronized:
             raise RuntimeError(
                 f"rank {self._lane.groups.rank}: there are gradients that no synchronization has averaged; call "
                 "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"

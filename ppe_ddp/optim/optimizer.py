@@ -143,7 +143,8 @@ class DistributedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups: its hyper-parameters, and master weights whose ``.grad`` is their shard's."""
-        self._bind(shared=True)
+        if self._model.is_synchronized:  # between micro-batches there is only something to look at
+            self._bind(shared=True)
         return self._inner.param_groups
 
     @property
