@@ -1,10 +1,11 @@
 """Data-parallel training in PyTorch for models whose graphs change from step to step."""
 
-import ppe_ddp.backends  # noqa: F401  # registers the backend mpi4py; nothing of MPI is loaded yet
+import ppe_ddp.backends  # noqa: F401  # registers our backends; nothing of MPI or CuPy is loaded yet
 from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.trace import BucketTrace, Trace
 from ppe_ddp.errors import (
+    CheckpointError,
     CommunicationError,
     DisagreementError,
     FunctionError,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BroadcastFunction",
     "BucketTrace",
+    "CheckpointError",
     "CommHook",
     "CommunicationError",
     "DisagreementError",
