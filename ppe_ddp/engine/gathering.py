@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed as dist
 from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.chunks import Rows, bounds_of, flattened, is_dense
+from ppe_ddp.engine.collectives import all_gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,10 +80,7 @@ class Gather:
             return None
         if self._rows is not None:
             torch._foreach_copy_(self._parts, self._own)
-        # torch 2.13 has given it another name
-        function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: Waitable = function(whole, own, group=self._groups.buckets, async_op=True)
-        return work
+        return all_gather(whole, own, self._groups.buckets)
 
     def install(self) -> None:
         """Copy what has come into the parameters."""

@@ -22,7 +22,7 @@ from ppe_ddp.engine.backward import Backward, Phase
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.posthooks import Landings, UserHooks
 from ppe_ddp.engine.presence import Reach
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.errors import PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +83,7 @@ class Reducer(Generic[C]):
         self._names = tuple(census.names)
         self._reach = Reach(census.parameters)
         self.communication.arm(census)
+        self._is_on_cuda = any(parameter.is_cuda for parameter in census.parameters)
         self.is_displaced = False
         owner = weakref.ref(self)
         self._landings = Landings(self._parameters, Reducer._landed, owner)
@@ -223,6 +224,12 @@ class Reducer(Generic[C]):
             # first of them begins, and all of them end with this graph task.
             return None
         self.groups.check()
+        if self._is_on_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnusableError(
+                f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
+                "anew, which a replay would leave out; capture ddp.module, and call ddp.finish_grad_sync() after each "
+                "replay"
+            )
         backward = Backward(self._names)
         backward.alive = self._standby
         callback.backward = self._backward = backward

@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.engine.chunks import flattened
+from ppe_ddp.engine.collectives import reduce_scatter
 from ppe_ddp.engine.flight import Flight, reducible_in_place
 from ppe_ddp.errors import CommunicationError
 
@@ -48,7 +49,7 @@ class ReduceScatter(ABC):
         return kind(groups, pool)
 
     @abstractmethod
-    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable, Tensor]:
+    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable | None, Tensor]:
         """Send ``rows`` (world size x width), which stay unchanged unless they are ``ours``.
 
         Returns:
@@ -67,7 +68,7 @@ class ReduceScatter(ABC):
 class Exchanged(ReduceScatter):
     """Everyone sends everyone his row, and adds up what came: in float32 also for halves."""
 
-    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable, Tensor]:
+    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable | None, Tensor]:
         """Start an all-to-all."""
         received = self._pool.take(rows.numel(), rows.dtype, rows.device)
         work = dist.all_to_all_single(received, rows.view(-1), group=self._groups.buckets, async_op=True)
@@ -86,16 +87,13 @@ class Exchanged(ReduceScatter):
 class Reduced(ReduceScatter):
     """The transport's own reduce-scatter."""
 
-    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable, Tensor]:
+    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable | None, Tensor]:
         """Start a reduce-scatter."""
         if rows.dtype in _HALVES:  # divided before they are added up, lest the sum be too large
             share = 1.0 / self._groups.world_size
             rows = rows.mul_(share) if ours else rows * share
         received = self._pool.take(rows.shape[1], rows.dtype, rows.device)
-        # torch 2.13 has given it another name
-        function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = function(received, rows.view(-1), group=self._groups.buckets, async_op=True)
-        return work, received
+        return reduce_scatter(received, rows.view(-1), self._groups.buckets), received
 
     def average(self, received: Tensor) -> Tensor:
         """Divide, or make it wider."""
@@ -177,8 +175,8 @@ class ScatterFlight(Flight):
         if self._received is None:
             return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self._member_specs]
         try:
-            assert self._pending is not None
-            self._pending.wait()
+            if self._pending is not None:
+                self._pending.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
         self._pending = None
