@@ -143,13 +143,14 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--functions", type=int, help="at most so many on each rank: a first look")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     job = ppe_ddp.init_process_group()
     console = Console(quiet=job.rank != 0, highlight=False)
     torch.manual_seed(options.seed)
 
-    functions, held_out = read_functions(job.rank, job.world_size)
+    functions, held_out = (found[: options.functions] for found in read_functions(job.rank, job.world_size))
     everyones: list[Counter[Edge]] = [Counter()] * job.world_size
     dist.all_gather_object(everyones, Counter(edge for root in functions for edge in Version(root, {}).edges()))
     seen = sum(everyones, Counter())

@@ -20,7 +20,7 @@ from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"{size} ranks")
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"{size} ranks")
 def ranks(request):
     with Ranks(request.param, backend="cupy_stand_in", prepare=nccl_stand_in.register, group_timeout=20) as started:
         yield started

@@ -81,13 +81,13 @@ def assert_laws(ranks, case, plugs=None, variants=None):
         assert breaches(seen) == [], seen[0].title
 
 
-@laws_hold(max_examples=14)
+@laws_hold(max_examples=10)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_on_two_ranks(two_ranks, case, plugs):
     assert_laws(two_ranks, case, plugs)
 
 
-@laws_hold(max_examples=6)
+@laws_hold(max_examples=4)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_on_three_ranks(three_ranks, case, plugs):
     assert_laws(three_ranks, case, plugs)

@@ -1,7 +1,7 @@
 """The conformance kit: certify a backend, a reduce function or a hook in three lines.
 
     from ppe_ddp.testing import check_reduce_function
-    if __name__ == "__main__":  # ranks are started by spawn, which imports this file again
+    if __name__ == "__main__":  # ranks are new processes, which import this file
         check_reduce_function(my_reduce)
 
 A check starts ranks, asks questions with known answers (:mod:`~ppe_ddp.testing.probes`), trains random dynamic

@@ -29,7 +29,7 @@ RETURNED = b"\0"
 RAISED = b"\1"
 
 
-def serve(pipe: Connection, stack_file: str) -> None:
+def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> None:
     """Answers calls from the pipe until its other end closes.
 
     A call is a pickled `(sys.path, pickled (function, arguments))`. The answer is `RETURNED` with a pickled
@@ -38,8 +38,11 @@ def serve(pipe: Connection, stack_file: str) -> None:
 
     Args:
         pipe: Where calls come from and answers go to.
+        environment: That of the process which wants this rank; the one that it was forked from may be older.
         stack_file: Where the stacks of all threads are written on SIGUSR1 and on a crash.
     """
+    os.environ.clear()
+    os.environ.update(environment)
     # Ctrl-C in a terminal reaches every process of the group; the parent decides what then happens here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, name="end with parent", daemon=True).start()
