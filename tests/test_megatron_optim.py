@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 
 from one_process import data, mlp, seeded
-from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from ppe_ddp.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ParallelGroups,
+    finalize_model_grads,
+)
 from rank_tests import on_two_ranks
 
 optim = pytest.importorskip("ppe_ddp.optim")
@@ -47,3 +52,63 @@ def test_steps_are_those_of_one_process(dtype, overlap):
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 5e-3}
     for parameter, want in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter.float(), want, **tolerance)
+
+
+class WithExpert(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.expert = torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)
+        for parameter in self.expert.parameters():
+            parameter.allreduce = False
+
+    def forward(self, x):
+        return self.expert(torch.tanh(self.dense(x)))
+
+
+@on_two_ranks
+def test_experts_have_an_optimizer_of_their_own():
+    """Each rank has another expert; what both share is averaged, and an expert's gradient is divided by all ranks."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    module = seeded(WithExpert)
+    with torch.no_grad():
+        module.expert.weight.add_(rank)
+    twin = copy.deepcopy(module)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, module, groups=ParallelGroups(expert=alone))
+    ours = [
+        optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01),
+        optim.DistributedOptimizer(torch.optim.AdamW, model.sharded(experts=True), lr=0.01),
+    ]
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    for step in range(3):
+        x = data(4, 7, rank=rank, step=step)
+        model.zero_grad_buffer()
+        model(x).pow(2).sum().backward()
+        finalize_model_grads([model])
+        theirs.zero_grad()
+        twin(x).pow(2).sum().backward()
+        for parameter in twin.expert.parameters():
+            parameter.grad.div_(2)
+        for parameter in twin.dense.parameters():
+            dist.all_reduce(parameter.grad.div_(2))
+        for optimizer in (*ours, theirs):
+            optimizer.step()
+    for optimizer in ours:
+        optimizer.synchronize()
+    for parameter, want in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, want, rtol=1e-5, atol=1e-6)
+
+
+@on_two_ranks
+def test_groups_may_be_looked_at_between_micro_batches():
+    module = seeded(mlp, 7, 3)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, module)
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.5)
+    model(data(4, 7)).sum().backward()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(RuntimeError, match=r"call finish_grad_sync\(\)"):
+        optimizer.step()
+    finalize_model_grads([model])
+    optimizer.step()
