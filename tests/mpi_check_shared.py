@@ -11,7 +11,7 @@ from mpi_check_kit import DTYPES, assert_same, check, data, expected, op_named, 
 from mpi_check_torch import assert_trained, model_and_loss, train
 
 CPU = torch.device("cpu")
-SHAPE = (30_001,)
+SHAPE = (12_001,)
 
 
 @functools.cache

@@ -42,12 +42,12 @@ def cases(count):
 def main():
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
-    shared = MpiOptions(shared_bytes=16, shared_piece_bytes=256)
+    shared = MpiOptions(shared_bytes=16, shared_piece_bytes=4096)
     messages, thread = MpiOptions(shared_memory=False), MpiOptions(thread=True)
     options = {"messages": messages, "shared": shared, "thread": thread}[sys.argv[2]]
     dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
     problems = [list(probe_backend("cpu"))]
-    variants = Variant.every()[:: {1: 1, 2: 2, 3: 8, 4: 12}[dist.get_world_size()]]
+    variants = Variant.every()[:: {1: 1, 2: 2, 3: 8, 4: 8}[dist.get_world_size()]]
     seen = [observe_all(case, variants, plugs) for case, plugs in cases(int(sys.argv[1]))]
     for observation in functools.reduce(operator.iadd, seen, []):
         observation.gradients = {}

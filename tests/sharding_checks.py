@@ -167,7 +167,7 @@ def assert_loaded(net, reference):
 def every_layout_and_dtype_bit_by_bit():
     rank = dist.get_rank()
     shapes = [(5, 3), (4, 8), (1, 2), (0, 3), (9, 5)]
-    layouts = LAYOUTS[:: 3 if dist.get_backend() == "mpi4py" else 1]
+    layouts = LAYOUTS[:: 5 if dist.get_backend() == "mpi4py" else 1]
     for number, (mesh_shape, placements) in enumerate(layouts):
         count = torch.Size(mesh_shape).numel()
         mesh = DeviceMesh("cpu", torch.arange(count).view(mesh_shape))

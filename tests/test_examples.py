@@ -35,12 +35,6 @@ def test_digits():
     assert 0.1 < number(r"ratio +│ +([\d.]+)", text) < 0.5
 
 
-def test_digits_alone():
-    text = printed_by("digits.py", "--epochs", "4")
-    assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
-    assert "MiB" not in text
-
-
 def test_syntax_trees():
     text = printed_by("syntax_trees.py", "--epochs", "1", "--functions", "600", launcher=TWO_RANKS)
     assert number(r"by the network +│ +([\d.]+)%", text) > 50

@@ -35,7 +35,7 @@ def test_the_laws_hold_over_mpi(ranks, cases, way):
     report = json.loads(output.splitlines()[-1])
     assert report["problems"] == []
     assert report["backend"] == "mpi4py"
-    assert ranks == 1 or report["cases"] > 2 * cases
+    assert ranks == 1 or report["cases"] >= 2 * cases
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
