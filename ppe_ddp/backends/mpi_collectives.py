@@ -46,7 +46,7 @@ class MpiOptions:
     piece_bytes: int = 2 << 20
     shared_memory: bool = True
     shared_bytes: int = 256 << 10
-    shared_piece_bytes: int = 8 << 20
+    shared_piece_bytes: int = 4 << 20
     thread: bool = False
     gpu_aware: bool = False
 
