@@ -1,10 +1,13 @@
 """The distributed optimizer on Megatron's wrapper: the parameters of AdamW in one process."""
 
 import copy
+import shutil
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from one_process import data, mlp, seeded
 from ppe_ddp.megatron import (
@@ -112,3 +115,37 @@ def test_groups_may_be_looked_at_between_micro_batches():
         optimizer.step()
     finalize_model_grads([model])
     optimizer.step()
+
+
+def continued(module, checkpoint=None, folder=None):
+    """One step, saved to `folder`; or the next one, after loading what is there."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=40)
+    model = DistributedDataParallel(None, config, module)
+    optimizer = optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01)
+    if checkpoint is not None:
+        state = {"model": model.state_dict(), "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=checkpoint)
+        model.load_state_dict(state["model"])
+    for step in range(2) if checkpoint is None else (1,):
+        model.zero_grad_buffer()
+        x = data(4, 7, rank=dist.get_rank(), step=step)
+        model(x.to(torch.bfloat16)).float().pow(2).sum().backward()
+        finalize_model_grads([model])
+        optimizer.step()
+        if folder is not None and step == 0:
+            dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+    optimizer.synchronize()
+    return list(module.parameters())
+
+
+@on_two_ranks
+def test_a_checkpoint_goes_on_where_it_was():
+    """Though a rank's shards begin and end anywhere in a parameter."""
+    where = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(where)
+    uninterrupted = continued(seeded(mlp, 7, 9, 5, 3).to(torch.bfloat16), folder=where[0])
+    resumed = continued(seeded(mlp, 7, 9, 5, 3).to(torch.bfloat16), checkpoint=where[0])
+    for parameter, want in zip(resumed, uninterrupted, strict=True):
+        assert torch.equal(parameter, want)
+    dist.barrier()
+    shutil.rmtree(where[0], ignore_errors=True)

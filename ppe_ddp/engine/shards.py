@@ -54,6 +54,8 @@ class ShardedModel(ABC):
             forward is expected to need them. Each parameter is in one unit.
     """
 
+    has_even_shards = True
+    """Whether each rank owns the chunk of each flattened parameter that ``torch.chunk`` would give it."""
     group: ProcessGroup
     shards: Sequence[Shard]
     units: Sequence[Sequence[int]]

@@ -84,6 +84,8 @@ class ShardedBuffers(ShardedModel):
     def _slice(self, memory: Tensor, index: int) -> Tensor:
         return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
 
+    has_even_shards = False  # the bounds of a rank's part of a bucket may lie anywhere in a parameter
+
     @property
     def is_synchronized(self) -> bool:
         """Whether every gradient in the buffers is an average."""

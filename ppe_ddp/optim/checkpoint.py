@@ -20,14 +20,16 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ppe_ddp.engine.chunks import bounds_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from ppe_ddp.engine.shards import Shard, ShardedModel
     from ppe_ddp.optim.masters import Master
 
 _SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too
@@ -47,9 +49,9 @@ def shard_of(state: Mapping[str, Any], master: Master) -> dict[str, Any]:
     return cut
 
 
-def collect(optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup) -> dict[str, Any]:
-    """The checkpoint of an optimizer that updates ``masters``. See the top of this file."""
-    shards = _Shards(group)
+def collect(optimizer: Optimizer, masters: Sequence[Master], model: ShardedModel) -> dict[str, Any]:
+    """The checkpoint of an optimizer that updates ``masters`` of ``model``. See the top of this file."""
+    shards = _Shards(model)
     by_weight = {id(master.weight): master for master in masters}
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -73,7 +75,7 @@ def collect(optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup
 
 
 def restore(
-    optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup, checkpoint: Mapping[str, Any]
+    optimizer: Optimizer, masters: Sequence[Master], model: ShardedModel, checkpoint: Mapping[str, Any]
 ) -> list[Master]:
     """Give ``optimizer`` the state in ``checkpoint``; on all ranks, or on none.
 
@@ -84,8 +86,9 @@ def restore(
         ValueError: It does not fit, here or on another rank.
     """
     found: _Found | None = None
+    group = model.group
     try:
-        found = _Found(optimizer, masters, group, checkpoint)
+        found = _Found(optimizer, masters, model, checkpoint)
     finally:  # an error here must not leave the others waiting
         refused = torch.tensor(int(found is None), device=masters[0].weight.device if masters else None)
         dist.all_reduce(refused, dist.ReduceOp.MAX, group=group)
@@ -114,10 +117,10 @@ class _Found:
     """
 
     def __init__(
-        self, optimizer: Optimizer, masters: Sequence[Master], group: ProcessGroup, checkpoint: Mapping[str, Any]
+        self, optimizer: Optimizer, masters: Sequence[Master], model: ShardedModel, checkpoint: Mapping[str, Any]
     ) -> None:
         _check_groups(_names(optimizer, masters), checkpoint)
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank, world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self.state: dict[int, dict[str, Any]] = {}
         self.weights: dict[int, Tensor] = {}
         for master in masters:
@@ -128,7 +131,7 @@ class _Found:
                     f"rank {rank}: the state of {name!r} is of elements in the order {saved}, and the parameter has "
                     f"{expected}: give it the shape and memory format with which it was saved"
                 )
-            fit = _Fit(master, rank, world_size)
+            fit = _Fit(master, rank, world_size, even=model.has_even_shards)
             if int(checkpoint["exists"][name]):
                 entries = checkpoint["state"][name]
                 self.state[master.index] = {key: fit.local(value) for key, value in entries.items()}
@@ -137,10 +140,11 @@ class _Found:
 
 
 class _Shards:
-    """Makes DTensors of local shards."""
+    """Makes DTensors of local shards; where these are no even chunks, each rank gets its chunk from the others."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, model: ShardedModel) -> None:
+        self._group = model.group
+        self._even = model.has_even_shards
         self._meshes: dict[str, DeviceMesh] = {}
 
     def of(self, value: Any, master: Master) -> Any:
@@ -149,25 +153,35 @@ class _Shards:
             return value
         # imported here, as it takes a third of a second
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Cut
 
         kind = value.device.type
         if kind not in self._meshes:
             self._meshes[kind] = DeviceMesh.from_group(self._group, kind)
         return DTensor.from_local(
-            value.detach(),
+            value.detach() if self._even else self._chunk(value.detach(), master.shard),
             self._meshes[kind],
-            [Shard(0)],
+            [Cut(0)],
             run_check=False,
             shape=torch.Size([master.shard.parameter.numel()]),
             stride=(1,),
         )
 
+    def _chunk(self, value: Tensor, shard: Shard) -> Tensor:
+        numel = shard.parameter.numel()
+        whole = value.new_zeros(numel)
+        whole[shard.start : shard.stop] = value
+        dist.all_reduce(whole, group=self._group)
+        start, stop = bounds_of(numel, dist.get_rank(self._group), dist.get_world_size(self._group))
+        return whole[start:stop].clone()
+
 
 class _Fit:
     """Takes the local shards out of a checkpoint, and refuses those of other ranks."""
 
-    def __init__(self, master: Master, rank: int, world_size: int) -> None:
+    def __init__(self, master: Master, rank: int, world_size: int, *, even: bool) -> None:
+        self._even = even
         self._master = master
         self._rank = rank
         self._world_size = world_size
@@ -182,12 +196,15 @@ class _Fit:
         ranks = value.device_mesh.size()  # type: ignore[attr-defined]
         own: Tensor = value.to_local()  # type: ignore[attr-defined]
         place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
-        if ranks != self._world_size or own.numel() != shard.numel or place != self._rank:
+        start, stop = bounds_of(shard.parameter.numel(), self._rank, self._world_size)
+        if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
             raise ValueError(
                 f"rank {self._rank} of {self._world_size}: the state of {shard.name!r} was saved by rank {place} of "
                 f"{ranks}: torch.save keeps one rank's shards, which fit that rank only. Save and load by "
                 "torch.distributed.checkpoint to change the number of ranks"
             )
+        if not self._even:
+            own = value.full_tensor()[shard.start : shard.stop]  # type: ignore[attr-defined]
         return own.to(self._master.weight.device, copy=True)
 
 

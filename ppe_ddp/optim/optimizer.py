@@ -267,7 +267,7 @@ class DistributedOptimizer(Optimizer):
         are the parameters' own memory are in the model's ``state_dict``.
         """
         self.synchronize()
-        return checkpoint.collect(self._inner, self._masters, self._model.group)
+        return checkpoint.collect(self._inner, self._masters, self._model)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ class DistributedOptimizer(Optimizer):
                 first and says what to do. Nothing was changed then.
         """
         self._gathering.finish()
-        moved = checkpoint.restore(self._inner, self._masters, self._model.group, state_dict)
+        moved = checkpoint.restore(self._inner, self._masters, self._model, state_dict)
         self._send(moved)
         self._gathering.finish()
 
