@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch import distributed as dist
-
+from ppe_ddp.backends.python_work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Flight:
         return self.launched and all(event.query() for _, event in self.landings)
 
 
-class NcclWork(dist.Work):
+class NcclWork(PythonWork):
     """A collective or message on its way on the device.
 
     Args:
@@ -65,11 +64,10 @@ class NcclWork(dist.Work):
     def __init__(
         self, flight: Flight, device: Device, index: int, result: Any, *, blocks: bool = False, source: int = -1
     ) -> None:
-        super().__init__()
+        super().__init__(result)
         self._flight = flight
         self._device = device
         self._index = index
-        self._result = result
         self._blocks = blocks
         self._source = source
         self._future: Future[Any] | None = None
@@ -96,14 +94,6 @@ class NcclWork(dist.Work):
             self._wait_on_host(seconds)
         return True
 
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether the device is through with it, or the group has failed; never waits."""
         self._flight.start()
@@ -120,10 +110,6 @@ class NcclWork(dist.Work):
         except CommunicationError as error:
             return error
         return None
-
-    def result(self) -> Any:
-        """The output tensors, which are right in the order of a stream that has waited."""
-        return self._result
 
     def source_rank(self) -> int:
         """Who sent it, as a rank of the group; -1 for what is no received message."""

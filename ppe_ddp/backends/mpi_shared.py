@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
-from torch import distributed as dist
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.mpi_memory import shared_memory
 from ppe_ddp.backends.mpi_progress import outstanding
+from ppe_ddp.backends.python_work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -300,17 +300,16 @@ class SharedReduce:
         return f"{self._call.place}: the ranks have brought different tensors to one all_reduce: {', '.join(each)}"
 
 
-class SharedWork(dist.Work):
+class SharedWork(PythonWork):
     """An all-reduce in shared memory, under way.
 
     It moves on in every call of the backend, on any group. Its tensor must be left alone until ``wait()`` returns.
     """
 
     def __init__(self, group: SharedReduce, steps: list[_Step], result: Any) -> None:
-        super().__init__()
+        super().__init__(result)
         self._group = group
         self._steps = steps
-        self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the result is in place, no longer than the group's timeout, which ends the job.
@@ -334,18 +333,6 @@ class SharedWork(dist.Work):
         """What ``wait()`` will raise."""
         complaints = [step.complaint for step in self._steps if step.complaint]
         return CommunicationError(complaints[0]) if complaints else None
-
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future of ``result()``: waits first, since who waits for a future calls no backend."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
-from torch import distributed as dist
 
+from ppe_ddp.backends.python_work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -52,14 +52,13 @@ def communication_thread(_pid: int) -> CommunicationThread:
     return CommunicationThread()
 
 
-class Queued(dist.Work):
+class Queued(PythonWork):
     """A collective that the communication thread runs. Its tensors must be left alone until ``wait()`` returns."""
 
     def __init__(self, future: concurrent.futures.Future[None], what: str, result: Any) -> None:
-        super().__init__()
+        super().__init__(result)
         self._future = future
         self._what = what
-        self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it has run.
@@ -77,14 +76,6 @@ class Queued(dist.Work):
             raise CommunicationError(f"{self._what} has not ended within {seconds:g} s") from error
         return True
 
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether it has run, well or not."""
         return self._future.done()
@@ -96,10 +87,6 @@ class Queued(dist.Work):
     def exception(self) -> BaseException | None:
         """The error that it ended with."""
         return self._future.exception() if self._future.done() else None
-
-    def result(self) -> Any:
-        """The output tensors."""
-        return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``."""

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import distributed as dist
 
 from ppe_ddp.backends.mpi_progress import outstanding
+from ppe_ddp.backends.python_work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Finished(dist.Work):
         return future
 
 
-class Message(dist.Work):
+class Message(PythonWork):
     """A message on its way, to or from one rank.
 
     It moves only while somebody asks for it: in ``wait()``, ``is_completed()`` or another call of the same MPI.
@@ -89,9 +90,8 @@ class Message(dist.Work):
         timeout: float,
         arrive: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._request = request
-        self._tensors = tensors
         self._what = what
         self._timeout = timeout
         self._arrive = arrive
@@ -146,24 +146,12 @@ class Message(dist.Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
     def source_rank(self) -> int:
         """Who sent it, as a rank of the group; -1 before it has arrived."""
         return self._source
 
     def _source_rank(self) -> int:
         return self._source
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensor, in a list."""
-        return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of ``result()``; where it is not complete yet, a thread waits for it."""
@@ -180,7 +168,7 @@ class Message(dist.Work):
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
         else:
-            future.set_result(self._tensors)
+            future.set_result(self._result)
 
     def _test(self) -> None:
         status = MPI.Status()

@@ -19,23 +19,21 @@ def count(text: str) -> int:
 
 def mebibytes(text: str) -> float:
     """A positive number of MiB."""
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"should be a positive number of MiB, but it is {text!r}")
-    return size
+    return _positive(text, "MiB")
 
 
 def seconds(text: str) -> float:
     """A positive number of seconds."""
+    return _positive(text, "seconds")
+
+
+def _positive(text: str, unit: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"should be a positive number of seconds, but it is {text!r}")
+        raise argparse.ArgumentTypeError(f"should be a positive number of {unit}, but it is {text!r}")
     return number
 
 
