@@ -128,7 +128,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         sender = FunctionSender(self._reduce_function, groups)
         self._reducer = Reducer(
             groups,
-            Communication(groups, sender, Packing.of(self._options.bucket_cap_mb), policy),
+            Communication(groups, sender, self._packing(), policy),
             overlap=policy.overlap,
             wrapper=weakref.ref(self),
             sync_hooks=self._sync_hooks,
@@ -143,8 +143,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _use(self, sender: Sender) -> None:
         assert self._reducer is not None
-        packing = Packing.of(self._options.bucket_cap_mb, fixed=sender.keeps_state_by_index)
-        self._reducer.communication.use(sender, packing)
+        self._reducer.communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
+
+    def _packing(self, *, fixed: bool = False) -> Packing:
+        return Packing.of(self._options.bucket_cap_mb, self._census.specs, fixed=fixed)
 
     def _ready(self) -> Reducer[Communication] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
@@ -321,12 +323,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             enable: Whether to do anything.
             throw_on_early_termination: Raise on every rank when the first one has run out, instead.
         """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        same = divide_by_initial_world_size
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=same)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this rank does for the others after its inputs have ended (``Joinable``)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import GradBucket, ReduceFunction, Waitable
 
 _PIECE_BYTES = 32 << 20
+_ALIGNMENT = 16  # bytes: of the widest dtype
 
 
 def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitable | None:
@@ -36,11 +38,21 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
     return total(gradients.buffer(), group)
 
 
-def total(shares: Tensor, group: ProcessGroup | None) -> Waitable | None:
-    """Sum over the ranks, in place: the average, where every rank has divided its gradients before."""
+def total(shares: Tensor, group: ProcessGroup | None, *, averages: bool = False) -> Waitable | None:
+    """Sum over the ranks, in place: the average, where every rank has divided its gradients before.
+
+    Args:
+        shares: The gradients; changed in place.
+        group: The process group; None is the default group.
+        averages: Whether the backend is to divide instead.
+
+    Returns:
+        The Work of the all-reduce, or None where one rank is alone.
+    """
     if dist.get_world_size(group) == 1:
         return None
-    return dist.all_reduce(shares, group=group, async_op=True)  # type: ignore[no-any-return]
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    return dist.all_reduce(shares, op, group, async_op=True)  # type: ignore[no-any-return]
 
 
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:
@@ -82,7 +94,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     pieces: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if nbytes == 0:
             continue
         if nbytes > room:
@@ -93,35 +105,27 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return pieces
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """A 1-D uint8 tensor of ``tensor``'s bytes: a view where it is contiguous."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.reshape(-1).contiguous().view(torch.uint8)  # reshape(-1) may leave holes
-
-
 class _Piece:
     """One message of a broadcast, and its way back into the tensors."""
 
     def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        chunks = [_bytes_of(tensor) for tensor in self._tensors]
-        self._flat = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        # A contiguous tensor alone was sent where it lies; anything else was copied and has to come back.
-        self._copied = len(chunks) > 1 or not self._tensors[0].is_contiguous()
-        self._work = dist.broadcast(self._flat, group=group, group_src=source, async_op=True)
+        self._slots: list[Tensor] = []
+        first = self._tensors[0]
+        if len(tensors) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
+            message = first.reshape(-1).view(torch.uint8)
+        else:
+            offsets = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+            message = torch.empty(offsets[-1], dtype=torch.uint8, device=first.device)
+            for tensor, offset in zip(self._tensors, offsets, strict=False):
+                self._slots.append(message[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            torch._foreach_copy_(self._slots, self._tensors)
+        self._work = dist.broadcast(message, group=group, group_src=source, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
-        if not self._copied:
-            return
-        offset = 0
-        for tensor in self._tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            # clone: a slice of bytes need not be aligned for the wider dtype
-            chunk = self._flat[offset : offset + nbytes].clone()
-            plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            plain.copy_(chunk.view(plain.dtype).view(plain.shape))
-            offset += nbytes
+        if self._slots:
+            torch._foreach_copy_(self._tensors, self._slots)
 
 
 class _Pieces:

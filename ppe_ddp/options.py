@@ -44,7 +44,8 @@ class Options:
 
     Attributes:
         bucket_cap_mb: Size of a bucket in MiB. Smaller ones leave earlier and leave less to wait for at the
-            end; larger ones pay the latency of a message less often. None: measured default.
+            end; larger ones pay the latency of a message less often. None: 4, as measured on CPUs; on GPUs
+            25, which is torch's.
         gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory. One
             ``.grad`` that is kept keeps the memory of its bucket; it is never overwritten.
         init_sync: Compare parameters across ranks and broadcast those of rank 0 when wrapping. Without it,

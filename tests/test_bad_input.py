@@ -1,7 +1,6 @@
 """Ranks that disagree, wrong arguments, a wrapper used where it cannot work: clear errors, and no hang."""
 
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -277,22 +276,6 @@ def test_use_after_a_subgroup_was_destroyed():
     dist.destroy_process_group(group)
     with pytest.raises(UnusableError, match="was destroyed"):
         wrapper(data(5, 4))
-
-
-@on_two_ranks
-def test_a_cuda_graph_is_not_captured():
-    """The negotiation would not be replayed. Without a GPU, as if the parameters were on one."""
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    ddp._reducer._is_on_cuda = True
-    with (
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
-        pytest.raises(UnusableError, match=r"rank \d: a CUDA graph is being captured"),
-    ):
-        ddp(torch.ones(1, 3)).sum().backward()
-    ddp._reducer._is_on_cuda = False
-    ddp.zero_grad()
-    ddp(torch.ones(1, 3)).sum().backward()
-    assert ddp.module.weight.grad.tolist() == [[1.0] * 3] * 2
 
 
 @on_two_ranks

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.round import Departures
+    from ppe_ddp.engine.streams import LandingStreams
 
 
 class Carrier(ABC):
@@ -37,8 +38,8 @@ class Carrier(ABC):
         """Bytes of gradient memory held beside the gradients."""
 
     @abstractmethod
-    def arm(self, census: Census) -> None:
-        """Carry the gradients of ``census`` from now on."""
+    def arm(self, census: Census, streams: LandingStreams | None) -> None:
+        """Carry the gradients of ``census`` from now on, which land on these streams (None: on CPUs)."""
 
     @abstractmethod
     def landed(self, indices: Sequence[int]) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.presence import Exchange
     from ppe_ddp.engine.round import Take
     from ppe_ddp.engine.sender import Sender
+    from ppe_ddp.engine.streams import LandingStreams
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ class Communication(Carrier):
         """The size of the arena."""
         return self.gradients.arena.nbytes
 
-    def arm(self, census: Census) -> None:
-        """Carry the gradients of ``census`` from now on."""
+    def arm(self, census: Census, streams: LandingStreams | None) -> None:
+        """Carry the gradients of ``census`` from now on, which land on these streams (None: on CPUs)."""
         if self.scattering is not None:
             self.scattering.arm(census)
         self._census = census
         self._nothing = bytes(len(census.parameters))
-        self.gradients = Gradients(census, allocator(self._groups.buckets))
+        self.gradients = Gradients(census, allocator(self._groups.buckets), streams)
         self.consensus.arm(census)
 
     def use(self, sender: Sender, packing: Packing) -> None:

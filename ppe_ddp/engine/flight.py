@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.arena import Arena
@@ -66,10 +67,11 @@ class Flight:
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Fill the bucket and start its reduction."""
+        share = sender.share(self.plan.device)
         if self.plan.adopted:
-            self._adopt(sender.share)
+            self._adopt(share)
         else:
-            self._pack(parameters, sender.share)
+            self._pack(parameters, share)
         assert self._buffer is not None
         if self.plan.numel == 0:
             return
@@ -226,11 +228,13 @@ class SparseFlight:
         indices, values = local.indices(), local.values()
         self.nbytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
         if groups.world_size > 1:
-            counts = _gathered(torch.tensor([indices.shape[1]], device=values.device), groups)
-            longest = int(max(counts))
+            # On CPUs, so that no GPU is waited for.
+            parts = _gathered(torch.tensor([indices.shape[1]]), groups.control)
+            counts = [int(part) for part in parts]
+            longest = max(counts)
             if longest:
-                indices = _gathered_rows(indices.t().contiguous(), counts, longest, groups).t()
-                values = _gathered_rows(values.contiguous(), counts, longest, groups)
+                indices = _gathered_rows(indices.t().contiguous(), counts, longest, groups.buckets).t()
+                values = _gathered_rows(values.contiguous(), counts, longest, groups.buckets)
         total = torch.sparse_coo_tensor(indices, values, self._spec.shape).coalesce()
         return total if groups.world_size == 1 else (total / groups.world_size).coalesce()
 
@@ -251,15 +255,15 @@ class SparseFlight:
         return gradient.coalesce()
 
 
-def _gathered(tensor: Tensor, groups: Groups) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(groups.world_size)]
-    dist.all_gather(parts, tensor, group=groups.buckets)
+def _gathered(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
     return parts
 
 
-def _gathered_rows(rows: Tensor, counts: list[Tensor], longest: int, groups: Groups) -> Tensor:
+def _gathered_rows(rows: Tensor, counts: list[int], longest: int, group: ProcessGroup) -> Tensor:
     """All-gather tensors of different lengths along dimension 0."""
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
-    parts = _gathered(padded, groups)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+    parts = _gathered(padded, group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

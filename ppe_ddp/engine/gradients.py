@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ppe_ddp.engine.arena import Arena
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.groups import Allocator
+    from ppe_ddp.engine.streams import LandingStreams
 
 
 class Gradients:
@@ -21,11 +24,13 @@ class Gradients:
     Args:
         census: The parameters.
         allocate: Makes the memory of buckets.
+        streams: Those that gradients land on; None on CPUs.
     """
 
-    def __init__(self, census: Census, allocate: Allocator) -> None:
+    def __init__(self, census: Census, allocate: Allocator, streams: LandingStreams | None) -> None:
         self._parameters: Sequence[nn.Parameter] = census.parameters
         self._specs = census.specs
+        self._streams = streams
         self.arena = Arena(allocate)
 
     def existing(self, reached: Iterable[int]) -> bytes:
@@ -43,17 +48,20 @@ class Gradients:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                if gradient.is_sparse and not self._specs[i].sparse:
-                    gradient = gradient.to_dense()
             taken.append(gradient)
+        if self._streams is not None:
+            self._streams.follow(taken)
+        for k, i in enumerate(indices):
+            gradient = taken[k]
+            if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:
+                taken[k] = gradient.to_dense()
         return taken
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor], scale: float = 1.0) -> None:
         """Give averaged gradients to their parameters; add them where there is one already."""
         parameters = self._parameters
         if scale != 1.0:
-            for gradient in gradients:
-                gradient.mul_(scale)
+            torch._foreach_mul_(gradients, scale)
         for i, gradient in zip(indices, gradients, strict=True):
             parameter = parameters[i]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -51,8 +51,14 @@ class Groups:
     def duplicate(cls, parent: ProcessGroup) -> Groups:
         """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together."""
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
+        serves_cpu = "cpu" in {device.type for device in parent._device_types}
         if world_size == 1 or parent not in c10d._world.pg_map:
             # alone, or a bare ProcessGroup object that torch.distributed did not make and cannot copy
+            if world_size > 1 and not serves_cpu:
+                raise ValueError(
+                    f"rank {rank}: the process group is a bare object that serves no CPU tensors, on which the ranks "
+                    'agree; make it by torch.distributed.new_group(ranks, backend="cpu:gloo,cuda:nccl")'
+                )
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
         made = _made_from(parent)
         known: list[list[int]] = [[] for _ in range(world_size)]
@@ -65,14 +71,14 @@ class Groups:
                 return groups
         made.count += 1
         config = dist.get_backend_config(parent)
-        serves_cpu = "cpu" in {device.type for device in parent._device_types}
-        options: Any = getattr(parent, "pg_options", None)
-        buckets = _new_group(parent, config, f"buckets/{made.count}", options)
-        if serves_cpu:
-            for_control = getattr(options, "for_control", lambda: options)
-            control = _new_group(parent, config, f"control/{made.count}", for_control())
-        else:
-            control = _new_group(parent, "gloo", f"control/{made.count}", None)
+        backends = backends_of(parent)
+        options = _options(parent) if serves_cpu else None
+        # torch would give them to every backend of the group, and no other understands them.
+        for_buckets = options if len(set(backends.values())) == 1 else None
+        buckets = _new_group(parent, config, f"buckets/{made.count}", for_buckets)
+        # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
+        for_control = getattr(options, "for_control", lambda: options)
+        control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{made.count}", for_control())
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
 
     def release(self) -> None:
@@ -117,6 +123,11 @@ def _made_from(parent: ProcessGroup) -> _Made:
     return made
 
 
+def _options(group: ProcessGroup) -> Any:
+    """What the backend that serves CPUs was made with, if it says so."""
+    return getattr(group._get_backend(torch.device("cpu")), "pg_options", None)
+
+
 def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
     """A group of the ranks of ``parent``, made by these alone.
 
@@ -134,6 +145,12 @@ def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> Pr
     finally:
         c10d.__dict__["_process_group_name"] = naming
     return group
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """The backends of ``group`` by type of device; empty for one that torch.distributed did not make."""
+    config = str(dist.get_backend_config(group)) if group in c10d._world.pg_map else ""
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
 Allocator = Callable[[int, torch.dtype, torch.device], Tensor]

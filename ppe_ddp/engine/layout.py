@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TICK_BYTES = 1 << 16
 _BUCKET_CAP_MB = 4.0
+_GPU_BUCKET_CAP_MB = 25.0  # torch's
 _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
 
 
@@ -92,9 +93,12 @@ class Packing:
     fixed: bool = False
 
     @classmethod
-    def of(cls, bucket_cap_mb: float | None, *, fixed: bool = False) -> Packing:
-        """That of buckets of ``bucket_cap_mb`` MiB; None for the measured default."""
-        bucket_bytes = int((bucket_cap_mb if bucket_cap_mb is not None else _BUCKET_CAP_MB) * 2**20)
+    def of(cls, bucket_cap_mb: float | None, specs: Sequence[ParameterSpec] = (), *, fixed: bool = False) -> Packing:
+        """That of buckets of ``bucket_cap_mb`` MiB; None for the default, which depends on where parameters are."""
+        if bucket_cap_mb is None:
+            on_gpu = any(spec.device.type == "cuda" for spec in specs)
+            bucket_cap_mb = _GPU_BUCKET_CAP_MB if on_gpu else _BUCKET_CAP_MB
+        bucket_bytes = int(bucket_cap_mb * 2**20)
         return cls(bucket_bytes, _ADOPTED_FROM * bucket_bytes, fixed)
 
 

@@ -45,14 +45,15 @@ class Reach:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._nodes: dict[int, Node] = {}
-        self.refresh(i for i, parameter in enumerate(parameters) if parameter.requires_grad)
+        self.refresh(range(len(parameters)))
 
     def refresh(self, indices: Iterable[int]) -> None:
         """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new one."""
         with torch.enable_grad():
             for i in indices:
-                # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
-                self._nodes[i] = get_gradient_edge(self._parameters[i]).node
+                if self._parameters[i].requires_grad:
+                    # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
+                    self._nodes[i] = get_gradient_edge(self._parameters[i]).node
 
     def indices(self) -> list[int]:
         """The parameters that the graph task running on this thread will reach.

@@ -22,6 +22,7 @@ from ppe_ddp.engine.backward import Backward, Phase
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.posthooks import Landings, UserHooks
 from ppe_ddp.engine.presence import Reach
+from ppe_ddp.engine.streams import LandingStreams
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Reducer(Generic[C]):
         self._last: Recorder | None = None
         self._has_failed = False  # something may still be on its way in the groups
         self._landings: Landings | None = None
+        self._streams: LandingStreams | None = None
         self._parameters: Sequence[nn.Parameter] = ()
 
     # ------------------------------------------------------------------ what there is to synchronize
@@ -82,8 +84,8 @@ class Reducer(Generic[C]):
         self._parameters = census.parameters
         self._names = tuple(census.names)
         self._reach = Reach(census.parameters)
-        self.communication.arm(census)
-        self._is_on_cuda = any(parameter.is_cuda for parameter in census.parameters)
+        self._streams = LandingStreams.of(self._parameters)
+        self.communication.arm(census, self._streams)
         self.is_displaced = False
         owner = weakref.ref(self)
         self._landings = Landings(self._parameters, Reducer._landed, owner)
@@ -137,6 +139,8 @@ class Reducer(Generic[C]):
         self = owner()
         if self is None:
             return
+        if self._streams is not None:
+            self._streams.landed(index)
         if not self.enabled:
             self._landed_unsynchronized(index)
             return
@@ -211,7 +215,7 @@ class Reducer(Generic[C]):
         """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
         reached = self._reach.indices()
         if landed is not None and not reached:
-            self._reach = Reach(self._parameters)  # our nodes were not those that autograd uses
+            self._look_up(range(len(self._parameters)))  # our nodes were not those that autograd uses
             reached = self._reach.indices()
         assert self._landings is not None
         callback = self._standby()
@@ -224,7 +228,7 @@ class Reducer(Generic[C]):
             # first of them begins, and all of them end with this graph task.
             return None
         self.groups.check()
-        if self._is_on_cuda and torch.cuda.is_current_stream_capturing():
+        if self._streams is not None and self._streams.are_captured():
             raise UnusableError(
                 f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
                 "anew, which a replay would leave out; capture ddp.module, and call ddp.finish_grad_sync() after each "
@@ -239,10 +243,22 @@ class Reducer(Generic[C]):
                 backward.waiting[i] = 1
             self.communication.ask(backward)
             ticks = self.communication.ticks
-            self._landings.quieten([i for i in reached if i not in ticks])
+            self._quieten([i for i in reached if i not in ticks])
         else:
-            self._landings.quieten(reached)
+            self._quieten(reached)
         return backward
+
+    def _quieten(self, indices: Sequence[int]) -> None:
+        """Only note the landings of these, save those whose stream is still to be seen."""
+        assert self._landings is not None
+        streams = self._streams
+        self._landings.quieten(indices if streams is None else [i for i in indices if streams.knows(i)])
+
+    def _look_up(self, indices: Sequence[int]) -> None:
+        """Ask autograd again for the nodes of these parameters."""
+        self._reach.refresh(indices)
+        if self._streams is not None:
+            self._streams.forget(indices)
 
     # ------------------------------------------------------------------ finish
 
@@ -285,7 +301,7 @@ class Reducer(Generic[C]):
         backward.phase = Phase.OVER
         backward.round = None
         backward.recorder.done_at = perf_counter_ns()
-        self._reach.refresh(backward.surprises)
+        self._look_up(backward.surprises)
         self._last = backward.recorder
         self._backward = None
 

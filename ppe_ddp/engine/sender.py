@@ -6,9 +6,11 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ppe_ddp.contracts import Waitable
+from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError
 from ppe_ddp.functions import average, total
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
+
+_AVERAGING = ("nccl", "cupy_nccl")  # backends that divide before they add up: no half-precision sum overflows
 
 
 class Sender(ABC):
@@ -46,9 +50,8 @@ class Sender(ABC):
         """Whether nothing has to be sent at all, since one rank alone has its average already."""
         return False
 
-    @property
-    def share(self) -> float:
-        """What a gradient is to be multiplied by as it is put into a bucket, so that the sum is the average."""
+    def share(self, device: torch.device) -> float:
+        """What a gradient on ``device`` is to be multiplied by as it is put into a bucket."""
         return 1.0
 
     @property
@@ -122,6 +125,7 @@ class FunctionSender(Sender):
     def __init__(self, function: ReduceFunction, groups: Groups) -> None:
         super().__init__(groups)
         self._function = function
+        self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
 
     @property
     def is_ours(self) -> bool:
@@ -133,10 +137,9 @@ class FunctionSender(Sender):
         """Whether one rank is alone, with our own function."""
         return self._groups.world_size == 1 and self.is_ours
 
-    @property
-    def share(self) -> float:
-        """Divides for the default function, in the same pass as the copy."""
-        return 1.0 / self._groups.world_size if self.is_ours else 1.0
+    def share(self, device: torch.device) -> float:
+        """Divides for the default function, in the same pass as the copy; unless the transport does."""
+        return 1.0 / self._groups.world_size if self.is_ours and device.type not in self._averaging else 1.0
 
     @property
     def title(self) -> str:
@@ -159,7 +162,8 @@ class FunctionSender(Sender):
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         if self.is_ours:
-            return total(bucket.buffer(), self._groups.buckets)
+            buffer = bucket.buffer()
+            return total(buffer, self._groups.buckets, averages=buffer.device.type in self._averaging)
         pending = self._function(bucket, self._groups.buckets)
         if pending is None or isinstance(pending, Waitable):
             return pending

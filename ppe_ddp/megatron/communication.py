@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.layout import ParameterSpec, Plan
     from ppe_ddp.engine.presence import Exchange
+    from ppe_ddp.engine.streams import LandingStreams
     from ppe_ddp.megatron.bucket import Bucket
     from ppe_ddp.megatron.lane import Lane
     from ppe_ddp.megatron.layout import Layout
@@ -91,8 +92,9 @@ class BufferCommunication(Carrier):
         """The size of the gradient buffers."""
         return sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
 
-    def arm(self, census: Census) -> None:
-        """The buffers are made for one census."""
+    def arm(self, census: Census, streams: LandingStreams | None) -> None:
+        """Only take the streams: the buffers are made for one census."""
+        self.gradients.streams = streams
 
     def landed(self, indices: Sequence[int]) -> None:
         """Add these to ``main_grad``; what is still on its way there comes back first."""

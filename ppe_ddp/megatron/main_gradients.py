@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ppe_ddp.engine.streams import LandingStreams
+
 
 class MainGradients:
     """The accumulated gradients of one module, and which of them there are.
@@ -23,12 +25,14 @@ class MainGradients:
         accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
         averaged: One byte a parameter: whether some rank had it when it was synchronized.
         is_dirty: Whether something was added that is not synchronized yet.
+        streams: Those that gradients land on; None on CPUs.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._main = main
         self._index = {id(parameters[i]): i for i in main}
+        self.streams: LandingStreams | None = None
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -80,15 +84,15 @@ class MainGradients:
             self.is_dirty = True
             if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 continue  # a fused kernel has added it already; what is in .grad is a dummy
-            if gradient.requires_grad:  # create_graph
-                gradient = gradient.detach()
-            if gradient.is_sparse:
-                self._main[i].add_(gradient)
-                continue
             to.append(self._main[i])
-            of.append(gradient)
+            of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
+        if self.streams is not None:
+            self.streams.follow(of)
         if len(to) == 1:  # most often, in no_sync(): a third of the cost
             to[0].add_(of[0])
+        elif True in [gradient.is_sparse for gradient in of]:
+            for memory, gradient in zip(to, of, strict=True):
+                memory.add_(gradient)
         elif to:
             torch._foreach_add_(to, of)
 
@@ -99,6 +103,9 @@ class MainGradients:
             gradient = self._parameters[i].grad
             if gradient is not None and i in self._main:
                 self._parameters[i].grad = None
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                taken[i] = dense.detach().to(self._main[i].dtype)
+                taken[i] = gradient.detach()
+        if self.streams is not None:
+            self.streams.follow(list(taken.values()))
+        for i, gradient in taken.items():
+            taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._main[i].dtype)
         return taken
