@@ -2,6 +2,7 @@
 
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ import nccl_checks
 import nccl_stand_in
 from nccl_stand_in import LIBRARY, StandInDevice
 from one_process import assert_gradients, data, mean_gradients
+from ppe_ddp import DistributedDataParallel, functions
 from ppe_ddp.backends.cupy_communicator import Communicators, _packed, _unpacked
 from ppe_ddp.backends.cupy_datatypes import reduction_of
 from ppe_ddp.backends.cupy_library import load_nccl
+from ppe_ddp.engine import sender
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
 
@@ -150,6 +153,28 @@ def trained_by_torch():
 
 def test_torchs_own_wrapper_and_hooks_train_over_it(two):
     two.run(trained_by_torch)
+
+
+def averaged_by_the_transport():
+    """Half-precision gradients whose sum is too large, as the engine sends them over NCCL."""
+    ops = []
+
+    def all_reduce(tensor, op, *arguments, **keywords):
+        ops.append((tensor.dtype, op))
+        return dist.all_reduce(tensor, op, *arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sender, "_AVERAGING", ("cupy_stand_in",))
+        monkeypatch.setattr(functions, "dist", SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce}))
+        module = torch.nn.Linear(3, 2, dtype=torch.float16)
+        model = DistributedDataParallel(module)
+        (model(torch.ones(1, 3).half()).sum() * (40000.0 + 16 * dist.get_rank())).backward()
+    assert ops == [(torch.float16, ReduceOp.AVG)]
+    torch.testing.assert_close(module.bias.grad, torch.full((2,), 40008.0).half())
+
+
+def test_the_engine_lets_nccl_average(two):
+    two.run(averaged_by_the_transport)
 
 
 def test_it_conforms():
