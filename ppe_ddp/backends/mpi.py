@@ -217,9 +217,9 @@ class MpiProcessGroup(CollectiveGroup):
         watched.thread = get_ident()
         watched.since = monotonic()
         try:
-            self._outstanding.drain()
-            for call, *arguments in calls:
-                call(*arguments)
+            with self._outstanding.blocked():
+                for call, *arguments in calls:
+                    call(*arguments)
         except MPI.Exception as error:
             raise CommunicationError(f"{watched.place}: {what} over MPI failed: {error}") from error
         finally:

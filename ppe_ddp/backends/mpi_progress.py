@@ -10,12 +10,13 @@ import itertools
 import os
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from mpi4py import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _SPINS = 64  # between looks at the clock and at MPI
 _SPIN_SECONDS = 0.005  # before the core is given away ...
@@ -38,6 +39,9 @@ class Outstanding:
         self._lock = threading.RLock()
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
+        self._tender: threading.Thread | None = None
+        self._tended = 0
+        self._is_needed = threading.Condition(self._lock)
         is_crowded = MPI.COMM_WORLD.Get_size() > len(os.sched_getaffinity(0))
         self._patience = _CROWDED_SECONDS if is_crowded else _SPIN_SECONDS
 
@@ -50,6 +54,8 @@ class Outstanding:
         with self._lock:
             if group not in self._groups:
                 self._groups.append(group)
+            if self._tended:
+                self._is_needed.notify()
 
     def progress(self) -> None:
         """Do what can be done now, without waiting."""
@@ -57,8 +63,39 @@ class Outstanding:
             with self._lock:
                 self._groups = [group for group in self._groups if not group.advance()]
 
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Around a call that blocks in MPI, while this thread keeps nothing going.
+
+        The main thread first waits until nothing is outstanding. Any other (a reduce function that runs beside
+        backward) must not: the main thread may begin something later and then wait for this one, as those of the other
+        ranks do. Then a thread keeps things going until the call is over.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self.drain()
+            yield
+            return
+        with self._lock:
+            if self._tender is None:
+                self._tender = threading.Thread(target=self._tend, name="ppe_ddp-progress", daemon=True)
+                self._tender.start()
+            self._tended += 1
+            self._is_needed.notify()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._tended -= 1
+
+    def _tend(self) -> None:
+        while True:
+            with self._is_needed:
+                self._is_needed.wait_for(lambda: self._tended and self._groups)
+                self.progress()
+            time.sleep(_NAP_SECONDS)
+
     def drain(self) -> None:
-        """Wait until nothing is outstanding: before a call that blocks, while nothing of ours would move."""
+        """Wait until nothing is outstanding."""
         if self._groups:
             self.wait_until(lambda: not self._groups)
 
