@@ -10,7 +10,9 @@ import torch
 
 from ppe_ddp.engine.arena import Arena
 from ppe_ddp.engine.census import Census
+from ppe_ddp.engine.collectives import ReduceScatter
 from ppe_ddp.engine.groups import Groups, allocator
+from ppe_ddp.engine.pool import Pool
 from ppe_ddp.megatron.bucket import Bucket
 from ppe_ddp.megatron.buffer import ParamAndGradBuffer
 from ppe_ddp.megatron.communication import BufferCommunication
@@ -123,19 +125,14 @@ class GradientBuffers:
         return items
 
     def _buckets(self, *, scatter: bool) -> list[Bucket]:
-        arena = Arena(allocator(self.groups[0].buckets))
-        return [
-            Bucket(
-                extent,
-                self.buffers[extent.buffer].grads(extent),
-                self.lanes[extent.lane],
-                arena,
-                self.specs,
-                self.census.parameters,
-                scatter=scatter,
-            )
-            for extent in self.layout.buckets
-        ]
+        arena, pool = Arena(allocator(self.groups[0].buckets)), Pool()
+        buckets = []
+        for extent in self.layout.buckets:
+            lane, memory = self.lanes[extent.lane], self.buffers[extent.buffer].grads(extent)
+            way = ReduceScatter.fitting(lane.groups.buckets, pool, memory.device) if scatter else None
+            parameters = self.census.parameters
+            buckets.append(Bucket(extent, memory, lane, arena, self.specs, parameters, scatter=way))
+        return buckets
 
     def sharded(self, lane: int) -> ShardedBuffers:
         """The shards of one lane, for a distributed optimizer."""
