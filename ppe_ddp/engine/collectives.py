@@ -20,18 +20,29 @@ if TYPE_CHECKING:
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has memory for messages on ``device``: from elsewhere, they wait for the other ranks."""
+    offers = getattr(group._get_backend(device), "supports_tensor_alloc", None)
+    return device.type == "cpu" and offers is not None and bool(offers(device))
+
+
 class ReduceScatter(ABC):
     """One way to add flat tensors up so that each rank gets its part of the sum.
 
     Args:
         group: The ranks.
         pool: Memory for it.
+        from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
+
+    Attributes:
+        from_pool: The same.
     """
 
-    def __init__(self, group: ProcessGroup, pool: Pool) -> None:
+    def __init__(self, group: ProcessGroup, pool: Pool, *, from_pool: bool) -> None:
         self._group = group
         self._pool = pool
         self._world_size = dist.get_world_size(group)
+        self.from_pool = from_pool
 
     @staticmethod
     def fitting(group: ProcessGroup, pool: Pool, device: torch.device) -> ReduceScatter:
@@ -41,7 +52,7 @@ class ReduceScatter(ABC):
         all-to-all and a sum take 2.7 (on four ranks 11.6 and 5.5). Over mpi4py it is the other way around.
         """
         kind = Exchanged if f"{device.type}:gloo" in str(dist.get_backend_config(group)) else Reduced
-        return kind(group, pool)
+        return kind(group, pool, from_pool=offers_memory(group, device))
 
     def start(self, share: Tensor, flat: Tensor, *, factor: float = 1.0, spare: bool = True) -> Waitable | None:
         """Begin to set ``share`` to ``factor`` times the sum over the ranks of this rank's part of ``flat``.
@@ -150,13 +161,15 @@ def _scale(target: Tensor, source: Tensor, factor: float) -> None:
             target.mul_(factor)
 
 
-def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup) -> Waitable | None:
+def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: Pool | None = None) -> Waitable | None:
     """Put the shares of all ranks one after another into ``flat``; ``share`` may be this rank's part of it.
 
     Args:
         flat: 1-D; changed in place.
         share: 1-D, the same size on every rank.
         group: The ranks.
+        pool: Where to copy ``share`` to first, if the group offers memory and that is where the pool has its own;
+            None where ``share`` lies there already.
 
     Returns:
         The Work; None where one rank is alone.
@@ -165,5 +178,7 @@ def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup) -> Waitable | N
         if share.data_ptr() != flat.data_ptr():
             flat.copy_(share)
         return None
+    if pool is not None and offers_memory(group, share.device):
+        share = pool.take(share.numel(), share.dtype, share.device).copy_(share)
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return function(flat, share, group=group, async_op=True)  # type: ignore[no-any-return]

@@ -67,7 +67,8 @@ class Groups:
         config = dist.get_backend_config(parent)
         serves_cpu = "cpu" in {device.type for device in parent._device_types}
         options: Any = getattr(parent, "pg_options", None)
-        buckets = _new_group(parent, config, f"buckets/{made.count}", options)
+        for_buckets = getattr(options, "for_buckets", lambda: options)
+        buckets = _new_group(parent, config, f"buckets/{made.count}", for_buckets())
         if serves_cpu:
             for_control = getattr(options, "for_control", lambda: options)
             control = _new_group(parent, config, f"control/{made.count}", for_control())

@@ -80,7 +80,7 @@ class ScatterFlight(Flight):
     def _lying(self) -> Tensor | None:
         """A single gradient whose memory is such rows already."""
         gradient, world_size = self.gradients[0], self._groups.world_size
-        if len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
+        if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
         if not reducible_in_place(gradient, self._member_specs[0]):
             return None

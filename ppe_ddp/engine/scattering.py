@@ -14,6 +14,7 @@ from ppe_ddp.engine.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.collectives import ReduceScatter
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gathering import Gather
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.pool import Pool
 from ppe_ddp.engine.scatter_flight import ScatterFlight
@@ -48,7 +49,7 @@ class Scattering(ShardedModel):
     def __init__(self, groups: Groups, census: Census) -> None:
         self.group = groups.parent
         self._groups = groups
-        self._pool = Pool()
+        self._pool = Pool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
         self._layouts: dict[tuple[int, ...], Rows] = {}
         pairs = zip(census.parameters, census.specs, strict=True)

@@ -74,6 +74,7 @@ class GradientBuffers:
             )
             for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
         ]
+        self._pool = Pool(allocator(self.groups[0].buckets))
         buckets = self._buckets(scatter=config.use_distributed_optimizer)
         main = {i: slot for b in buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(parameters, main)
@@ -125,11 +126,11 @@ class GradientBuffers:
         return items
 
     def _buckets(self, *, scatter: bool) -> list[Bucket]:
-        arena, pool = Arena(allocator(self.groups[0].buckets)), Pool()
+        arena = Arena(allocator(self.groups[0].buckets))
         buckets = []
         for extent in self.layout.buckets:
             lane, memory = self.lanes[extent.lane], self.buffers[extent.buffer].grads(extent)
-            way = ReduceScatter.fitting(lane.groups.buckets, pool, memory.device) if scatter else None
+            way = ReduceScatter.fitting(lane.groups.buckets, self._pool, memory.device) if scatter else None
             parameters = self.census.parameters
             buckets.append(Bucket(extent, memory, lane, arena, self.specs, parameters, scatter=way))
         return buckets
@@ -145,6 +146,7 @@ class GradientBuffers:
             self.specs,
             self.census.parameters,
             self.communication.settle,
+            self._pool,
         )
 
 
