@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpi_check_kit import DTYPES, assert_same, check, data, expected, op_named, options, reductions
+from mpi_check_kit import DTYPES, OPS, assert_same, check, data, expected, op_named, options, reductions
 from mpi_check_torch import assert_trained, model_and_loss, train
 
 CPU = torch.device("cpu")
@@ -16,10 +16,12 @@ SHAPE = (12_001,)
 
 @functools.cache
 def shared_group(index=0):
-    """A group of all ranks in which nearly every sum goes through shared memory, in several pieces."""
+    """A group of all ranks in which nearly everything goes through shared memory, in several pieces."""
     from ppe_ddp.backends.mpi import MpiOptions
 
-    return dist.new_group(pg_options=MpiOptions(shared_bytes=8, shared_piece_bytes=10_000), group_desc=str(index))
+    return dist.new_group(
+        pg_options=MpiOptions(shared_parts=True, shared_bytes=8, shared_piece_bytes=10_000), group_desc=str(index)
+    )
 
 
 def in_shared_memory(tensor, group):
@@ -47,16 +49,80 @@ def shared_all_reduce(dtype_name):
             assert_same(one, wanted, f"{what}, in place", exact=exact)
 
 
+@check(*DTYPES)
+def shared_reduce_scatter(dtype_name):
+    """Anywhere, in shared memory, and into a part of the input itself; the rest of the input stays."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dtype, group = DTYPES[dtype_name], shared_group()
+    for name in OPS:
+        for shape in ((), (0,), SHAPE):
+            wholes = [
+                torch.stack([data(dtype, shape, (name, part), one) for part in range(size)]) for one in range(size)
+            ]
+            wanted = expected([whole[rank] for whole in wholes], name)
+            if wanted is None:
+                continue
+            made, exact = options(dist.ReduceScatterOptions(), op_named(name, rank)), name not in ("AVG", "PRODUCT")
+            places = {"anywhere": wholes[rank].clone(), "in shared memory": in_shared_memory(wholes[rank], group)}
+            for where, whole in places.items():
+                apart, inside = torch.empty_like(wanted), whole.view(size, *shape)[rank]
+                under_way = [group.reduce_scatter_single(out, whole, made) for out in (apart, inside)]
+                for work, out in reversed(list(zip(under_way, (apart, inside), strict=True))):
+                    assert work.wait()
+                    assert work.is_completed()
+                    assert_same(out, wanted, f"{name} of {dtype}, shape {shape}, {where}", exact=exact)
+                if name == "SUM":
+                    whole[rank] = wholes[rank][rank]
+                    assert_same(whole, wholes[rank], f"shape {shape}, {where}, the input afterwards")
+
+
+@check(*DTYPES)
+def shared_all_gather(dtype_name):
+    """From anywhere, from shared memory, and from a part of the output itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dtype, group = DTYPES[dtype_name], shared_group()
+    for shape in ((), (0,), SHAPE):
+        wanted = torch.stack([data(dtype, shape, "gather", one) for one in range(size)])
+        mine = wanted[rank]
+        for into in (torch.zeros_like(wanted), in_shared_memory(torch.zeros_like(wanted), group)):
+            for given in (mine.clone(), in_shared_memory(mine, group), into[rank]):
+                into.copy_(torch.zeros_like(into))
+                into[rank] = mine
+                assert group.all_gather_single(into, given).wait()
+                assert_same(into, wanted, f"all-gather of {dtype}, shape {shape}")
+
+
+@check(ranks=2)
+def shared_parts_that_overlap_otherwise():
+    """Input and output may overlap anyhow, as in torch: also where another rank's part would be overwritten."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = shared_group()
+    for given in (torch.clone, lambda tensor: in_shared_memory(tensor, group)):
+        whole = given(torch.arange(size * 5_000.0) + rank)
+        part = whole[1 : 1 + 5_000]
+        group.reduce_scatter_single(part, whole).wait()
+        wanted = size * torch.arange(rank * 5_000.0, (rank + 1) * 5_000.0) + size * (size - 1) / 2
+        assert_same(part, wanted, "reduce-scatter")
+        whole = given(torch.zeros(size * 5_000))
+        group.all_gather_single(whole, whole[1 : 1 + 5_000].fill_(rank)).wait()
+        assert_same(whole, torch.arange(float(size)).repeat_interleave(5_000), "all-gather")
+
+
 @check(ranks=2)
 def shared_by_some_ranks_alone():
     """A rank may bring a tensor in shared memory where another brings one from elsewhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = shared_group()
     for turn in range(size):
-        tensors = [data(torch.float32, SHAPE, turn, one) for one in range(size)]
+        tensors = [data(torch.float32, (size, *SHAPE), turn, one) for one in range(size)]
         mine = in_shared_memory(tensors[rank], group) if rank == turn else tensors[rank].clone()
+        part, total = torch.empty(SHAPE), expected(tensors, "SUM")
+        group.reduce_scatter_single(part, mine).wait()
+        assert_same(part, total[rank], f"rank {turn} in shared memory, reduce-scatter")
         dist.all_reduce(mine, group=group)
-        assert_same(mine, expected(tensors, "SUM"), f"rank {turn} in shared memory")
+        assert_same(mine, total, f"rank {turn} in shared memory, all-reduce")
+        group.all_gather_single(mine, in_shared_memory(part, group) if rank == turn else part).wait()
+        assert_same(mine, total, f"rank {turn} in shared memory, all-gather")
 
 
 @check(ranks=2)
@@ -101,12 +167,19 @@ def shared_sums_of_different_tensors():
     rank, size = dist.get_rank(), dist.get_world_size()
     group = shared_group()
     for mine, told in (
-        (torch.ones(100 + rank), "rank 1 101 x float32 \\(SUM\\)"),
+        (torch.ones(100 + rank), "rank 1 101 x float32 \\(all_reduce SUM\\)"),
         (torch.ones(8, dtype=torch.float64 if rank else torch.float32), "rank 1 8 x float64"),
     ):
         for given in (mine.clone(), in_shared_memory(mine, group)):
             with pytest.raises(CommunicationError, match=told):
                 dist.all_reduce(given, group=group)
+    whole, part = torch.ones(100 * size), torch.ones(100 + rank)
+    for given in (whole, in_shared_memory(whole, group)):
+        scatter = functools.partial(group.reduce_scatter_single, torch.empty(100))
+        with pytest.raises(CommunicationError, match=f"rank 0 {100 * size} x float32 \\(all_reduce SUM\\), rank 1 "):
+            (scatter if rank else group.allreduce)(given).wait()
+        with pytest.raises(CommunicationError, match="rank 1 101 x float32 \\(all_gather\\)"):
+            group.all_gather_single(torch.empty(part.numel() * size), part).wait()
     total = torch.ones(100)
     dist.all_reduce(total, group=group)
     assert total.tolist() == [size] * 100

@@ -1,4 +1,7 @@
-"""Run under mpirun by test_mpi_laws.py: the laws on random models over mpi4py. Prints one JSON line on rank 0."""
+"""Run under mpirun by test_mpi_laws.py: over mpi4py, the laws on random models, and the distributed optimizer.
+
+Takes the number of cases by way, as JSON, and prints one JSON line on rank 0: what each way has come to.
+"""
 
 import functools
 import json
@@ -8,8 +11,10 @@ import sys
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 import ppe_ddp
+from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.testing.backend_probes import probe_backend
 from ppe_ddp.testing.cases import Case, Plugs, Variant
@@ -39,16 +44,18 @@ def cases(count):
         yield Case(Recipe.random(seed), steps), PLUGS[seed % len(PLUGS)]
 
 
-def main():
-    torch.set_num_threads(1)
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
-    shared = MpiOptions(shared_bytes=16, shared_piece_bytes=4096)
-    messages, thread = MpiOptions(shared_memory=False), MpiOptions(thread=True)
-    options = {"messages": messages, "shared": shared, "thread": thread}[sys.argv[2]]
-    dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
+OPTIONS = {
+    "messages": MpiOptions(shared_memory=False),
+    "shared": MpiOptions(shared_bytes=16, shared_piece_bytes=4096),
+    "thread": MpiOptions(thread=True),
+}
+
+
+def report(count, way):
+    dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
     problems = [list(probe_backend("cpu"))]
     variants = Variant.every()[:: {1: 1, 2: 2, 3: 8, 4: 8}[dist.get_world_size()]]
-    seen = [observe_all(case, variants, plugs) for case, plugs in cases(int(sys.argv[1]))]
+    seen = [observe_all(case, variants, plugs) for case, plugs in cases(count)]
     for observation in functools.reduce(operator.iadd, seen, []):
         observation.gradients = {}
     everyone = [None] * dist.get_world_size()
@@ -56,9 +63,27 @@ def main():
     found = [text for probed, _ in everyone for texts in probed for text in texts]
     for observations in zip(*(observed for _, observed in everyone), strict=True):
         found += breaches(observations)
-    if dist.get_rank() == 0:
-        print(json.dumps({"problems": found, "cases": len(everyone[0][1]), "backend": dist.get_backend()}))
+    made = {"problems": found, "cases": len(everyone[0][1]), "backend": dist.get_backend()}
     dist.destroy_process_group()
+    return made
+
+
+def hold_the_optimizer():
+    """It trains as one process does, by messages and through shared memory."""
+    for name, way in (("sgd", "messages"), ("adamw", "shared")):
+        dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
+        hold_to_one_process(OPTIMIZERS[name], steps=5)
+        dist.destroy_process_group()
+
+
+def main():
+    torch.set_num_threads(1)
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
+    reports = {way: report(count, way) for way, count in json.loads(sys.argv[1]).items()}
+    if MPI.COMM_WORLD.Get_size() in (2, 3):
+        hold_the_optimizer()
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        print(json.dumps(reports))
 
 
 if __name__ == "__main__":

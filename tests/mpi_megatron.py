@@ -6,9 +6,9 @@ import json
 import torch
 import torch.distributed as dist
 
-import ppe_ddp
 import test_megatron_graphs as graphs
 import test_megatron_parallel as parallel
+from ppe_ddp.backends.mpi import MpiOptions
 
 
 def dynamic_graphs():
@@ -34,7 +34,8 @@ def splits():
 
 def main():
     torch.set_num_threads(1)
-    ppe_ddp.init_process_group("mpi4py", init_method="mpi://", quiet=True)
+    options = MpiOptions(shared_bytes=16, shared_piece_bytes=4096)  # all of it through shared memory
+    dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
     torch.manual_seed(dist.get_rank())
     count = dynamic_graphs() + splits()
     if dist.get_rank() == 0:

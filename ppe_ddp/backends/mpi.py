@@ -19,14 +19,15 @@ from torch import distributed as dist
 from torch.cuda import is_available
 
 from ppe_ddp.backends.beside import group_over, wanted_backends
-from ppe_ddp.backends.mpi_collectives import Collectives, MpiOptions
+from ppe_ddp.backends.mpi_collectives import Collectives
 from ppe_ddp.backends.mpi_job import Call, guard_job
 from ppe_ddp.backends.mpi_messages import Messages
+from ppe_ddp.backends.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.backends.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi_thread import communication_thread
 from ppe_ddp.backends.mpi_work import Finished
-from ppe_ddp.backends.python_group import CollectiveGroup, op_of, tensors_in
+from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
 from ppe_ddp.backends.routed_group import RoutedGroup
 from ppe_ddp.errors import CommunicationError, UnusableError
 
@@ -96,10 +97,10 @@ class MpiProcessGroup(CollectiveGroup):
         pg_options: What it was made with, for groups that shall be like it.
 
     Collectives block in the calling thread and are complete when they return, also with ``async_op=True``; except
-    all-reduces of memory from ``allocate_tensor``, which go on while the caller does other things, and all of them
-    with ``MpiOptions(thread=True)``. ``isend`` and ``irecv`` return at once. All ranks make the same collectives in
-    the same order, with the same sizes and dtypes. Not guaranteed: an error where they differ; MPI then hangs, until
-    the watchdog ends the job, or computes wrong numbers.
+    all-reduces, reduce-scatters and all-gathers of what lies in memory from ``allocate_tensor``, which go on while
+    the caller does other things, and all of them with ``MpiOptions(thread=True)``. ``isend`` and ``irecv`` return at
+    once. All ranks make the same collectives in the same order, with the same sizes and dtypes. Not guaranteed: an
+    error where they differ; MPI then hangs, until the watchdog ends the job, or computes wrong numbers.
 
     Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. What MPI cannot sum
     (float16, bfloat16, float8) is summed in float32 and rounded once.
@@ -125,15 +126,6 @@ class MpiProcessGroup(CollectiveGroup):
         self._messages = Messages(comm, self._mpi, place, seconds)
         self._closed = False
         guard_job().watch(self._call)
-
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Reduce each tensor over the ranks, in place."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if len(tensors) == 1 and not self._closed and self._thread is None:
-            under_way = self._mpi.start_all_reduce(tensors[0], op_of(opts))
-            if under_way is not None:
-                return under_way
-        return super().allreduce(tensors, opts)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
@@ -170,19 +162,19 @@ class MpiProcessGroup(CollectiveGroup):
 
     def supports_tensor_alloc(self, device: device) -> bool:
         """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
-        return self._mpi.shares_memory and device.type == "cpu"
+        return self._mpi.shared.is_open and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
-        """A 1-D tensor of ``size`` zeros that the ranks of this node share: all-reduces of it copy nothing.
+        """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
 
-        Not collective. Such an all-reduce is under way until its Work was waited for.
+        Not collective. An all-reduce, reduce-scatter or all-gather of it is under way until its Work was waited for.
 
         Raises:
             ValueError: There is no such memory for this device.
         """
         if not self.supports_tensor_alloc(device):
             raise ValueError(f"{self._call.place}: no shared memory for tensors on {device}")
-        return self._mpi.allocate(size, dtype)
+        return self._mpi.shared.allocate(size, dtype)
 
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
@@ -203,6 +195,11 @@ class MpiProcessGroup(CollectiveGroup):
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
         self._check_open(what)
+        if self._thread is None and len(calls) == 1:
+            call, *arguments = calls[0]
+            under_way = self._mpi.shared.start(call.__name__, result, *arguments)
+            if under_way is not None:
+                return under_way
         if self._thread is not None:
             if not any(tensor.is_cuda for tensor in tensors_in(calls)):
                 queued = partial(self._execute, what, calls)

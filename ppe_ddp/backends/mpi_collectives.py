@@ -7,52 +7,21 @@ by itself, and a second thread takes a core from the ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi_datatypes import Reduction, numbers, octets, reduction_of
-from ppe_ddp.backends.mpi_memory import shared_memory
-from ppe_ddp.backends.mpi_shared import SharedReduce
+from ppe_ddp.backends.mpi_datatypes import Reduction, is_plain, numbers, octets, overlap, reduction_of
+from ppe_ddp.backends.mpi_shared_way import SharedWay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from torch.distributed import Work
 
     from ppe_ddp.backends.mpi_job import Call
-
-
-@dataclass(frozen=True)
-class MpiOptions:
-    """What can be chosen for a group over MPI; ``pg_options`` of ``init_process_group`` and ``new_group``.
-
-    Attributes:
-        piece_bytes: Larger all-reduces, reduces and broadcasts go in pieces of this size, which stay in the cache;
-            small pieces cost more calls. The same on every rank.
-        shared_memory: Whether sums of at least ``shared_bytes`` over the ranks of one node go through memory that they
-            share, where the system allows it. The same on every rank.
-        shared_bytes: Below it a message is faster. The same on every rank.
-        shared_piece_bytes: Larger sums in shared memory go in pieces of this size. The same on every rank.
-        thread: Whether collectives on CPU tensors run on one communication thread, while the caller goes on. Gains over
-            a slow network; costs a core, since MPI waits by spinning, and on one node it is slower.
-        gpu_aware: Whether this MPI takes CUDA memory, so that CUDA tensors are handed to it as they are. Otherwise they
-            are copied to pinned memory and back. A wrong True crashes.
-    """
-
-    piece_bytes: int = 2 << 20
-    shared_memory: bool = True
-    shared_bytes: int = 256 << 10
-    shared_piece_bytes: int = 4 << 20
-    thread: bool = False
-    gpu_aware: bool = False
-
-    def for_control(self) -> MpiOptions:
-        """The same for a group of small messages that are to be under way while the caller goes on."""
-        return replace(self, shared_bytes=0)
+    from ppe_ddp.backends.mpi_options import MpiOptions
 
 
 class Collectives:
@@ -67,6 +36,9 @@ class Collectives:
         comm: Its ranks are the ranks of the group, in order.
         call: Tells the watchdog what goes on.
         options: See :class:`MpiOptions`.
+
+    Attributes:
+        shared: The way through shared memory, for what can go it.
     """
 
     def __init__(self, comm: MPI.Intracomm, call: Call, options: MpiOptions) -> None:
@@ -75,31 +47,7 @@ class Collectives:
         self.size = comm.Get_size()
         self._options = options
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._call = call
-        self._is_connected = False
-        self._shared: SharedReduce | None = None
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether sums may go through shared memory; whether they do is known at the first of them."""
-        possible = self.size > 1 and self._options.shared_memory and not self._options.gpu_aware
-        return possible and (self._shared is not None or not self._is_connected) and shared_memory() is not None
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Shared memory for a tensor of zeros."""
-        memory = shared_memory()
-        assert memory is not None
-        return memory.allocate(numel, dtype)
-
-    def start_all_reduce(self, tensor: Tensor, op: Any) -> Work | None:
-        """Begin to reduce a tensor in shared memory, in place; None where that is not the way of this tensor."""
-        if tensor.nbytes < self._options.shared_bytes or not self._is_plain(tensor):
-            return None
-        reduction = reduction_of(tensor.dtype, op.op)
-        shared = self._shared_for(tensor, reduction, op)
-        if shared is None or not shared.holds(tensor):
-            return None
-        return shared.start(tensor.detach().view(-1).view(reduction.view), op.op, [tensor])
+        self.shared = SharedWay(comm, call, options)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
@@ -108,13 +56,11 @@ class Collectives:
         if is_small and reduction.is_direct and self._is_plain(tensor):
             self.comm.Allreduce(MPI.IN_PLACE, numbers(tensor, reduction.datatype), reduction.op)
             return
-        shared = self._shared_for(tensor, reduction, op)
         host = self.host_of(tensor)
-        flat = host.view(-1).view(reduction.view)
-        if shared is not None:
-            shared.run(flat, op.op)
+        if self.shared.run("all_reduce", host, op):
             self.bring_back(tensor, host)
             return
+        flat = host.view(-1).view(reduction.view)
         for piece in self._pieces(flat, reduction):
             wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
@@ -161,9 +107,11 @@ class Collectives:
                 f"{output.numel()} elements"
             )
         result = self.room_for(output)
-        host = _apart_from(result, self.host_of(tensor))
-        # mpi4py wants the count of one rank's block
-        self.comm.Allgather(octets(host), (octets(result)[0], host.nbytes, MPI.BYTE))
+        host = self.host_of(tensor)
+        if not self.shared.run("all_gather", result, host):
+            host = host.clone() if overlap(host, result) else host
+            # mpi4py wants the count of one rank's block
+            self.comm.Allgather(octets(host), (octets(result)[0], host.nbytes, MPI.BYTE))
         self.bring_back(output, result)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -188,7 +136,11 @@ class Collectives:
                 f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
                 f"of {output.numel()} elements"
             )
-        self._reduce_scatter(output, self.host_of(tensor).view(-1), op, None)
+        host, result = self.host_of(tensor), self.room_for(output)
+        if self.shared.run("reduce_scatter", result, host, op):
+            self.bring_back(output, result)
+            return
+        self._reduce_scatter(output, host.view(-1), op, None)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> None:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
@@ -275,27 +227,8 @@ class Collectives:
         if host.data_ptr() != tensor.data_ptr() or not self._is_plain(tensor):
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
 
-    def _shared_for(self, tensor: Tensor, reduction: Reduction, op: Any) -> SharedReduce | None:
-        """The way through shared memory where this sum goes it; the ranks come here together, and agree."""
-        options = self._options
-        if self.size == 1 or tensor.nbytes < options.shared_bytes or not options.shared_memory:
-            return None
-        if tensor.dtype is torch.bool or options.gpu_aware or not SharedReduce.serves(reduction.view, op.op):
-            return None
-        if not self._is_connected:
-            self._shared = SharedReduce.connect(self.comm, self._call, options.shared_piece_bytes)
-            self._is_connected = True
-        return self._shared
-
     def _is_plain(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor is its elements in order, where MPI can reach them."""
-        return (
-            (not tensor.is_cuda or self._options.gpu_aware)
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
+        return is_plain(tensor, gpu_aware=self._options.gpu_aware)
 
     def room_for(self, tensor: Tensor) -> Tensor:
         """Memory of a tensor's size that MPI can write: its own where possible."""
@@ -337,7 +270,7 @@ class Collectives:
         wire = flat if reduction.is_direct else flat.to(reduction.wire, copy=True)
         self._premultiply(wire, op)
         result = self.room_for(output)
-        wire = _apart_from(result, wire)
+        wire = wire.clone() if overlap(wire, result) else wire
         flat_result = result.view(-1).view(reduction.view)
         direct = reduction.wire is reduction.view
         part = flat_result if direct else torch.empty_like(flat_result, dtype=reduction.wire)
@@ -376,13 +309,6 @@ class Collectives:
     def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
         if len(tensors) != self.size:
             raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
-
-
-def _apart_from(output: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it shares memory with the output, which torch allows and MPI forbids."""
-    start, other = tensor.data_ptr(), output.data_ptr()
-    overlaps = start < other + output.nbytes and other < start + tensor.nbytes
-    return tensor.clone() if overlaps else tensor
 
 
 def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:

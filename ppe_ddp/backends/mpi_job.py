@@ -67,8 +67,12 @@ class _Job:
         self._pid = os.getpid()
         self._farewell: MPI.Intracomm | None = None
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._code = 0
         self._report = sys.excepthook
         sys.excepthook = self._end_all
+        self._note = MPI._set_abort_status
+        # by which ``python -m mpi4py`` tells of a SystemExit
+        MPI._set_abort_status = self._leave_with  # type: ignore[assignment]
         atexit.register(self._part)
         threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
 
@@ -89,10 +93,22 @@ class _Job:
         self._report(kind, error, where)
         _abort()
 
+    def _leave_with(self, code: int) -> None:
+        """Remember that this process will end with ``code``, which is not 0."""
+        self._code = code
+        self._note(code)
+
     def _part(self) -> None:
         """Wait at a normal exit for the ranks that still work, without the spinning of MPI_Finalize."""
         if self._farewell is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
+        if self._code:
+            world = MPI.COMM_WORLD
+            print(
+                f"rank {world.Get_rank()} of {world.Get_size()} has left with code {self._code}, so the job is ended",
+                file=sys.stderr,
+            )
+            _abort(self._code)
         request = self._farewell.Ibarrier()
         while not request.Test():
             time.sleep(_NAP_SECONDS)
@@ -122,8 +138,12 @@ def guard_job(*, together: bool = False) -> _Job:
 
     From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
     that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
-    using a core. ``os._exit()`` goes past all this; and a rank that leaves by ``sys.exit(1)`` while others wait for
-    it ends the job only when their timeout is over.
+    using a core. ``os._exit()`` goes past all this.
+
+    ``sys.exit(1)`` on one rank ends the job at once where it was started by ``mpirun python -m mpi4py script.py``.
+    In a plain ``mpirun python script.py`` it does not, and ranks that wait for the one that has left wait until their
+    timeout is over: Python hands a SystemExit that no one catches neither to ``sys.excepthook`` nor to ``atexit``, so
+    that nothing in the process can tell this end from a good one.
 
     Args:
         together: Whether every rank of MPI's world makes this call, so that the exit can be arranged.
@@ -139,9 +159,9 @@ def _job(pid: int) -> _Job:
     return _Job()
 
 
-def _abort() -> None:
+def _abort(code: int = 1) -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
     time.sleep(_FORWARD_SECONDS)
-    MPI.COMM_WORLD.Abort(1)
+    MPI.COMM_WORLD.Abort(code)

@@ -1,9 +1,8 @@
-"""All-reduce through memory that the ranks of a node share: no message, no copy, and no rank waits for the slower ones.
+"""Collectives through memory that the ranks of a node share: no message, and no rank waits for the slower ones.
 
-    rank 0 and 1 write "bucket s is at position x"                arrived = s
-    when all have: rank r sums its slice over all ranks' memory,
-    and writes the sum into all of them                           done = s
-    when all have: the bucket is complete
+    rank 0 and 1 write "what I bring to step s is at position x"      arrived = s
+    when all have: each does its part of the work in all memory       done = s
+    when all have: the step is complete
 
 A step is taken whenever this process comes by, in any call of the backend; nothing happens in between. So a rank that
 has launched its bucket goes on with its backward, and meets the others at the end.
@@ -13,77 +12,36 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
-from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.mpi_memory import shared_memory
 from ppe_ddp.backends.mpi_progress import outstanding
+from ppe_ddp.backends.mpi_shared_steps import Offer, Scratch, described
 from ppe_ddp.backends.python_work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
+    from collections.abc import Iterable, Sequence
     from datetime import timedelta
 
     from torch import Tensor
 
     from ppe_ddp.backends.mpi_job import Call
     from ppe_ddp.backends.mpi_memory import Address, SharedMemory
-
-_CODES = {
-    dtype: code
-    for code, dtype in enumerate(
-        (
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.uint8,
-        )
-    )
-}
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _CODES.items()}
-_HALVES = (torch.float16, torch.bfloat16)
-_Kind: Any = ReduceOp.RedOpType
-_KINDS = (_Kind.SUM, _Kind.AVG, _Kind.MAX)
+    from ppe_ddp.backends.mpi_shared_steps import Step
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
 _ARRIVED, _DONE, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 64, 4
 _CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
-_CHUNK_BYTES = 1 << 20  # stays in the cache between the sum and its way back
-_LINE_BYTES = 64
 
 
-@dataclass
-class _Step:
-    """One piece under way.
-
-    Attributes:
-        number: Counted on each group.
-        local: Where the result belongs.
-        slab: The shared memory that stands for it: itself, or where it was copied to.
-        kind: SUM, AVG or MAX.
-        complaint: What is wrong with it.
-    """
-
-    number: int
-    local: Tensor
-    slab: Tensor
-    kind: Any
-    complaint: str = ""
-
-
-class SharedReduce:
-    """All-reduces of one group of ranks on one node.
+class SharedGroup:
+    """The steps of one group of ranks on one node, taken in the order of their launch.
 
     Args:
         rank: This process in the group.
@@ -91,7 +49,7 @@ class SharedReduce:
         controls: The control pages of all ranks.
         memory: The reservation of this process.
         call: What the watchdog looks at.
-        piece_bytes: Larger tensors go in pieces; the same on every rank.
+        piece_bytes: No step brings more; the same on every rank.
     """
 
     def __init__(
@@ -103,6 +61,7 @@ class SharedReduce:
         call: Call,
         piece_bytes: int,
     ) -> None:
+        self.piece_bytes = piece_bytes
         self._rank = rank
         self._size = len(maps)
         self._maps = maps
@@ -110,15 +69,14 @@ class SharedReduce:
         self._own = controls[rank]
         self._memory = memory
         self._call = call
-        self._piece_bytes = piece_bytes
         self._outstanding = outstanding(os.getpid())
         self._launched = 0
-        self._unsummed: deque[_Step] = deque()
+        self._arriving: deque[Step] = deque()
         self._staging: list[Tensor] = []
-        self._scratch = torch.empty(0)
+        self._scratch = Scratch()
 
     @classmethod
-    def connect(cls, comm: MPI.Intracomm, call: Call, piece_bytes: int) -> SharedReduce | None:
+    def connect(cls, comm: MPI.Intracomm, call: Call, piece_bytes: int) -> SharedGroup | None:
         """Make it for the ranks of ``comm``, which must call this together; None on all where one cannot."""
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         fits = node.Get_size() == comm.Get_size()
@@ -143,36 +101,31 @@ class SharedReduce:
         ]
         return cls(comm.Get_rank(), maps, controls, memory, call, piece_bytes)
 
-    @staticmethod
-    def serves(dtype: torch.dtype, kind: Any) -> bool:
-        """Whether sums of this kind and dtype go this way; complex numbers come as real ones."""
-        return dtype in _CODES and kind in _KINDS
-
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory of a contiguous tensor is shared already, so that nothing has to be copied."""
         return self._memory.position(tensor) >= 0
 
-    def start(self, flat: Tensor, kind: Any, result: Any) -> SharedWork:
-        """Begin the sum over the ranks of ``flat``, which this process holds in shared memory, in place.
+    def start(self, steps: Iterable[Step], result: Any) -> SharedWork:
+        """Begin a collective whose tensors this process holds in shared memory.
 
-        Every rank must call ``start`` or ``run`` with the same size and dtype.
+        Every rank must call ``start`` or ``run`` with steps of the same sizes and dtypes.
         """
-        steps = [self._launch(piece, piece, kind) for piece in self._pieces(flat)]
-        return SharedWork(self, steps, result)
+        launched = [self._launch(step) for step in steps]
+        return SharedWork(self, launched, result)
 
-    def run(self, flat: Tensor, kind: Any) -> None:
-        """Sum ``flat``, 1-D and anywhere in the host's memory, over the ranks in place."""
-        is_shared = self.holds(flat)
-        under_way: deque[_Step] = deque()
-        for index, piece in enumerate(self._pieces(flat)):
+    def run(self, steps: Iterable[Step]) -> None:
+        """Do a collective of tensors that lie anywhere in the host's memory, and wait for it."""
+        under_way: deque[Step] = deque()
+        for index, step in enumerate(steps):
             if len(under_way) == _STAGES:
                 self.finish(under_way.popleft())
-            slab = piece if is_shared else self._stage(index % _STAGES, piece)
-            under_way.append(self._launch(piece, slab, kind))
+            if step.slab is None:
+                step.stage(self._stage(index % _STAGES), self._rank, self._size)
+            under_way.append(self._launch(step))
         while under_way:
             self.finish(under_way.popleft())
 
-    def finish(self, step: _Step) -> None:
+    def finish(self, step: Step) -> None:
         """Wait for a step, and see that its result is where it belongs.
 
         Raises:
@@ -181,132 +134,82 @@ class SharedReduce:
         self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= step.number)
         if step.complaint:
             raise CommunicationError(step.complaint)
-        if step.slab is not step.local:
-            self._outstanding.fence()
-            for part in self._parts_of_others(step.local):
-                step.local[part].copy_(step.slab[part])
+        self._outstanding.fence()
+        step.finish(self._rank, self._size)
 
-    def has_ended(self, step: _Step) -> bool:
+    def has_ended(self, step: Step) -> bool:
         """Whether a step is complete on all ranks; does what can be done now."""
         self._outstanding.progress()
         return min(page[_DONE] for page in self._controls) >= step.number
 
-    def wait(self, steps: list[_Step]) -> None:
+    def wait(self, steps: Sequence[Step]) -> None:
         """Finish ``steps``, under the eyes of the watchdog."""
-        with self._call.watched("all_reduce"):
-            for step in steps:
-                self.finish(step)
-
-    def _publish(self, step: _Step) -> None:
-        record = _RECORDS + step.number % _PLACES * _WIDTH
-        own = self._own
-        own[record] = self._memory.position(step.slab)
-        own[record + 1] = step.local.numel()
-        own[record + 2] = _CODES[step.local.dtype] + len(_CODES) * _KINDS.index(step.kind)
-        self._unsummed.append(step)
-        self._outstanding.fence()
-        own[_ARRIVED] = step.number
+        if steps:
+            with self._call.watched(steps[0].title):
+                for step in steps:
+                    self.finish(step)
 
     def advance(self) -> bool:
-        """Sum what has arrived from all; whether nothing is left to do or to wait for."""
-        unsummed = self._unsummed
-        while unsummed and min(page[_ARRIVED] for page in self._controls) >= unsummed[0].number:
+        """Do what all have arrived for; whether nothing is left to do or to wait for."""
+        arriving = self._arriving
+        while arriving and min(page[_ARRIVED] for page in self._controls) >= arriving[0].number:
             self._outstanding.fence()
-            self._sum(unsummed[0])
+            self._act(arriving[0])
             self._outstanding.fence()
-            self._own[_DONE] = unsummed.popleft().number
-        return not unsummed and min(page[_DONE] for page in self._controls) >= self._launched
+            self._own[_DONE] = arriving.popleft().number
+        return not arriving and min(page[_DONE] for page in self._controls) >= self._launched
 
-    def _launch(self, local: Tensor, slab: Tensor, kind: Any) -> _Step:
-        if slab is not local:
-            for part in self._parts_of_others(local):
-                slab[part].copy_(local[part])
+    def _launch(self, step: Step) -> Step:
         number = self._launched + 1
         if min(page[_DONE] for page in self._controls) < number - _PLACES:  # its record is still to be read
             self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= number - _PLACES)
-        self._launched = number
-        step = _Step(number, local, slab, kind)
+        self._launched = step.number = number
         self._publish(step)
         self._outstanding.add(self)
         self._outstanding.progress()
         return step
 
-    def _pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
-        pieces: tuple[Tensor, ...] = flat.split(max(1, self._piece_bytes // flat.itemsize))
-        return pieces
-
-    def _stage(self, index: int, piece: Tensor) -> Tensor:
-        while len(self._staging) <= index:
-            self._staging.append(self._memory.allocate(self._piece_bytes, torch.uint8))
-        return self._staging[index][: piece.nbytes].view(piece.dtype)
-
-    def _part(self, flat: Tensor, rank: int) -> slice:
-        """What one rank sums: whole cache lines."""
-        line = _LINE_BYTES // flat.itemsize
-        lines = -(-flat.numel() // line)
-        low, high = lines * rank // self._size, lines * (rank + 1) // self._size
-        return slice(low * line, min(high * line, flat.numel()))
-
-    def _parts_of_others(self, flat: Tensor) -> list[slice]:
-        own = self._part(flat, self._rank)
-        return [part for part in (slice(0, own.start), slice(own.stop, flat.numel())) if part.start < part.stop]
-
-    def _sum(self, step: _Step) -> None:
+    def _publish(self, step: Step) -> None:
+        assert step.slab is not None
         record = _RECORDS + step.number % _PLACES * _WIDTH
-        brought = [tuple(page[record + 1 : record + 3]) for page in self._controls]
+        own = self._own
+        own[record] = self._memory.position(step.slab)
+        own[record + 1] = step.stride
+        own[record + 2] = step.brought.numel()
+        own[record + 3] = step.code
+        self._arriving.append(step)
+        self._outstanding.fence()
+        own[_ARRIVED] = step.number
+
+    def _stage(self, index: int) -> Tensor:
+        while len(self._staging) <= index:
+            self._staging.append(self._memory.allocate(self.piece_bytes, torch.uint8))
+        return self._staging[index]
+
+    def _act(self, step: Step) -> None:
+        record = _RECORDS + step.number % _PLACES * _WIDTH
+        brought = [tuple(page[record + 2 : record + 4]) for page in self._controls]
         if len(set(brought)) > 1:
             step.complaint = self._complaint(brought)
             return
-        part = self._part(step.local, self._rank)
-        count = part.stop - part.start
-        if count <= 0:
-            return
-        dtype = step.local.dtype
-        offset = part.start * dtype.itemsize
-        others = [
-            torch.frombuffer(space, dtype=dtype, count=count, offset=page[record] + offset)
-            for rank, (space, page) in enumerate(zip(self._maps, self._controls, strict=True))
-            if rank != self._rank
+        offers = [
+            Offer(space, page[record], page[record + 1]) for space, page in zip(self._maps, self._controls, strict=True)
         ]
-        own = step.local[part]
-        chunk = max(1, _CHUNK_BYTES // dtype.itemsize)
         with torch.no_grad():
-            for low in range(0, count, chunk):
-                self._sum_chunk(own[low : low + chunk], [other[low : low + chunk] for other in others], step.kind)
-
-    def _sum_chunk(self, own: Tensor, others: list[Tensor], kind: Any) -> None:
-        """Sum into ``own`` and all ``others``; halves in float32, rounded once."""
-        total = own
-        combine = torch.maximum if kind == _Kind.MAX else torch.add
-        divides = kind == _Kind.AVG
-        if own.dtype in _HALVES and (divides or len(others) > 1):
-            if self._scratch.numel() < own.numel():
-                self._scratch = torch.empty(own.numel())
-            total = self._scratch[: own.numel()].copy_(own)
-        for other in others:
-            combine(total, other, out=total)
-        if divides:
-            total.div_(self._size, rounding_mode=None if total.is_floating_point() else "trunc")
-        if total is not own:
-            own.copy_(total)
-        for other in others:
-            other.copy_(own)
+            step.act(offers, self._rank, self._scratch)
 
     def _complaint(self, brought: list[tuple[int, ...]]) -> str:
-        each = []
-        for rank, (numel, code) in enumerate(brought):
-            kind = _KINDS[code // len(_CODES)].name
-            each.append(f"rank {rank} {numel} x {_NAMES[code % len(_CODES)]} ({kind})")
-        return f"{self._call.place}: the ranks have brought different tensors to one all_reduce: {', '.join(each)}"
+        each = ", ".join(f"rank {rank} {described(*one)}" for rank, one in enumerate(brought))
+        return f"{self._call.place}: the ranks have brought different tensors to one collective: {each}"
 
 
 class SharedWork(PythonWork):
-    """An all-reduce in shared memory, under way.
+    """A collective in shared memory, under way.
 
-    It moves on in every call of the backend, on any group. Its tensor must be left alone until ``wait()`` returns.
+    It moves on in every call of the backend, on any group. Its tensors must be left alone until ``wait()`` returns.
     """
 
-    def __init__(self, group: SharedReduce, steps: list[_Step], result: Any) -> None:
+    def __init__(self, group: SharedGroup, steps: list[Step], result: Any) -> None:
         super().__init__(result)
         self._group = group
         self._steps = steps

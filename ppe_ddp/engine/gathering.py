@@ -57,9 +57,11 @@ class Gather:
         self._flats = [flattened(p.detach(), spec) for p, spec in zip(parameters, specs, strict=True)]
         self._own = [flat[slice(*bounds_of(flat.numel(), rank, world_size))] for flat in self._flats]
         self._rows: Tensor | None = None
+        self._pool: Pool | None = pool
         if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:
             self._message = (self._flats[0], self._own[0])
             return
+        self._pool = None  # the rows are from there
         whole = pool.take(layout.numel, specs[0].dtype, specs[0].device)
         self._rows = whole.view(world_size, layout.width)
         self._message = (whole, self._rows[rank])
@@ -80,7 +82,7 @@ class Gather:
             return None
         if self._rows is not None:
             torch._foreach_copy_(self._parts, self._own)
-        return all_gather(whole, own, self._groups.buckets)
+        return all_gather(whole, own, self._groups.buckets, self._pool)
 
     def install(self) -> None:
         """Copy what has come into the parameters."""

@@ -73,11 +73,12 @@ class Groups:
         config = dist.get_backend_config(parent)
         backends = backends_of(parent)
         options = _options(parent) if serves_cpu else None
-        # torch would give them to every backend of the group, and no other understands them.
-        for_buckets = options if len(set(backends.values())) == 1 else None
-        buckets = _new_group(parent, config, f"buckets/{made.count}", for_buckets)
-        # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
+        for_buckets = getattr(options, "for_buckets", lambda: options)
         for_control = getattr(options, "for_control", lambda: options)
+        # torch would give them to every backend of a mixed group, and no other understands them.
+        is_mixed = len(set(backends.values())) > 1
+        buckets = _new_group(parent, config, f"buckets/{made.count}", None if is_mixed else for_buckets())
+        # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
         control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{made.count}", for_control())
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
 
@@ -157,21 +158,23 @@ Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a 1-D tensor of so many elements, with arbitrary contents."""
 
 
-def allocator(group: ProcessGroup) -> Allocator:
-    """Makes buckets for ``group``: in memory that its backend offers for them, where it does (torch's contract).
+def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has memory of its own for messages on ``device``, as torch's contract has it.
 
     CPU only: what NCCL's own memory pool gains was not measured.
     """
-    offered: dict[torch.device, Any] = {}
-    for device in group._device_types:
-        backend = group._get_backend(torch.device(device))
-        offers = getattr(backend, "supports_tensor_alloc", None)
-        if device.type == "cpu" and offers is not None and offers(device):
-            offered[device] = backend
+    offers = getattr(group._get_backend(device), "supports_tensor_alloc", None)
+    return device.type == "cpu" and offers is not None and bool(offers(device))
+
+
+def allocator(group: ProcessGroup) -> Allocator:
+    """Makes buckets for ``group``: in memory that its backend offers for them, where it does."""
+    cpu = torch.device("cpu")
+    is_offered = cpu in group._device_types and offers_memory(group, cpu)
+    backend: Any = group._get_backend(cpu) if is_offered else None
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        backend = offered.get(device)
-        if backend is not None:
+        if backend is not None and device.type == "cpu":
             try:
                 memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
                 return memory

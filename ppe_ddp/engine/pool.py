@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ppe_ddp.engine.arena import sole_owner
+
+if TYPE_CHECKING:
+    from ppe_ddp.engine.groups import Allocator
 
 _UNIT_BYTES = 1 << 16
 
 
 class Pool:
-    """Gives out 1-D buffers. One is free again when every view of it is gone; nobody has to give it back."""
+    """Gives out 1-D buffers. One is free again when every view of it is gone; nobody has to give it back.
 
-    def __init__(self) -> None:
+    Args:
+        allocate: Makes the memory of a buffer.
+    """
+
+    def __init__(self, allocate: Allocator) -> None:
+        self._allocate = allocate
         self._held: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._used: set[int] = set()
 
@@ -29,7 +39,7 @@ class Pool:
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
         else:
-            memory = torch.zeros(-(-max(numel, 1) // unit) * unit, dtype=dtype, device=device)
+            memory = self._allocate(-(-max(numel, 1) // unit) * unit, dtype, device)
             held.append(memory)
         self._used.add(id(memory))
         return memory.narrow(0, 0, numel)

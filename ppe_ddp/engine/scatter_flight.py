@@ -6,14 +6,11 @@ adopted    .grad, where it lies in memory as such rows -> reduce-scatter -> this
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed as dist
 
 from ppe_ddp.engine.chunks import flattened
-from ppe_ddp.engine.collectives import reduce_scatter
 from ppe_ddp.engine.flight import Flight, reducible_in_place
 from ppe_ddp.errors import CommunicationError
 
@@ -22,84 +19,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.chunks import Rows
+    from ppe_ddp.engine.collectives import ReduceScatter
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.pool import Pool
     from ppe_ddp.engine.sender import Sender
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class ReduceScatter(ABC):
-    """One way to give each rank the average of its row."""
-
-    def __init__(self, groups: Groups, pool: Pool) -> None:
-        self._groups = groups
-        self._pool = pool
-
-    @staticmethod
-    def fitting(groups: Groups, pool: Pool, device: torch.device) -> ReduceScatter:
-        """The faster one for this transport.
-
-        gloo's reduce-scatter takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an
-        all-to-all and a sum take 2.7 (on four ranks 11.6 and 5.5). Over mpi4py it is the other way around.
-        """
-        kind = Exchanged if f"{device.type}:gloo" in str(dist.get_backend_config(groups.buckets)) else Reduced
-        return kind(groups, pool)
-
-    @abstractmethod
-    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable | None, Tensor]:
-        """Send ``rows`` (world size x width), which stay unchanged unless they are ``ours``.
-
-        Returns:
-            What to wait for, and what :meth:`average` wants then.
-        """
-
-    @abstractmethod
-    def average(self, received: Tensor) -> Tensor:
-        """This rank's row of the average, of float32 or more."""
-
-    def _result(self, received: Tensor) -> Tensor:
-        dtype = torch.float32 if received.dtype in _HALVES else received.dtype
-        return self._pool.take(received.shape[-1], dtype, received.device)
-
-
-class Exchanged(ReduceScatter):
-    """Everyone sends everyone his row, and adds up what came: in float32 also for halves."""
-
-    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable | None, Tensor]:
-        """Start an all-to-all."""
-        received = self._pool.take(rows.numel(), rows.dtype, rows.device)
-        work = dist.all_to_all_single(received, rows.view(-1), group=self._groups.buckets, async_op=True)
-        return work, received.view(rows.shape)
-
-    def average(self, received: Tensor) -> Tensor:
-        """Add the rows up, in the order of ranks."""
-        share = 1.0 / self._groups.world_size
-        result = self._result(received)
-        torch.mul(received[0].to(result.dtype), share, out=result)
-        for row in received[1:]:
-            result.add_(row, alpha=share)
-        return result
-
-
-class Reduced(ReduceScatter):
-    """The transport's own reduce-scatter."""
-
-    def start(self, rows: Tensor, *, ours: bool) -> tuple[Waitable | None, Tensor]:
-        """Start a reduce-scatter."""
-        if rows.dtype in _HALVES:  # divided before they are added up, lest the sum be too large
-            share = 1.0 / self._groups.world_size
-            rows = rows.mul_(share) if ours else rows * share
-        received = self._pool.take(rows.shape[1], rows.dtype, rows.device)
-        return reduce_scatter(received, rows.view(-1), self._groups.buckets), received
-
-    def average(self, received: Tensor) -> Tensor:
-        """Divide, or make it wider."""
-        if received.dtype in _HALVES:
-            return self._result(received).copy_(received)
-        return received.mul_(1.0 / self._groups.world_size)
 
 
 class ScatterFlight(Flight):
@@ -110,7 +36,7 @@ class ScatterFlight(Flight):
     Args:
         groups: Where to.
         pool: Memory for it.
-        transport: How.
+        transport: The way there.
         rows: The layout of the bucket.
     """
 
@@ -130,7 +56,7 @@ class ScatterFlight(Flight):
         self._transport = transport
         self._rows = rows
         self._member_specs = [self._specs[i] for i in self.plan.members]
-        self._received: Tensor | None = None
+        self._row: Tensor | None = None
 
     def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Bring the gradients into rows and start the reduce-scatter."""
@@ -143,15 +69,18 @@ class ScatterFlight(Flight):
             rows = flat.view(self._groups.world_size, self._rows.width)
             self._rows.fill(rows, self._flats())
         self._buffer = rows
+        wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
+        self._row = self._pool.take(self._rows.width, wide, rows.device)
+        share = 1.0 / self._groups.world_size
         try:
-            self._pending, self._received = self._transport.start(rows, ours=ours)
+            self._pending = self._transport.start(self._row, rows.view(-1), factor=share, spare=ours)
         except RuntimeError as error:
             raise self._failure(error) from error
 
     def _lying(self) -> Tensor | None:
         """A single gradient whose memory is such rows already."""
         gradient, world_size = self.gradients[0], self._groups.world_size
-        if len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
+        if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
         if not reducible_in_place(gradient, self._member_specs[0]):
             return None
@@ -172,16 +101,15 @@ class ScatterFlight(Flight):
 
     def land(self, sender: Sender) -> list[Tensor]:
         """Wait for the result; this rank's chunk of each member's average, 1-D."""
-        if self._received is None:
+        if self._row is None:
             return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self._member_specs]
         try:
             if self._pending is not None:
                 self._pending.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
-        self._pending = None
-        row = self._transport.average(self._received)
-        self._received = self._buffer = None
+        row, self._row = self._row, None
+        self._pending = self._buffer = None
         return self._rows.parts(row)
 
     def _failure(self, error: RuntimeError) -> CommunicationError:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.chunks import Rows, bounds_of, flattened, is_dense
+from ppe_ddp.engine.collectives import ReduceScatter
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gathering import Gather
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.pool import Pool
-from ppe_ddp.engine.scatter_flight import ReduceScatter, ScatterFlight
+from ppe_ddp.engine.scatter_flight import ScatterFlight
 from ppe_ddp.engine.shards import Shard, ShardedModel
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Scattering(ShardedModel):
     def __init__(self, groups: Groups, census: Census) -> None:
         self.group = groups.parent
         self._groups = groups
-        self._pool = Pool()
+        self._pool = Pool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
         self._layouts: dict[tuple[int, ...], Rows] = {}
         pairs = zip(census.parameters, census.specs, strict=True)
@@ -101,7 +103,7 @@ class Scattering(ShardedModel):
     def _flight(self, plan: BucketPlan, *args: Any, **keywords: Any) -> Flight:
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
+            transport = ReduceScatter.fitting(self._groups.buckets, self._pool, plan.device)
             self._transports[plan.device] = transport
         rows = self._layouts.get(plan.members)
         if rows is None:

@@ -6,12 +6,12 @@ afterwards is of no use.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
 from ppe_ddp.engine.arena import Lease
-from ppe_ddp.engine.collectives import reduce_scatter
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.errors import CommunicationError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.arena import Arena
+    from ppe_ddp.engine.collectives import ReduceScatter
     from ppe_ddp.engine.layout import ParameterSpec
     from ppe_ddp.megatron.lane import Lane
     from ppe_ddp.megatron.layout import BucketRange
@@ -37,7 +38,7 @@ class Bucket:
         arena: Where flights find that the gradients lie in place.
         specs: Of all parameters of the module, with the dtypes of ``main_grad``.
         parameters: All parameters of the module.
-        scatter: Whether to reduce-scatter instead of to all-reduce.
+        scatter: The way of a reduce-scatter; None to all-reduce.
 
     Attributes:
         slots: The ``main_grad`` of each member.
@@ -52,7 +53,7 @@ class Bucket:
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
         *,
-        scatter: bool,
+        scatter: ReduceScatter | None,
     ) -> None:
         self.extent = extent
         self.lane = lane
@@ -86,7 +87,7 @@ class Bucket:
             return
         self._is_reduced = False
         gain = self.lane.gain
-        if not self._scatter:
+        if self._scatter is None:
             if gain != 1.0:
                 self._memory.mul_(1.0 / gain)
             return
@@ -104,12 +105,10 @@ class Bucket:
         self.reopen()
         if self.extent.padded == 0:
             return
-        gain, groups = self.lane.gain, self.lane.groups
-        if self._scatter:
-            factor = gain / groups.world_size
-            if factor != 1.0:
-                self._memory.mul_(factor)
-            self._pending = reduce_scatter(self.share, self._memory, groups.buckets)
+        gain = self.lane.gain
+        if self._scatter is not None:
+            factor = gain / self.lane.groups.world_size
+            self._pending = self._scatter.start(self.share, self._memory, factor=factor)
             return
         if gain != 1.0:
             self._memory.mul_(gain)
@@ -142,6 +141,10 @@ class Bucket:
         """Wait for what is still in flight, and forget what came of it."""
         if self._flight is not None:
             self._flight.abandon()
+        if self._pending is not None:
+            # another error is on its way to the user already
+            with contextlib.suppress(Exception):
+                self._pending.wait()
         self._flight = self._pending = None
 
     @property

@@ -10,7 +10,9 @@ import torch
 
 from ppe_ddp.engine.arena import Arena
 from ppe_ddp.engine.census import Census
+from ppe_ddp.engine.collectives import ReduceScatter
 from ppe_ddp.engine.groups import Groups, allocator
+from ppe_ddp.engine.pool import Pool
 from ppe_ddp.megatron.bucket import Bucket
 from ppe_ddp.megatron.buffer import ParamAndGradBuffer
 from ppe_ddp.megatron.communication import BufferCommunication
@@ -72,6 +74,7 @@ class GradientBuffers:
             )
             for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
         ]
+        self._pool = Pool(allocator(self.groups[0].buckets))
         buckets = self._buckets(scatter=config.use_distributed_optimizer)
         main = {i: slot for b in buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(parameters, main)
@@ -124,18 +127,13 @@ class GradientBuffers:
 
     def _buckets(self, *, scatter: bool) -> list[Bucket]:
         arena = Arena(allocator(self.groups[0].buckets))
-        return [
-            Bucket(
-                extent,
-                self.buffers[extent.buffer].grads(extent),
-                self.lanes[extent.lane],
-                arena,
-                self.specs,
-                self.census.parameters,
-                scatter=scatter,
-            )
-            for extent in self.layout.buckets
-        ]
+        buckets = []
+        for extent in self.layout.buckets:
+            lane, memory = self.lanes[extent.lane], self.buffers[extent.buffer].grads(extent)
+            way = ReduceScatter.fitting(lane.groups.buckets, self._pool, memory.device) if scatter else None
+            parameters = self.census.parameters
+            buckets.append(Bucket(extent, memory, lane, arena, self.specs, parameters, scatter=way))
+        return buckets
 
     def sharded(self, lane: int) -> ShardedBuffers:
         """The shards of one lane, for a distributed optimizer."""
@@ -148,6 +146,7 @@ class GradientBuffers:
             self.specs,
             self.census.parameters,
             self.communication.settle,
+            self._pool,
         )
 
 

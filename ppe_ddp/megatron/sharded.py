@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.layout import ParameterSpec
+    from ppe_ddp.engine.pool import Pool
     from ppe_ddp.megatron.buffer import ParamAndGradBuffer
     from ppe_ddp.megatron.lane import Lane
     from ppe_ddp.megatron.layout import BucketRange
@@ -42,6 +43,7 @@ class ShardedBuffers(ShardedModel):
         specs: Of all parameters.
         parameters: All parameters.
         settle: Waits for a reduction that is under way.
+        pool: Memory for messages.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ShardedBuffers(ShardedModel):
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
         settle: Callable[[], None],
+        pool: Pool,
     ) -> None:
         self.group = lane.groups.parent
         self._lane = lane
@@ -62,6 +65,7 @@ class ShardedBuffers(ShardedModel):
         self._buckets = [bucket for bucket in reversed(buckets) if bucket.lane == number]
         self._gradients = gradients
         self._settle = settle
+        self._pool = pool
         places = {i: (bucket, offset) for bucket in self._buckets for i, offset in _members(bucket)}
         self._indices = sorted(places)
         position = {i: k for k, i in enumerate(self._indices)}
@@ -135,7 +139,7 @@ class ShardedBuffers(ShardedModel):
         values = self._buffers[bucket.buffer].values(bucket)
         groups = self._lane.groups
         size = bucket.padded // groups.world_size
-        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets)
+        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
 
     def install(self, unit: int) -> None:
         """Nothing to do: parameters are views of what was gathered."""

@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CheckpointError, CommunicationError
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ class Team:
         """
         if self.group is None:
             return "cpu"
-        pairs = str(dist.get_backend_config(self.group)).split(",")
-        served = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+        served = backends_of(self.group)
         if served.get(kind, served.get("cpu")) != served.get("cpu"):
             return kind
         return "cpu" if "cpu" in served or not served else next(iter(served))
