@@ -1,6 +1,8 @@
 """The backend `cupy_nccl` over a stand-in for CuPy's NCCL and for CUDA: results, streams, groups of calls, failures."""
 
+import contextlib
 import sys
+import types
 from datetime import timedelta
 
 import pytest
@@ -13,7 +15,8 @@ import nccl_checks
 import nccl_stand_in
 from nccl_stand_in import LIBRARY, StandInDevice
 from one_process import assert_gradients, data, mean_gradients
-from ppe_ddp.backends.cupy_communicator import Communicators, _packed, _unpacked
+from ppe_ddp.backends import cupy_library
+from ppe_ddp.backends.cupy_communicator import Communicators, Members, _packed, _unpacked
 from ppe_ddp.backends.cupy_datatypes import reduction_of
 from ppe_ddp.backends.cupy_library import load_nccl
 from ppe_ddp.errors import CommunicationError, UnusableError
@@ -76,15 +79,22 @@ def test_nccls_stream_waits_for_the_callers_and_is_waited_for(two):
 
 
 def groups_of_calls():
-    group, size = dist.group.WORLD, dist.get_world_size()
+    group, size, cpu = dist.group.WORLD, dist.get_world_size(), torch.device("cpu")
 
     def lists():
         group.alltoall([torch.empty(3) for _ in range(size)], [torch.ones(3)] * size).wait()
 
     def coalesced():
-        with dist._coalescing_manager(device=torch.device("cpu")):
+        with dist._coalescing_manager(device=cpu):
             dist.broadcast(torch.ones(2), 0)
             dist.reduce(torch.ones(2), 0)
+
+    def coalesced_by_cpp():
+        """As versions of torch after 2.13 do it, by other names."""
+        group.start_coalescing(cpu)
+        group.broadcast([torch.ones(2)], dist.BroadcastOptions())
+        group.reduce([torch.ones(2)], dist.ReduceOptions())
+        group.end_coalescing(cpu).wait()
 
     def several():
         group.allreduce_coalesced([torch.ones(2), torch.ones(3)]).wait()
@@ -93,13 +103,13 @@ def groups_of_calls():
         with pytest.raises(TypeError, match="int16"):
             group.allreduce_coalesced([torch.ones(2), torch.ones(3, dtype=torch.int16)])
 
-    return [recorded(call)[1] for call in (lists, coalesced, several, refused)]
+    return [recorded(call)[1] for call in (lists, coalesced, coalesced_by_cpp, several, refused)]
 
 
 def test_what_belongs_together_is_one_group_of_calls(two):
-    for lists, coalesced, several, refused in two.run(groups_of_calls):
+    for lists, coalesced, coalesced_by_cpp, several, refused in two.run(groups_of_calls):
         assert lists == ["groupStart", "send", "send", "recv", "recv", "groupEnd"]
-        assert coalesced == ["groupStart", "broadcast", "reduce", "groupEnd"]
+        assert coalesced == coalesced_by_cpp == ["groupStart", "broadcast", "reduce", "groupEnd"]
         assert several == ["groupStart", "allReduce", "allReduce", "groupEnd"]
         assert refused == []
 
@@ -256,6 +266,29 @@ def test_an_error_that_cupy_has_no_name_for_is_translated():
     told = r"rank 0 of 2, group 'x': all_reduce over NCCL failed: error 6"
     with pytest.raises(CommunicationError, match=told), communicators.translated("all_reduce"):
         raise KeyError(6)
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_what_was_ended_is_not_made_again(orderly):
+    """Nobody would come; the watchdog may end it all while a call is on its way."""
+    communicators = Communicators(LIBRARY, None, 0, "rank 0 of 2, group 'x'", 1.0)
+    communicators.end(orderly=orderly)
+    with pytest.raises(CommunicationError, match=r"rank 0 of 2, group 'x': .* were ended"):
+        communicators.of(0, Members("collectives", (0, 1)))
+
+
+@pytest.mark.parametrize(("torchs", "warns"), [(22907, False), (22809, True), (None, False)])
+def test_two_nccls_in_one_process_are_told(monkeypatch, torchs, warns):
+    library = types.ModuleType("nccl")
+    library.available, library.get_version = True, lambda: 22907
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["cupy.cuda"].nccl = library
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cupy_library, "torch_nccl", lambda: torchs)
+    told = pytest.warns(RuntimeWarning, match=r"NCCL 2\.28\.9, and CuPy calls 2\.29\.7")
+    with told if warns else contextlib.nullcontext():
+        assert load_nccl() is library
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
