@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import nccl_checks
 import nccl_stand_in
+from nccl_contract import ADDRESSES, check_library
 from nccl_stand_in import LIBRARY, StandInDevice
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp.backends import cupy_library
@@ -30,12 +31,13 @@ def ranks(request):
 
 
 def test_all_collectives_of_all_dtypes(ranks):
-    ranks.run(everything, timeout=50)
+    for called in ranks.run(everything, timeout=50):
+        assert called == {*ADDRESSES, "groupStart", "groupEnd"}
 
 
 def everything():
     # int8 is in the place of what goes to gloo.
-    nccl_checks.everything(without=["int8"])
+    return {name for name, *_ in nccl_checks.everything(without=["int8"])}
 
 
 # ---------------------------------------------------------------- on two ranks
@@ -218,6 +220,22 @@ def test_what_never_ends_is_broken_off_and_named(two):
     two.restart()
 
 
+def hangs_in_nccl():
+    dist.all_reduce(torch.ones(1))
+    group = nccl_stand_in.nccl_group()
+    group._watchdog._timeout = 0.0
+    LIBRARY.hangs = True
+    with pytest.raises(CommunicationError, match=r"all_reduce is not over after the group's timeout"):
+        dist.all_reduce(torch.ones(1))
+    LIBRARY.hangs = False
+
+
+def test_a_call_that_waits_in_nccl_for_a_rank_that_does_not_come_is_broken_off(two):
+    """NCCL connects when it first uses an algorithm, on the host."""
+    two.run(hangs_in_nccl)
+    two.restart()
+
+
 def comes_alone():
     if dist.get_rank() == 0:
         with pytest.raises(CommunicationError, match=r"ranks \[1\] did not come within 1 s"):
@@ -244,6 +262,10 @@ def test_destroying_gives_the_communicators_back(two):
 
 
 # ---------------------------------------------------------------- in this process
+
+
+def test_the_stand_in_keeps_the_contract_of_cupys_nccl():
+    check_library(LIBRARY, "cpu", StandInDevice().fresh_stream(0).cuda_stream, lambda: None)
 
 
 @pytest.mark.parametrize("unique_id", [bytes(range(128)), tuple(range(-64, 64))], ids=["CuPy 14", "CuPy 13"])

@@ -88,7 +88,8 @@ def _without_cuda() -> tuple[str, str]:
     if torch.version.cuda is None:
         return "this build of torch is without CUDA", "install a torch for CUDA, on a machine with an NVIDIA GPU"
     if not torch.cuda.is_available():
-        return "no CUDA device is visible", "see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        version = f"see nvidia-smi, whose CUDA version must be of torch's number ({torch.version.cuda}) or above"
+        return "no CUDA device is visible", f"{version}, and CUDA_VISIBLE_DEVICES"
     return "", ""
 
 
