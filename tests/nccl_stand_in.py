@@ -1,15 +1,15 @@
 """A stand-in for `cupy.cuda.nccl` and for CUDA, on CPU memory: it computes, and records what it was asked.
 
 A communicator reads and writes the addresses that it is given and talks to its peers over gloo, which it meets by way
-of the unique id alone. Within a group of calls nothing happens before the
-group's end, as with NCCL. `StandInDevice` has
-streams that note who waited for whom.
+of the unique id alone. Within a group of calls nothing happens before the group's end, as with NCCL. `StandInDevice`
+has streams that note who waited for whom. tests/test_gpu.py holds the stand-in and the real library to the same.
 """
 
 import contextlib
 import ctypes
 import os
 import tempfile
+import threading
 from datetime import timedelta
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ DTYPES = {
     11: torch.float8_e5m2,
 }
 SUM, PRODUCT, MAX, MIN, AVERAGE = range(5)
+INTERNAL_ERROR, INVALID_ARGUMENT = 3, 4
 ID_BYTES = 128
 TIMEOUT = timedelta(seconds=30)
 
@@ -86,6 +87,7 @@ class StandInLibrary:
         self.depth = 0
         self.waiting = []
         self.broken = None  # the number that check_async_error fails with
+        self.hangs = False  # whether a call waits in NCCL for another rank, until it is broken off
 
     def get_version(self):
         return self.version
@@ -136,12 +138,16 @@ class StandInCommunicator:
     def __init__(self, library, size, file, rank):
         self.library, self.size_, self.rank = library, size, rank
         self.state = "open"
+        self.aborted = threading.Event()
         store = FileStore(file, size)
         self.gloo = ProcessGroupGloo(store, rank, size, timeout=TIMEOUT)
 
-    def _do(self, name, stream, body, is_receive=False):
+    def _do(self, name, datatype, stream, body, is_receive=False):
         """Call `body` now or at the end of the group; what it returns is called when the group's others have been."""
-        assert self.state == "open", f"{name} on a communicator that is {self.state}"
+        if self.state != "open" or datatype not in DTYPES:
+            raise NcclError(INVALID_ARGUMENT)
+        if self.library.hangs and self.aborted.wait(TIMEOUT.total_seconds()):
+            raise NcclError(INTERNAL_ERROR)
         self.library.calls.append((name, self.size_, stream))
         StandInDevice.check_running(stream)
         if self.library.depth:
@@ -164,7 +170,7 @@ class StandInCommunicator:
         def body():
             memory(recvbuf, count, datatype).copy_(fold(self._gathered(sendbuf, count, datatype), op))
 
-        self._do("allReduce", stream, body)
+        self._do("allReduce", datatype, stream, body)
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
         def body():
@@ -172,14 +178,14 @@ class StandInCommunicator:
             if self.rank == root:
                 memory(recvbuf, count, datatype).copy_(result)
 
-        self._do("reduce", stream, body)
+        self._do("reduce", datatype, stream, body)
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
         def body():
             source = sendbuff if self.rank == root else recvbuff
             memory(recvbuff, count, datatype).copy_(self._gathered(source, count, datatype)[root])
 
-        self._do("broadcast", stream, body)
+        self._do("broadcast", datatype, stream, body)
 
     def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
         def body():
@@ -188,13 +194,13 @@ class StandInCommunicator:
             ]
             memory(recvbuf, recvcount, datatype).copy_(fold(parts, op))
 
-        self._do("reduceScatter", stream, body)
+        self._do("reduceScatter", datatype, stream, body)
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         def body():
             memory(recvbuf, count * self.size_, datatype).copy_(torch.cat(self._gathered(sendbuf, count, datatype)))
 
-        self._do("allGather", stream, body)
+        self._do("allGather", datatype, stream, body)
 
     def send(self, sendbuf, count, datatype, peer, stream):
         def body():
@@ -205,7 +211,7 @@ class StandInCommunicator:
             work = self.gloo.send(content, peer, 0)
             return lambda: (work.wait(), content)
 
-        self._do("send", stream, body)
+        self._do("send", datatype, stream, body)
 
     def recv(self, recvbuf, count, datatype, peer, stream):
         def body():
@@ -215,17 +221,24 @@ class StandInCommunicator:
             work = self.gloo.recv([memory(recvbuf, count, datatype)], peer, 0)
             return lambda: work.wait()
 
-        self._do("recv", stream, body, is_receive=True)
+        self._do("recv", datatype, stream, body, is_receive=True)
 
     def check_async_error(self):
+        if self.state != "open":
+            raise NcclError(INVALID_ARGUMENT)
         if self.library.broken is not None:
             raise NcclError(self.library.broken)
 
     def abort(self):
-        self.state = "aborted"
+        self._end("aborted")
+        self.aborted.set()
 
     def destroy(self):
-        self.state = "destroyed"
+        self._end("destroyed")
+
+    def _end(self, state):
+        # The second end of a communicator is none.
+        self.state = state if self.state == "open" else self.state
 
     def rank_id(self):
         return self.rank

@@ -1,8 +1,9 @@
 """The backend `cupy_nccl` over a stand-in for CuPy's NCCL and for CUDA: results, streams, groups of calls, failures."""
 
+import contextlib
 import sys
+import types
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import nccl_checks
 import nccl_stand_in
+from nccl_contract import ADDRESSES, check_library
 from nccl_stand_in import LIBRARY, StandInDevice
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp import DistributedDataParallel, functions
-from ppe_ddp.backends.cupy_communicator import Communicators, _packed, _unpacked
+from ppe_ddp.backends import cupy_library
+from ppe_ddp.backends.cupy_communicator import Communicators, Members, _packed, _unpacked
 from ppe_ddp.backends.cupy_datatypes import reduction_of
 from ppe_ddp.backends.cupy_library import load_nccl
 from ppe_ddp.engine import sender
@@ -30,12 +33,13 @@ def ranks(request):
 
 
 def test_all_collectives_of_all_dtypes(ranks):
-    ranks.run(everything, timeout=50)
+    for called in ranks.run(everything, timeout=50):
+        assert called == {*ADDRESSES, "groupStart", "groupEnd"}
 
 
 def everything():
     # int8 is in the place of what goes to gloo.
-    nccl_checks.everything(without=["int8"])
+    return {name for name, *_ in nccl_checks.everything(without=["int8"])}
 
 
 # ---------------------------------------------------------------- on two ranks
@@ -79,15 +83,22 @@ def test_nccls_stream_waits_for_the_callers_and_is_waited_for(two):
 
 
 def groups_of_calls():
-    group, size = dist.group.WORLD, dist.get_world_size()
+    group, size, cpu = dist.group.WORLD, dist.get_world_size(), torch.device("cpu")
 
     def lists():
         group.alltoall([torch.empty(3) for _ in range(size)], [torch.ones(3)] * size).wait()
 
     def coalesced():
-        with dist._coalescing_manager(device=torch.device("cpu")):
+        with dist._coalescing_manager(device=cpu):
             dist.broadcast(torch.ones(2), 0)
             dist.reduce(torch.ones(2), 0)
+
+    def coalesced_by_cpp():
+        """As versions of torch after 2.13 do it, by other names."""
+        group.start_coalescing(cpu)
+        group.broadcast([torch.ones(2)], dist.BroadcastOptions())
+        group.reduce([torch.ones(2)], dist.ReduceOptions())
+        group.end_coalescing(cpu).wait()
 
     def several():
         group.allreduce_coalesced([torch.ones(2), torch.ones(3)]).wait()
@@ -96,13 +107,13 @@ def groups_of_calls():
         with pytest.raises(TypeError, match="int16"):
             group.allreduce_coalesced([torch.ones(2), torch.ones(3, dtype=torch.int16)])
 
-    return [recorded(call)[1] for call in (lists, coalesced, several, refused)]
+    return [recorded(call)[1] for call in (lists, coalesced, coalesced_by_cpp, several, refused)]
 
 
 def test_what_belongs_together_is_one_group_of_calls(two):
-    for lists, coalesced, several, refused in two.run(groups_of_calls):
+    for lists, coalesced, coalesced_by_cpp, several, refused in two.run(groups_of_calls):
         assert lists == ["groupStart", "send", "send", "recv", "recv", "groupEnd"]
-        assert coalesced == ["groupStart", "broadcast", "reduce", "groupEnd"]
+        assert coalesced == coalesced_by_cpp == ["groupStart", "broadcast", "reduce", "groupEnd"]
         assert several == ["groupStart", "allReduce", "allReduce", "groupEnd"]
         assert refused == []
 
@@ -165,7 +176,7 @@ def averaged_by_the_transport():
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sender, "_AVERAGING", ("cupy_stand_in",))
-        monkeypatch.setattr(functions, "dist", SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce}))
+        monkeypatch.setattr(functions, "dist", types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce}))
         module = torch.nn.Linear(3, 2, dtype=torch.float16)
         model = DistributedDataParallel(module)
         (model(torch.ones(1, 3).half()).sum() * (40000.0 + 16 * dist.get_rank())).backward()
@@ -233,6 +244,22 @@ def test_what_never_ends_is_broken_off_and_named(two):
     two.restart()
 
 
+def hangs_in_nccl():
+    dist.all_reduce(torch.ones(1))
+    group = nccl_stand_in.nccl_group()
+    group._watchdog._timeout = 0.0
+    LIBRARY.hangs = True
+    with pytest.raises(CommunicationError, match=r"all_reduce is not over after the group's timeout"):
+        dist.all_reduce(torch.ones(1))
+    LIBRARY.hangs = False
+
+
+def test_a_call_that_waits_in_nccl_for_a_rank_that_does_not_come_is_broken_off(two):
+    """NCCL connects when it first uses an algorithm, on the host."""
+    two.run(hangs_in_nccl)
+    two.restart()
+
+
 def comes_alone():
     if dist.get_rank() == 0:
         with pytest.raises(CommunicationError, match=r"ranks \[1\] did not come within 1 s"):
@@ -261,6 +288,10 @@ def test_destroying_gives_the_communicators_back(two):
 # ---------------------------------------------------------------- in this process
 
 
+def test_the_stand_in_keeps_the_contract_of_cupys_nccl():
+    check_library(LIBRARY, "cpu", StandInDevice().fresh_stream(0).cuda_stream, lambda: None)
+
+
 @pytest.mark.parametrize("unique_id", [bytes(range(128)), tuple(range(-64, 64))], ids=["CuPy 14", "CuPy 13"])
 def test_an_id_arrives_as_it_was(unique_id):
     assert _unpacked(_packed(unique_id)) == unique_id
@@ -281,6 +312,29 @@ def test_an_error_that_cupy_has_no_name_for_is_translated():
     told = r"rank 0 of 2, group 'x': all_reduce over NCCL failed: error 6"
     with pytest.raises(CommunicationError, match=told), communicators.translated("all_reduce"):
         raise KeyError(6)
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_what_was_ended_is_not_made_again(orderly):
+    """Nobody would come; the watchdog may end it all while a call is on its way."""
+    communicators = Communicators(LIBRARY, None, 0, "rank 0 of 2, group 'x'", 1.0)
+    communicators.end(orderly=orderly)
+    with pytest.raises(CommunicationError, match=r"rank 0 of 2, group 'x': .* were ended"):
+        communicators.of(0, Members("collectives", (0, 1)))
+
+
+@pytest.mark.parametrize(("torchs", "warns"), [(22907, False), (22809, True), (None, False)])
+def test_two_nccls_in_one_process_are_told(monkeypatch, torchs, warns):
+    library = types.ModuleType("nccl")
+    library.available, library.get_version = True, lambda: 22907
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["cupy.cuda"].nccl = library
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cupy_library, "torch_nccl", lambda: torchs)
+    told = pytest.warns(RuntimeWarning, match=r"NCCL 2\.28\.9, and CuPy calls 2\.29\.7")
+    with told if warns else contextlib.nullcontext():
+        assert load_nccl() is library
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -116,14 +116,16 @@ def test_a_wrong_argument_is_named(words, capsys):
     assert words[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("shared", "ranks"), [(True, 2), (False, 1)])
-def test_ranks_that_would_have_to_share_a_device(shared, ranks):
-    """One rank, unless this NCCL lets several share one."""
+@pytest.mark.parametrize(("able", "wanted", "ranks"), [(True, "1", 2), (True, "0", 1), (False, "1", 1)])
+@pytest.mark.parametrize("backend", ["nccl", "cupy_nccl"])
+def test_ranks_that_would_have_to_share_a_device(monkeypatch, backend, able, wanted, ranks):
+    """One rank, unless this NCCL lets several share one, and the user asks it to."""
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", wanted)
     started = []
 
     class Ranks:
         def __init__(self, size, **keywords):
-            started.append((size, keywords["prepare"]))
+            started.append(size)
 
         def __enter__(self):
             return self
@@ -132,14 +134,13 @@ def test_ranks_that_would_have_to_share_a_device(shared, ranks):
             pass
 
         def run(self, function, device):
-            return [[]] * started[0][0]
+            return [[]] * started[0]
 
     with (
-        mock.patch.object(diagnosis, "many_ranks_a_device", return_value=shared),
+        mock.patch.object(diagnosis, "many_ranks_a_device", return_value=able),
         mock.patch.object(diagnosis, "Ranks", Ranks),
         mock.patch("torch.cuda.device_count", return_value=1),
     ):
-        found = diagnose(Candidate("nccl", "cuda"), 1)
+        found = diagnose(Candidate(backend, "cuda"), 1)
     assert (found.outcome, found.ranks) == ("ok", ranks)
-    assert started[0][1] is (diagnosis._share_devices if shared else None)
     assert isinstance(found, Diagnosis)

@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 
+from ppe_ddp.backends import loaded_nccl
+from ppe_ddp.backends.loaded_nccl import version_text
 from ppe_ddp.cli import env, libraries
-from ppe_ddp.cli.candidates import candidates
-from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library, nccl_version
+from ppe_ddp.cli.candidates import candidates, many_ranks_a_device
+from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
 from subprocesses import run
 
 HAS = MpiLibrary("4.1", "MPICH Version: 5.0", "5.0", "on PATH")
@@ -69,7 +71,31 @@ def test_without_a_device_both_reasons_are_told(monkeypatch, cuda, reason):
 
 @pytest.mark.parametrize(("number", "text"), [(22707, "2.27.7"), (2708, "2.7.8"), (21805, "2.18.5")])
 def test_versions_of_nccl_are_read_as_people_write_them(number, text):
-    assert nccl_version(number) == text
+    assert version_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("files", "number"),
+    [(["/there/libnccl.so.2"], 23203), (["/there/libnccl.so.2", "/here/libnccl.so.2"], 22809), ([], 22809)],
+    ids=["one that pip has upgraded", "another one of CuPy's", "a part of torch"],
+)
+def test_it_is_the_loaded_nccl_that_counts(monkeypatch, files, number):
+    """torch tells what it was compiled with."""
+
+    class Library:
+        def __init__(self, file):
+            assert file == files[0]
+
+        def ncclGetVersion(self, place):
+            place._obj.value = 23203
+            return 0
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "suffix"))
+    monkeypatch.setattr(loaded_nccl, "loaded_files", lambda: files)
+    monkeypatch.setattr(loaded_nccl.ctypes, "CDLL", Library)
+    assert loaded_nccl.torch_nccl() == number
+    assert many_ranks_a_device() == (number >= 23000)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +103,7 @@ def test_versions_of_nccl_are_read_as_people_write_them(number, text):
     [
         ("2.27.7", HAS_CUPY, ""),
         (None, CupyLibrary(None, None, 0), ""),
-        ("2.26.2", HAS_CUPY, "built for NCCL 2.26.2, and CuPy calls 2.27.7"),
+        ("2.26.2", HAS_CUPY, "torch calls NCCL 2.26.2, and CuPy calls 2.27.7"),
         ("2.27.7", CupyLibrary("14.2", "2.27.7", 2), "2 different libnccl files"),
     ],
 )

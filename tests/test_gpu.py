@@ -1,5 +1,11 @@
-"""What needs a CUDA device: `make test-gpu`. Skipped, with the reason, where there is none or a library is missing."""
+"""What needs a CUDA device: `make test-gpu`. Skipped, with the reason, where there is none or a library is missing.
 
+Two ranks are on one GPU where there is no second one: over NCCL that needs a version that allows it (2.30). Without it,
+one rank alone goes all the ways over NCCL that it can.
+"""
+
+import functools
+import importlib.util
 import os
 import shutil
 import sys
@@ -11,106 +17,198 @@ import torch.distributed as dist
 from torch import nn
 
 import nccl_checks
+import nccl_stand_in
 import ppe_ddp
-from ppe_ddp.testing import Ranks, World, check_backend
+from nccl_contract import check_library
+from ppe_ddp.backends.loaded_nccl import NCCL_OF_SHARED_DEVICES, torch_nccl
+from ppe_ddp.cli.candidates import Candidate
+from ppe_ddp.cli.diagnosis import diagnose
+from ppe_ddp.errors import CommunicationError
+from ppe_ddp.testing import Ranks, World, check_backend, check_reduce_function
 from subprocesses import run
 
 pytestmark = pytest.mark.gpu
 
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+# The first use of CUDA takes seconds, and processes that share a GPU take turns of milliseconds at it.
+SECONDS = 240
+NCCL, CUPY = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:cupy_nccl"
 
 
-def needs(backend):
-    """Skip where the backend cannot be made, with the reason."""
+@functools.cache
+def missing(backend, size):
+    """Why these ranks cannot have the backend; empty if they can."""
     if "nccl" in backend and not dist.is_nccl_available():
-        pytest.skip("this torch has no NCCL")
-    if backend == "cupy_nccl":
+        return "this torch has no NCCL"
+    if "cupy_nccl" in backend:
         nccl = pytest.importorskip("cupy.cuda.nccl", reason="needs CuPy: the extra cupy12 or cupy13")
         if not nccl.available:
-            pytest.skip("CuPy has found no NCCL")
+            return "CuPy has found no NCCL"
+    if "nccl" in backend and torch.cuda.device_count() < size and torch_nccl() < NCCL_OF_SHARED_DEVICES:
+        return "needs two GPUs, or an NCCL that lets two ranks share one (2.30)"
+    return ""
 
 
-def needs_shared_devices():
-    if torch.cuda.device_count() < 2 and (not dist.is_nccl_available() or torch.cuda.nccl.version()[:2] < (2, 30)):
-        pytest.skip("needs two GPUs, or an NCCL that lets two ranks share one (2.30)")
+def needs(backend, size=1):
+    if missing(backend, size):
+        pytest.skip(missing(backend, size))
 
 
-def share_devices():
+def prepare():
+    """In each rank, before NCCL is loaded."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    # NVLink SHARP, where it is demanded and not just allowed, refuses ranks that share a GPU.
+    os.environ.pop("NCCL_NVLS_ENABLE", None)
+    nccl_stand_in.register()
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cupy_nccl", "cpu:gloo,cuda:cupy_nccl"])
-def test_one_rank_conforms(backend):
-    needs(backend.rpartition(":")[2])
-    check_backend(backend, device="cuda", world=World(sizes=(1,), timeout=120))
+def ranks_over(backend, size, **keywords):
+    needs(backend, size)
+    return Ranks(size, backend=backend, prepare=prepare, timeout=SECONDS, **keywords)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cupy_nccl"])
-def test_two_ranks_conform(backend):
-    needs(backend)
-    needs_shared_devices()
-    check_backend(backend, share_devices, device="cuda", world=World(sizes=(2,), timeout=120))
-
-
-def test_two_ranks_on_one_device_conform_over_gloo():
-    check_backend("gloo", device="cuda", world=World(sizes=(2,), timeout=120))
+# ---------------------------------------------------------------- every backend conforms and keeps the laws
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_collective_of_the_real_communicator(size):
-    """What the stand-in is held to in tests/test_cupy_nccl.py, of CuPy's own NCCL."""
-    needs("cupy_nccl")
-    if size > 1:
-        needs_shared_devices()
-    with Ranks(size, backend="cupy_nccl", prepare=share_devices, timeout=120) as ranks:
-        # float8 is reduced by GPUs of compute capability 9 only.
-        float8 = torch.cuda.get_device_capability() >= (9, 0)
-        ranks.run(everything_on_cuda, float8)
+@pytest.mark.parametrize("backend", ["nccl", NCCL, "cupy_nccl", CUPY])
+def test_it_conforms(backend, size):
+    needs(backend, size)
+    check_backend(backend, prepare, device="cuda", world=World(sizes=(size,), timeout=SECONDS))
 
 
-def everything_on_cuda(float8):
-    nccl_checks.everything("cuda", float8=float8)
+def test_two_ranks_on_one_device_conform_over_gloo():
+    check_backend("gloo", device="cuda", world=World(sizes=(2,), timeout=SECONDS))
 
 
-def test_the_real_communicator_is_called_as_the_stand_in_is():
-    """The contract of tests/nccl_stand_in.py: the places of arguments, ids of 128 bytes, errors by number."""
+def summed(gradients, group):
+    """Calls NCCL also where one rank is alone, which our own function does not."""
+    gradients.buffer().div_(dist.get_world_size(group))
+    return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+
+@pytest.mark.parametrize("backend", [NCCL, "cupy_nccl"])
+def test_one_rank_keeps_the_laws_with_all_reduces_in_flight(backend):
+    needs(backend)
+    world = World(sizes=(1,), backend=backend, setup=prepare, device="cuda", timeout=SECONDS)
+    check_reduce_function(summed, dtypes=(torch.float32, torch.bfloat16), world=world)
+
+
+LAWS = """
+import sys, torch, torch.distributed as dist, ppe_ddp
+from ppe_ddp.testing.backend_probes import probe_backend
+from ppe_ddp.testing.cases import Case
+from ppe_ddp.testing.laws import check_case
+from ppe_ddp.testing.models import Recipe
+ppe_ddp.init_process_group(sys.argv[1], init_method="mpi://", quiet=True)
+assert dist.get_world_size() == int(sys.argv[2]), dist.get_world_size()
+problems = probe_backend("cuda")
+assert problems == [], problems
+total = torch.ones(3)
+dist.all_reduce(total)
+assert total.tolist() == [dist.get_world_size()] * 3
+for seed in range(4):
+    check_case(Case(Recipe.random(seed)), device="cuda")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py: the extra [mpi]")
+@pytest.mark.parametrize(("backend", "size"), [("mpi4py", 2), ("cpu:mpi4py,cuda:nccl", 1), ("cpu:mpi4py,cuda:nccl", 2)])
+def test_ranks_keep_the_laws_over_mpi4py(tmp_path, backend, size):
+    needs(backend, size)
+    script = tmp_path / "laws.py"
+    script.write_text(LAWS)
+    # Open MPI refuses root, and more ranks than cores, unless it is told.
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    command = [MPIRUN, "-n", size, sys.executable, script, backend, size]
+    code, output, errors = run(command, timeout=SECONDS, environment=environment)
+    assert code == 0, output + errors
+
+
+# ---------------------------------------------------------------- the stand-in is like the real library
+
+
+def test_the_real_library_keeps_the_contract_of_the_stand_in():
     needs("cupy_nccl")
     from cupy.cuda import nccl
 
-    unique_id = nccl.get_unique_id()
-    assert isinstance(unique_id, bytes | tuple)
-    assert len(unique_id) == 128
-    communicator = nccl.NcclCommunicator(1, unique_id, 0)
-    assert (communicator.size(), communicator.rank_id()) == (1, 0)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    source, target = torch.arange(5, device="cuda", dtype=torch.bfloat16), torch.zeros(5, device="cuda").bfloat16()
+    check_library(nccl, "cuda", torch.cuda.Stream().cuda_stream, torch.cuda.synchronize)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_real_library_gets_the_calls_that_the_stand_in_gets(size):
+    """And all of them compute what they should."""
+    # float8 is reduced by GPUs of compute capability 9 only.
+    float8 = torch.cuda.get_device_capability() >= (9, 0)
+    with ranks_over("cupy_nccl", size) as ranks:
+        real = ranks.run(everything, "cuda", float8)
+    with ranks_over("cupy_stand_in", size) as ranks:
+        assert real == ranks.run(everything, "cpu", float8)
+
+
+def everything(device, float8):
+    # int8 goes to gloo beside the stand-in.
+    return nccl_checks.everything(device, float8=float8, without=["int8"])
+
+
+def one_dtype_more():
+    nccl_checks.reductions("int8", "cuda")
+    nccl_checks.moving("int8", "cuda")
+
+
+def barriers():
+    """By NCCL's stream, where a device is named; by gloo, where none is."""
+    dist.barrier(device_ids=[0])
+    dist.barrier()
+
+
+def made_again():
+    for _ in range(2):
+        group = dist.new_group(backend="cupy_nccl")
+        tensor = torch.ones(3, device="cuda")
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [dist.get_world_size()] * 3
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("body", [one_dtype_more, barriers, made_again])
+def test_one_rank_over_the_real_library(one, body):
+    one.run(body)
+
+
+@pytest.fixture(scope="module")
+def one():
+    with ranks_over("cupy_nccl", 1) as ranks:
+        yield ranks
+
+
+def never_comes():
+    dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
-    addresses = source.data_ptr(), target.data_ptr()
-    for name, arguments in {
-        "allReduce": (5, 9, 4),
-        "reduce": (5, 9, 0, 0),
-        "broadcast": (10, 1, 0),
-        "reduceScatter": (5, 9, 0),
-        "allGather": (10, 1),
-    }.items():
-        target.zero_()
-        torch.cuda.synchronize()
-        getattr(communicator, name)(*addresses, *arguments, stream.cuda_stream)
-        stream.synchronize()
-        assert torch.equal(source, target), name
-    target.zero_()
-    torch.cuda.synchronize()
-    nccl.groupStart()
-    communicator.send(addresses[0], 10, 1, 0, stream.cuda_stream)
-    communicator.recv(addresses[1], 10, 1, 0, stream.cuda_stream)
-    nccl.groupEnd()
-    stream.synchronize()
-    assert torch.equal(source, target)
-    with pytest.raises(nccl.NcclError):
-        communicator.allReduce(*addresses, 5, 99, 0, stream.cuda_stream)
-    communicator.check_async_error()
-    communicator.destroy()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1, device="cuda"), async_op=True)
+        torch.cuda.synchronize()  # until the watchdog breaks it off
+        with pytest.raises(CommunicationError, match="all_reduce is not over after the group's timeout of 20 s"):
+            work.wait()
+    torch.ones(1, device="cuda").item()  # the device goes on
+
+
+def test_what_never_ends_on_the_device_is_broken_off_and_named():
+    with ranks_over("cupy_nccl", 2, group_timeout=20) as ranks:
+        ranks.run(never_comes, grace=60)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cupy_nccl"])
+def test_doctor_finds_it_well(backend):
+    needs(backend)
+    found = diagnose(Candidate(backend, "cuda"), SECONDS)
+    assert found.outcome == "ok", found
+
+
+# ---------------------------------------------------------------- training
 
 
 class Block(nn.Module):
@@ -123,22 +221,35 @@ class Block(nn.Module):
         return self.head(self.layer(batch))
 
 
-def transformer_beside_torch():
+def transformer_beside_torch(function):
+    """Three steps in bfloat16, beside torch's wrapper over torch's NCCL."""
     torch.manual_seed(0)
     ours, theirs = Block().cuda().bfloat16(), Block().cuda().bfloat16()
     theirs.load_state_dict(ours.state_dict())
-    wrapped = ppe_ddp.DistributedDataParallel(ours), nn.parallel.DistributedDataParallel(theirs)
-    batch = torch.randn(8, 16, 64, device="cuda", dtype=torch.bfloat16) * (1 + dist.get_rank())
-    for model in wrapped:
-        model(batch).square().mean().backward()
-    for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(first.grad, second.grad, rtol=2e-2, atol=2e-3)
+    nccl = dist.new_group(backend="nccl")
+    models = (
+        ppe_ddp.DistributedDataParallel(ours, reduce_function=function),
+        nn.parallel.DistributedDataParallel(theirs, process_group=nccl),
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(3):
+        batch = torch.randn(8, 16, 64, device="cuda", dtype=torch.bfloat16) * (1 + dist.get_rank() + step)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+        for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+            largest = second.grad.abs().max().item()
+            torch.testing.assert_close(first.grad, second.grad, rtol=2e-2, atol=2e-2 * largest)
+        theirs_before = [parameter.detach().clone() for parameter in theirs.parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert any(not torch.equal(old, new) for old, new in zip(theirs_before, theirs.parameters(), strict=True))
 
 
-def step_without_waiting():
+def step_without_waiting(function):
     """A steady step under torch's sync debug mode, in which what makes the host wait for the device raises."""
     torch.manual_seed(0)
-    model = ppe_ddp.DistributedDataParallel(Block().cuda())
+    model = ppe_ddp.DistributedDataParallel(Block().cuda(), reduce_function=function)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     batch = torch.randn(8, 16, 64, device="cuda")
 
@@ -152,6 +263,8 @@ def step_without_waiting():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            batch[0, 0, 0].item()
         for _ in range(3):
             step()
     finally:
@@ -159,22 +272,17 @@ def step_without_waiting():
 
 
 @pytest.mark.parametrize("body", [transformer_beside_torch, step_without_waiting])
-@pytest.mark.parametrize(("backend", "size"), [("cpu:gloo,cuda:nccl", 2), ("cupy_nccl", 2), ("cupy_nccl", 1)])
-def test_a_transformer_trains(backend, size, body):
-    needs(backend.rpartition(":")[2])
-    if size > 1:
-        needs_shared_devices()
-    with Ranks(size, backend=backend, prepare=share_devices, timeout=120) as ranks:
-        ranks.run(body)
+@pytest.mark.parametrize("backend", [NCCL, "cupy_nccl"])
+@pytest.mark.parametrize(
+    ("size", "function"), [(1, None), (1, summed), (2, None)], ids=["alone", "alone by NCCL", "two"]
+)
+def test_a_transformer_trains(backend, size, function, body):
+    with ranks_over(backend, size) as ranks:
+        ranks.run(body, function)
 
 
 def overlapped_on_a_side_stream():
     """The result of a thread reaches a stream that is not the default one."""
-
-    def slow(gradients, group):
-        torch.cuda._sleep(200_000_000)
-        gradients.buffer().mul_(3.0)
-
     with torch.cuda.stream(torch.cuda.Stream()):
         module = nn.Linear(2, 1, bias=False).cuda()
         model = ppe_ddp.DistributedDataParallel(module, reduce_function=ppe_ddp.overlapped(slow))
@@ -182,29 +290,44 @@ def overlapped_on_a_side_stream():
         assert module.weight.grad.tolist() == [[3.0, 3.0]]
 
 
+def slow(gradients, group):
+    torch.cuda._sleep(200_000_000)
+    gradients.buffer().mul_(3.0)
+
+
 def test_what_a_thread_computes_is_waited_for_by_the_callers_stream():
-    with Ranks(1, backend="gloo", timeout=120) as ranks:
+    with Ranks(1, backend="gloo", timeout=SECONDS) as ranks:
         ranks.run(overlapped_on_a_side_stream)
 
 
-SCRIPT = """
+# ---------------------------------------------------------------- as a user has it
+
+
+ALONE = """
 import torch, torch.distributed as dist, ppe_ddp
-from ppe_ddp.testing.backend_probes import probe_backend
-from ppe_ddp.testing.cases import Case
-from ppe_ddp.testing.laws import check_case
-from ppe_ddp.testing.models import Recipe
-ppe_ddp.init_process_group("mpi4py", init_method="mpi://", quiet=True)
-problems = probe_backend("cuda")
-assert problems == [], problems
-for seed in range(4):
-    check_case(Case(Recipe.random(seed)), device="cuda")
+job = ppe_ddp.init_process_group(quiet=True)
+assert str(job.device) == "cuda:0", job
+assert job.backend == "cpu:gloo,cuda:nccl", job
+tensor = torch.ones(3, device=job.device)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [1.0] * 3
+dist.barrier()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
-def test_two_ranks_on_one_device_keep_the_laws_over_mpi4py(tmp_path):
-    script = tmp_path / "laws.py"
-    script.write_text(SCRIPT)
-    code, _, errors = run([MPIRUN, "-n", "2", sys.executable, script], timeout=180)
+def test_a_lone_process_gets_the_device_and_both_backends():
+    needs("nccl")
+    code, output, errors = run([sys.executable, "-c", ALONE], timeout=SECONDS)
+    assert code == 0, output + errors
+
+
+def test_env_tells_what_is_here():
+    needs("nccl")
+    code, output, errors = run([sys.executable, "-m", "ppe_ddp", "env"], timeout=SECONDS)
     assert code == 0, errors
+    assert torch.cuda.get_device_name(0) in output
+    for backend in ("nccl", "cupy_nccl"):
+        is_told = f"{backend + ':':<14}yes, for cuda tensors" in output
+        assert is_told == (importlib.util.find_spec("cupy") is not None or backend == "nccl"), output
+    assert f"{'NCCL clash:':<16}no" in output

@@ -54,7 +54,10 @@ def group_over(backend: str, arguments: Any) -> Any:
     elif backend == "nccl" and dist.is_nccl_available():
         kind, device = ProcessGroup.BackendType.NCCL, "cuda"
         options = dist.ProcessGroupNCCL.Options()
+        # As torch sets them; NCCL's watchdog tells by them which ranks of the job hang.
         options._timeout = arguments.timeout
+        options.group_name = arguments.group_id
+        options.global_ranks_in_group = arguments.global_ranks_in_group
         made = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         raise ValueError(f"rank {rank}: no {backend!r} group can be made here beside a group written in Python")

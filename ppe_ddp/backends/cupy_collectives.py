@@ -59,7 +59,7 @@ class NcclCollectives:
     def reduce(self, tensor: Tensor, op: Any, root: int) -> Steps:
         """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
         source, (datatype, count, kind) = self._reduced(tensor, op)
-        # What NCCL does to the output of the other ranks is its own affair.
+        # NCCL writes to the root's output alone.
         target = _room(tensor) if self.rank == root else source
         yield _unless_empty(
             count, lambda c, s: c.reduce(source.data_ptr(), target.data_ptr(), count, datatype, kind, root, s)

@@ -90,6 +90,7 @@ class Communicators:
         self._timeout = timeout
         self._made: dict[tuple[int, Members], Communicator] = {}
         self._counts: dict[Members, int] = {}
+        self._ended = False
 
     def __iter__(self) -> Iterator[Communicator]:
         return iter(list(self._made.values()))
@@ -104,10 +105,13 @@ class Communicators:
         The first call for a device makes it: all members must make it together, and not inside a group of calls.
 
         Raises:
-            CommunicationError: A rank did not come within the timeout, or NCCL could not connect them.
+            CommunicationError: A rank did not come within the timeout, NCCL could not connect them, or all
+                communicators were ended, by the watchdog perhaps while this call was on its way.
         """
         made = self._made.get((index, members))
         if made is None:
+            if self._ended:
+                raise CommunicationError(f"{self._place}: the group's communicators were ended")
             made = self._made[index, members] = self._connect(members)
         return made
 
@@ -134,11 +138,12 @@ class Communicators:
             raise CommunicationError(f"{self._place}: {what} over NCCL failed: {reason}") from error
 
     def end(self, *, orderly: bool) -> None:
-        """Give all communicators back to NCCL.
+        """Give all communicators back to NCCL, for good.
 
         Args:
             orderly: Whether all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
         """
+        self._ended = True
         for communicator in self:
             with contextlib.suppress(self._library.NcclError, KeyError):
                 communicator.destroy() if orderly else communicator.abort()

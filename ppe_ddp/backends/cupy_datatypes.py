@@ -1,7 +1,7 @@
 """How the numbers of a tensor look to NCCL.
 
-NCCL's own numbers stand here, since CuPy has no names for bfloat16, float8 and the average. Apart from the collectives
-because it is where wrong numbers would come from.
+NCCL's own numbers stand here: no CuPy has names for float8, and older ones have none for bfloat16 and the average.
+Apart from the collectives because it is where wrong numbers would come from.
 """
 
 from __future__ import annotations

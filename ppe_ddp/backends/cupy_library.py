@@ -6,8 +6,8 @@ import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import distributed as dist
 
+from ppe_ddp.backends.loaded_nccl import torch_nccl, version_text
 from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def load_nccl() -> NcclLibrary:
             f"built {built}, and no CUDA device is visible. On a machine with one, install a torch for CUDA, and "
             f"CuPy by: {install} (cupy12 for CUDA 12, cupy13 for CUDA 13)"
         )
+    torchs = torch_nccl()
     try:
         from cupy.cuda import nccl
     except ImportError as error:
@@ -43,18 +44,15 @@ def load_nccl() -> NcclLibrary:
             "the backend 'cupy_nccl' needs the NCCL that comes with torch for CUDA, and CuPy has not found one; see "
             f"`python -m ppe_ddp env`; a CuPy that fits this torch comes by: {install}"
         )
-    _warn_of_two_libraries(nccl.get_version())
+    _warn_of_two_libraries(torchs, nccl.get_version())
     return cast("NcclLibrary", nccl)
 
 
-def _warn_of_two_libraries(number: int) -> None:
-    if not dist.is_nccl_available():
-        return
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    if number != major * 10000 + minor * 100 + patch:
+def _warn_of_two_libraries(torchs: int | None, cupys: int) -> None:
+    if torchs is not None and torchs != cupys:
         warnings.warn(
-            f"torch is built for NCCL {major}.{minor}.{patch}, and CuPy calls the one of number {number}: two NCCLs in "
-            "one process can get in each other's way. Import torch before CuPy; see `python -m ppe_ddp env`",
+            f"torch calls NCCL {version_text(torchs)}, and CuPy calls {version_text(cupys)}: two NCCLs in one process "
+            "can get in each other's way. Import torch before CuPy; see `python -m ppe_ddp env`",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )

@@ -22,7 +22,7 @@ from ppe_ddp.backends.cupy_watchdog import Watchdog
 from ppe_ddp.backends.cupy_work import Flight, NcclWork
 from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
 from ppe_ddp.backends.routed_group import RoutedGroup
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import CommunicationError, UnusableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -112,12 +112,12 @@ class NcclGroup(CollectiveGroup):
         self._device = nccl_device
         self._over: NcclCollectives = NcclCollectives(rank, size, library.get_version())
         self._communicators = Communicators(library, arguments.store, rank, self._place, seconds)
-        self._watchdog = Watchdog(self._communicators, self._place, seconds)
         self._everyone = Members("collectives", tuple(range(size)))
         self._channels: dict[tuple[int, Members], Channel] = {}
         self._coalesced: tuple[Flight, list[_Part]] | None = None
         self._posted: list[tuple[Flight, list[_Part]]] = []
         self._lock = threading.RLock()  # buckets may be sent from a thread, and waited for in another
+        self._watchdog = Watchdog(self._communicators, self._place, seconds, self._lock)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """Wait until every rank is here and this one's current stream has come so far; the host waits."""
@@ -242,12 +242,16 @@ class NcclGroup(CollectiveGroup):
         parts = [part for _, parts in flights for part in parts]
         with self._communicators.translated(flights[0][0].what.rpartition(": ")[2]):
             self._connect(part.channel for part in parts)
-            calls = [(part.channel, call) for part in parts for call in part.calls]
-            with self._communicators.grouped() if len(calls) > 1 else contextlib.nullcontext():
-                for channel, call in calls:
-                    with self._device.at(channel.index):
-                        communicator = self._communicators.of(channel.index, channel.members)
-                        call(communicator, channel.stream.cuda_stream)
+        for flight, _ in flights:
+            self._watchdog.watch(flight)
+        try:
+            self._call(flights[0][0].what, [(part.channel, call) for part in parts for call in part.calls])
+        except CommunicationError:
+            for flight, _ in flights:
+                self._watchdog.forget(flight)
+            # What the watchdog has broken off fails in NCCL's words, which tell less.
+            self._watchdog.check_failed()
+            raise
         for flight, own in flights:
             for part in own:
                 with self._device.on(part.channel.stream):
@@ -255,7 +259,14 @@ class NcclGroup(CollectiveGroup):
             channels = dict.fromkeys(part.channel for part in own)
             flight.landings = [(channel, channel.stream.record_event()) for channel in channels]
             flight.launched = True
-            self._watchdog.watch(flight)
+
+    def _call(self, what: str, calls: Sequence[tuple[Channel, Call]]) -> None:
+        together = self._communicators.grouped() if len(calls) > 1 else contextlib.nullcontext()
+        with self._communicators.translated(what.rpartition(": ")[2]), together:
+            for channel, call in calls:
+                with self._device.at(channel.index):
+                    communicator = self._communicators.of(channel.index, channel.members)
+                    call(communicator, channel.stream.cuda_stream)
 
     def _connect(self, channels: Iterable[Channel]) -> None:
         """Make the communicators that are missing; in one order on all ranks, or two would wait for each other."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Watchdog"]
 
 _LOOK_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0
 
 
 class Watchdog:
@@ -33,12 +34,15 @@ class Watchdog:
         communicators: The group's.
         place: Who and where, for errors.
         timeout: How long a call may take, in seconds.
+        calls: Held by whoever is about to call NCCL.
     """
 
-    def __init__(self, communicators: Communicators, place: str, timeout: float) -> None:
+    def __init__(self, communicators: Communicators, place: str, timeout: float, calls: threading.RLock) -> None:
         self._communicators = communicators
         self._place = place
         self._timeout = timeout
+        self._calls = calls
+        self._looking = threading.Lock()
         self._flights: deque[tuple[float, Flight]] = deque()
         self._error: CommunicationError | None = None
         self._closed = False
@@ -64,7 +68,7 @@ class Watchdog:
             self.check()
 
     def watch(self, flight: Flight) -> None:
-        """Take note of what was just given to NCCL."""
+        """Take note of what is about to be given to NCCL, whose calls may wait for the other ranks, too."""
         # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
         while self._flights and self._flights[0][1].is_over():
             self._flights.popleft()
@@ -74,6 +78,10 @@ class Watchdog:
             self._thread = threading.Thread(target=_look, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
             self._thread.start()
 
+    def forget(self, flight: Flight) -> None:
+        """NCCL has not taken it."""
+        self._flights = deque(entry for entry in self._flights if entry[1] is not flight)
+
     def drain(self) -> None:
         """Wait on the host until nothing is on its way, or the group has failed."""
         for _, flight in list(self._flights):
@@ -82,37 +90,49 @@ class Watchdog:
         self._flights.clear()
 
     def close(self) -> None:
-        """End the watch: every later call raises."""
-        self._closed = True
+        """End the watch: every later call raises, and the communicators are not looked at any more."""
+        with self._looking:
+            self._closed = True
         self._ended.set()
 
     def look(self) -> None:
         """Look once; fail the group if something is wrong."""
-        if self._closed or self._error is not None:
-            return
+        with self._looking:
+            if not self._closed and self._error is None:
+                error = self._reported() or self._late()
+                if error is not None:
+                    self._fail(error)
+
+    def _reported(self) -> CommunicationError | None:
         for communicator in self._communicators:
             try:
                 with self._communicators.translated("a call that had been started"):
                     communicator.check_async_error()
             except CommunicationError as error:
-                self._fail(error)
-                return
+                return error
+        return None
+
+    def _late(self) -> CommunicationError | None:
         late = [flight for since, flight in list(self._flights) if time.monotonic() - since > self._timeout]
         for flight in late:
             if not flight.is_over():
-                self._fail(
-                    CommunicationError(
-                        f"{flight.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
-                        "did not make the call, or died. The group's communicators were broken off, and what it was "
-                        "computing is not to be trusted"
-                    )
+                return CommunicationError(
+                    f"{flight.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
+                    "did not make the call, or died. The group's communicators were broken off, and what it was "
+                    "computing is not to be trusted"
                 )
-                return
+        return None
 
     def _fail(self, error: CommunicationError) -> None:
         # Before the abort, which lets those go on who wait on the host.
         self._error = error
-        self._communicators.end(orderly=False)
+        # An abort frees what a call from another thread is using: only a call that hangs is not waited for.
+        held = self._calls.acquire(timeout=_PATIENCE_SECONDS)
+        try:
+            self._communicators.end(orderly=False)
+        finally:
+            if held:
+                self._calls.release()
 
 
 def _look(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ppe_ddp.backends.loaded_nccl import NCCL_OF_SHARED_DEVICES, torch_nccl
+
 if TYPE_CHECKING:
     from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary
 
 __all__ = ["Candidate", "candidates", "many_ranks_a_device"]
-
-# From this one on, several ranks may share a GPU if NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
-_NCCL_OF_SHARED_DEVICES = (2, 30)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def candidates(mpi: MpiLibrary, cupy: CupyLibrary) -> tuple[Candidate, ...]:
 
 def many_ranks_a_device() -> bool:
     """Whether torch's NCCL takes several ranks on one GPU, where it is told to."""
-    return dist.is_nccl_available() and tuple(torch.cuda.nccl.version())[:2] >= _NCCL_OF_SHARED_DEVICES
+    return (torch_nccl() or 0) >= NCCL_OF_SHARED_DEVICES
 
 
 def _gloo() -> Candidate:
@@ -89,7 +88,8 @@ def _without_cuda() -> tuple[str, str]:
     if torch.version.cuda is None:
         return "this build of torch is without CUDA", "install a torch for CUDA, on a machine with an NVIDIA GPU"
     if not torch.cuda.is_available():
-        return "no CUDA device is visible", "see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        version = f"see nvidia-smi, whose CUDA version must be of torch's number ({torch.version.cuda}) or above"
+        return "no CUDA device is visible", f"{version}, and CUDA_VISIBLE_DEVICES"
     return "", ""
 
 

@@ -22,6 +22,7 @@ from ppe_ddp.testing import RankError, Ranks
 __all__ = ["Diagnosis", "diagnose"]
 
 _RANKS = 2
+_SHARE_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 _TOLD_LINES = 12
 _REMEDIES = {
     "gloo": "see that this machine's name has an address that it can reach, or set GLOO_SOCKET_IFNAME=lo",
@@ -92,20 +93,15 @@ def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] |
 def _by_ranks(candidate: Candidate, timeout: float, setup: Callable[[], object] | None) -> Diagnosis:
     size = _RANKS
     if candidate.device == "cuda" and torch.cuda.device_count() < _RANKS:
-        if candidate.name == "nccl" and many_ranks_a_device():
-            setup = _share_devices
-        else:
-            size = 1
+        # NCCL can do it from 2.30 on, as an experiment: only for somebody who asks for it.
+        wanted = os.environ.get(_SHARE_DEVICES) == "1" and candidate.name in ("nccl", "cupy_nccl")
+        size = _RANKS if wanted and many_ranks_a_device() else 1
     try:
         with Ranks(size, backend=candidate.name, timeout=timeout, prepare=setup) as ranks:
             return _judged(candidate.name, size, ranks.run(examine, candidate.device))
     except RankError as error:
         reason, _, details = str(error).partition("\n")
         return _failed(candidate.name, size, reason, details.strip())
-
-
-def _share_devices() -> None:
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
 
 
 def _under_mpirun(timeout: float) -> Diagnosis:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from ppe_ddp.backends.loaded_nccl import torch_nccl, version_text
 from ppe_ddp.cli.arguments import output
 from ppe_ddp.cli.candidates import Candidate, candidates, many_ranks_a_device
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
@@ -36,7 +36,7 @@ class Surroundings:
         threads: ``OMP_NUM_THREADS`` as it is set, and the threads that torch takes.
         devices: The CUDA devices by name.
         cuda: The CUDA version that torch is built for; None for none.
-        torch_nccl: The version of torch's NCCL; None where it has none.
+        torch_nccl: The version of the NCCL that torch calls; None where it has none.
         mpi: The MPI behind mpi4py.
         cupy: CuPy and its NCCL.
         nccl_clash: Why torch's NCCL and CuPy's do not go together; empty where they do.
@@ -75,17 +75,18 @@ def run(arguments: argparse.Namespace) -> int:
 def look_around() -> Surroundings:
     """Find out what is here; takes seconds, as the libraries are loaded in processes of their own."""
     mpi, cupy = mpi_library(), cupy_library()
-    torch_nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    number = torch_nccl()
+    nccl = None if number is None else version_text(number)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Surroundings(
         launcher=_launcher(),
         threads=f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}, torch takes {torch.get_num_threads()}",
         devices=tuple(torch.cuda.get_device_name(index) for index in range(count)),
         cuda=torch.version.cuda,
-        torch_nccl=torch_nccl,
+        torch_nccl=nccl,
         mpi=mpi,
         cupy=cupy,
-        nccl_clash=_clash(torch_nccl, cupy),
+        nccl_clash=_clash(nccl, cupy),
         backends=candidates(mpi, cupy),
     )
 
@@ -127,9 +128,9 @@ def _launcher() -> str:
     return f"{place.launcher}, rank {place.rank} of {place.world_size}{note}"
 
 
-def _clash(torch_nccl: str | None, cupy: CupyLibrary) -> str:
+def _clash(torchs: str | None, cupy: CupyLibrary) -> str:
     if cupy.files > 1:
         return f"torch and CuPy load {cupy.files} different libnccl files into one process"
-    if torch_nccl and cupy.nccl and torch_nccl != cupy.nccl:
-        return f"torch is built for NCCL {torch_nccl}, and CuPy calls {cupy.nccl}"
+    if torchs and cupy.nccl and torchs != cupy.nccl:
+        return f"torch calls NCCL {torchs}, and CuPy calls {cupy.nccl}"
     return ""

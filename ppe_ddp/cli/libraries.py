@@ -13,7 +13,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CupyLibrary", "MpiLibrary", "cupy_library", "mpi_library", "mpirun", "nccl_version"]
+from ppe_ddp.backends.loaded_nccl import version_text
+
+__all__ = ["CupyLibrary", "MpiLibrary", "cupy_library", "mpi_library", "mpirun"]
 
 _SECONDS = 60.0
 _ANSWER = "ppe_ddp: "
@@ -37,7 +39,7 @@ answer["standard"] = ".".join(map(str, MPI.Get_version()))
 
 # torch first, as a program of ours has it. What is mapped says which libnccl is really used.
 _ASK_CUPY = """
-import re, warnings
+import warnings
 warnings.simplefilter("ignore")
 import torch
 import cupy
@@ -45,8 +47,8 @@ answer["cupy"] = cupy.__version__
 from cupy.cuda import nccl
 if nccl.available:
     answer["nccl"] = nccl.get_version()
-with open("/proc/self/maps") as maps:
-    answer["files"] = sorted(set(re.findall(r"/\\S*libnccl\\.so\\S*", maps.read())))
+from ppe_ddp.backends.loaded_nccl import loaded_files
+answer["files"] = loaded_files()
 """
 
 
@@ -98,15 +100,8 @@ def cupy_library() -> CupyLibrary:
     """Ask for CuPy and its NCCL, beside torch and its own."""
     answer, problem = _ask(_ASK_CUPY)
     number, files = answer.get("nccl"), answer.get("files")
-    nccl = nccl_version(number) if isinstance(number, int) else None
+    nccl = version_text(number) if isinstance(number, int) else None
     return CupyLibrary(_text(answer, "cupy"), nccl, len(files) if isinstance(files, list) else 0, problem)
-
-
-def nccl_version(number: int) -> str:
-    """NCCL's number of a version as people write it: 22707 is 2.27.7."""
-    # Until 2.8 the places were of one digit.
-    major, rest = divmod(number, 10000) if number >= 10000 else divmod(number, 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def mpirun() -> str | None:
