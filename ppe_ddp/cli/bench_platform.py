@@ -121,7 +121,11 @@ class Platform:
             devices: list[Any] = [None] * job.world_size
             own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
             dist.all_gather_object(devices, own, group=self.control())
-            self._crowd(max(Counter(devices).values()))
+            try:
+                self._crowd(max(Counter(devices).values()))
+            except ValueError:
+                dist.destroy_process_group()
+                raise
         return job
 
     def enter(self) -> None:

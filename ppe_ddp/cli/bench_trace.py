@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ LEAD_STEPS = 9
 """How many steps a new wrapper makes first: by then its buckets are in the order in which gradients arrive."""
 
 _STEPS = 3
+_SILENT = "6"
 
 
 def trace_file(folder: str, model: str, contestant: str, rank: int | str) -> str:
@@ -39,6 +41,9 @@ def record(step: Callable[[], object], file: str, platform: Platform, control: P
     activities = [ProfilerActivity.CPU]
     if platform.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
+    else:
+        # Some versions of the profiler tell on stderr when they start and stop; on a GPU they also tell of errors.
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     platform.settle()
     with profile(activities=activities) as picture:
         # The profiler takes its time to start, another on each rank.
