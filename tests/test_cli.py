@@ -1,7 +1,10 @@
 """The command line: what is called how, and what a measurement says. Never how long anything takes."""
 
 import argparse
+import contextlib
+import gzip
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,26 +20,32 @@ import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp import cli
-from ppe_ddp.cli import bench_contestants, bench_measure
+from ppe_ddp.cli import bench_contestants, bench_load, bench_measure
 from ppe_ddp.cli.arguments import size_of
 from ppe_ddp.cli.bench_collective import OPERATIONS, _wrong
+from ppe_ddp.cli.bench_collective import measure as measure_collectives
 from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
 from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
-from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp.cli.bench_models import WORKLOADS, TransformerBf16
 from ppe_ddp.cli.bench_optimizer import CONTESTANTS as OPTIMIZER_CONTESTANTS
 from ppe_ddp.cli.bench_optimizer import measure as measure_optimizers
+from ppe_ddp.cli.bench_platform import Platform
 from ppe_ddp.cli.bench_result import Spread, combine
 from ppe_ddp.testing import RankError
+from subprocesses import run
 
 NAMES = [kind.name for kind in CONTESTANTS]
+MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TINY_RUN = ["bench", "step", "--quick", "--steps", "1", "--repeats", "2"]
 
 
-def ppe_ddp(*words, launcher=(), path=None):
-    command = [sys.executable, *launcher, "-m", "ppe_ddp", *words]
-    paths = [str(path or ""), *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+def called(*words):
+    """The command in this process: its exit code, output and errors, without a process of its own."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 # --- finding a command
@@ -94,7 +103,14 @@ def test_a_wrong_argument_is_named_before_anything_runs(wrong, capsys):
 # --- what is measured
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+class SmallTransformerBf16(TransformerBf16):
+    vocabulary, width, depth, sequences, length = 101, 128, 2, 2, 8
+
+
+SMALL = [SmallTransformerBf16() if isinstance(one, TransformerBf16) else one for one in WORKLOADS]
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
 def test_every_step_of_a_model_gives_gradients_that_are_numbers(workload):
     torch.manual_seed(0)
     model = workload.build()
@@ -103,7 +119,9 @@ def test_every_step_of_a_model_gives_gradients_that_are_numbers(workload):
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert (len(gradients) < len(list(model.parameters()))) == workload.is_dynamic
     smallest_normal = torch.finfo(torch.float32).tiny
+    half = workload.name == "transformer-bf16"
     for gradient in gradients:
+        assert gradient.dtype == (torch.bfloat16 if half else torch.float32)
         assert gradient.isfinite().all()
         assert gradient.abs().max() > smallest_normal
 
@@ -151,7 +169,8 @@ def test_ppe_is_optional(monkeypatch):
 
 def rank_result(seconds, present, skipped=()):
     traffic = {name: Traffic(8, 1) for name in seconds}
-    return RankResult(seconds, traffic, bytes(present), (4, 40, 400), dict(skipped))
+    launches = {"ppe_ddp": [1e-6 * len(seconds), 3e-6]}
+    return RankResult(seconds, traffic, bytes(present), (4, 40, 400), dict(skipped), launches)
 
 
 def test_a_step_takes_as_long_as_on_the_slowest_rank_and_ratios_are_taken_within_a_repetition():
@@ -168,23 +187,32 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank_and_ratios_are_taken_within
     assert (model.parameter_nbytes, model.existing_nbytes) == (444, 404)
     assert [result.name for result in model.contestants] == NAMES
     assert [result.skipped for result in model.contestants] == [None, None, "away", None]
+    assert model.ours.launch_us == Spread.of([3.0, 3.0, 3.0, 3.0])
+    assert [result.launches for result in model.contestants] == [4, 0, 0, 0]
 
 
 def test_a_target_holds_for_its_number_of_ranks_only():
     rank = rank_result({"ppe_ddp": [1.0], "torch": [2.0], "ppe": [2.0], "bare": [1.0]}, [1, 1, 1])
     met = [combine(workload_named("small"), 1, [rank] * count).met for count in (1, 2, 3)]
     assert met == [None, True, None]
+    assert combine(workload_named("small"), 1, [rank] * 2, device="cuda").met is None
 
 
 # --- the whole command
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """One run of the real command: its result as data, and as text."""
+def report(tmp_path_factory, two_ranks):
+    """One run of the command: its result as data, and as text. Two ranks are those that are there already."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
     models = [f"--model={name}" for name in ("supernet-own", "tiny")]
-    done = ppe_ddp(*TINY_RUN, *models, "--no-views", "--json", str(file))
+    start = Platform.start
+
+    def started(platform, ranks):
+        return contextlib.nullcontext(two_ranks) if ranks == 2 else start(platform, ranks)
+
+    with mock.patch.object(Platform, "start", started):
+        done = called(*TINY_RUN, *models, "--no-views", "--json", str(file))
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done
 
@@ -197,6 +225,14 @@ def test_everything_is_in_the_report(report):
     data, done = report
     assert data["versions"]["torch"] == torch.__version__
     assert data["machine"]["cores"] >= 1
+    assert data["settings"]["platform"] == {
+        "device": "cpu",
+        "device_name": None,
+        "devices": 0,
+        "backend": "gloo",
+        "nccl": None,
+    }
+    assert "cpu over gloo" in done.stdout
     assert (data["settings"]["steps"], data["settings"]["repeats"], data["settings"]["views"]) == (1, 2, False)
     assert [model["name"] for model in data["models"]] == ["supernet-own", "tiny"]
     assert [model["world_size"] for model in data["models"]] == [2, 1]
@@ -239,17 +275,51 @@ def test_presence_costs_less_than_ppes(report):
 
 def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    words = [*TINY_RUN, "--model=supernet-own", "--json=-"]
-    done = ppe_ddp(*words, launcher=launcher, path=tmp_path)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
-    assert [model["world_size"] for model in data["models"]] == [2]
+    traces = tmp_path / "new" / "traces"
+    launcher = [MPIRUN, "-n", "2", sys.executable] if MPIRUN else [sys.executable, *TORCHRUN]
+    command = [*launcher, "-m", "ppe_ddp", *TINY_RUN, "--model=supernet-own", "--json=-", f"--trace={traces}"]
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    code, output, errors = run([*command, *(["--mpi-thread"] if MPIRUN else [])], timeout=150, environment=environment)
+    assert code == 0, errors
+    (model,) = json.loads(output)["models"]
+    assert model["world_size"] == 2
+    results = results_of(model)
+    assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in errors
+    assert "not here" in results["ppe"]["skipped"]
+    assert results["ppe_ddp"]["traffic"]["gradient_nbytes"] == model["existing_nbytes"]
+    more = ["over mpi4py", "mpi thread"] if MPIRUN else []
+    assert [*results] == ["ppe_ddp", *more, "torch", "ppe", "bare"]
+    assert all(name in errors for name in results)
+    assert f"traces: {traces}/" in errors
+    check_traces(traces)
+
+
+def check_traces(folder):
+    """One picture a contestant and rank: three steps with their collectives, and in ours what the engine does."""
+    names = [f"supernet-own-{name}-rank{rank}.json.gz" for name in ("ppe_ddp", "torch") for rank in (0, 1)]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    for name in names:
+        events = json.loads(gzip.decompress((folder / name).read_bytes()))["traceEvents"]
+        spans = [event["name"] for event in events if event.get("ph") == "X"]
+        assert sum("allreduce" in span or "all_reduce" in span for span in spans) >= 3
+        assert {"step 0", "step 1", "step 2"} <= set(spans)
+        ours = {span for span in spans if span.startswith("ppe_ddp.")}
+        expected = {"ppe_ddp.negotiate", "ppe_ddp.launch[0]", "ppe_ddp.finish"}
+        assert expected <= ours if "ppe_ddp" in name else not ours
+
+
+def test_the_hosts_time_for_a_bucket_is_told(report):
+    data, done = report
+    assert "us/bucket" in done.stdout
     for model in data["models"]:
-        assert "not here" in results_of(model)["ppe"]["skipped"]
-    assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in done.stderr
-    ours = results_of(data["models"][0])["ppe_ddp"]
-    assert ours["traffic"]["gradient_nbytes"] == data["models"][0]["existing_nbytes"]
+        results = results_of(model)
+        sends = ["ppe_ddp"] if model["world_size"] > 1 else []
+        assert [name for name, result in results.items() if result["launch_us"]] == sends
+        assert [name for name, result in results.items() if result["launches"]] == sends
+    for model in data["models"][:1]:
+        ours = results_of(model)["ppe_ddp"]
+        assert ours["launches"] >= 2 * model["world_size"]  # a bucket or more in each repetition, on each rank
+        assert 0 < ours["launch_us"]["lower"] <= ours["launch_us"]["upper"] < 1e3 * max(ours["steps_ms"])
 
 
 def test_a_launchers_environment_that_is_wrong_is_named(monkeypatch, capsys):
@@ -268,19 +338,19 @@ def test_gradient_bytes_are_those_that_are_there():
 
 # --- collectives
 
-MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent)
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs the extra [mpi]")
 
-
-@needs_mpirun
-def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path):
+@pytest.mark.skipif(MPIRUN is None, reason="needs the extra [mpi]")
+def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path, monkeypatch, capfd):
     file = tmp_path / "result.json"
     words = [word for name in OPERATIONS for word in ("--op", name)]
-    done = ppe_ddp("bench", "collective", "--max-size", "3K", "--repeats", "2", *words, "--json", str(file))
-    assert done.returncode == 0, done.stderr
+    words += ["--min-size", "256", "--max-size", "3K", "--repeats", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["ppe_ddp", "bench", "collective", *words])
+    code = cli.main(sys.argv[1:])
+    output, errors = capfd.readouterr()
+    assert code == 0, errors
     data = json.loads(file.read_text())
     assert data["settings"]["ranks"] == 2
-    assert [(line["operation"], line["backend"]) for line in data["lines"][::10]] == [
+    assert [(line["operation"], line["backend"]) for line in data["lines"][::6]] == [
         (name, "gloo") for name in OPERATIONS
     ]
     assert {line["wrong"] for line in data["lines"]} == {0}
@@ -289,9 +359,16 @@ def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path)
         assert mpi["algbw"] == pytest.approx(mpi["nbytes"] / mpi["microseconds"] / 1e3)
         factor = 1.0 if mpi["operation"] in ("all_reduce", "broadcast") else 0.5
         assert mpi["busbw"] == pytest.approx(factor * mpi["algbw"])
-    assert [line["nbytes"] for line in data["lines"][:10:2]] == [4, 32, 256, 2048, 3072]
-    for text in ("Collectives", "busbw GB/s", "x gloo"):
-        assert text in done.stdout
+    assert [line["nbytes"] for line in data["lines"][:6:2]] == [256, 2048, 3072]
+    for text in ("Collectives", "2 ranks on cpu", "busbw GB/s", "x gloo"):
+        assert text in output
+
+
+def test_collectives_on_ranks_of_its_own(two_ranks):
+    """As with --device cuda, where the first backend is NCCL."""
+    arguments = argparse.Namespace(op=["reduce_scatter"], dtype="int64", min_size=64, max_size=64, repeats=1)
+    for (line,) in two_ranks.run(measure_collectives, arguments, Platform()):
+        assert (line.operation, line.backend, line.nbytes, line.wrong) == ("reduce_scatter", "gloo", 64, 0)
 
 
 def test_a_wrong_sum_is_counted_and_is_an_exit_code(two_ranks):
@@ -309,12 +386,13 @@ def count_wrong_sums():
         return _wrong("all_reduce", whole, part, dist.group.WORLD)
 
 
-def test_loads_side_by_side(tmp_path):
+def test_loads_side_by_side(tmp_path, two_ranks):
     file = tmp_path / "result.json"
-    done = ppe_ddp("bench", "load", "--ranks", "2", "--size", "1M", "--repeats", "1", "--json", str(file))
+    with mock.patch.object(bench_load, "Ranks", return_value=contextlib.nullcontext(two_ranks)):
+        done = called("bench", "load", "--ranks", "2", "--size", "200K", "--repeats", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr
     data = json.loads(file.read_text())
-    assert data["settings"] == {"ranks": 2, "backend": "gloo", "size": 1 << 20, "repeats": 1}
+    assert data["settings"] == {"ranks": 2, "backend": "gloo", "size": 200 << 10, "repeats": 1}
     lines = {line["name"]: line for line in data["lines"]}
     assert [*lines][:2] == ["torch", "ppe_ddp"]
     installed = importlib.util.find_spec("accelerate") is not None
@@ -338,22 +416,8 @@ def test_what_is_no_size(text):
         size_of(text)
 
 
-@needs_mpirun
-def test_a_step_under_mpirun_has_more_contestants(tmp_path):
-    file = tmp_path / "result.json"
-    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", *TINY_RUN, "--model", "small"]
-    command += ["--mpi-thread", "--json", str(file)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    names = [result["name"] for result in json.loads(file.read_text())["models"][0]["contestants"]]
-    assert names == ["ppe_ddp", "over mpi4py", "mpi thread", "torch", "ppe", "bare"]
-    assert "over mpi4py" in done.stdout
-
-
 def test_optimizers_are_measured_and_their_state_counted(two_ranks):
-    lines, same = two_ranks.run(measure_optimizers, ["small"], 1, 2, 0)
+    lines, same = two_ranks.run(measure_optimizers, ["small"], 1, 1, 0)
     assert [line.name for line in lines] == list(OPTIMIZER_CONTESTANTS)
     assert lines == same
     state = {line.name: line.state_nbytes for line in lines}

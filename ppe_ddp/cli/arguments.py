@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import tempfile
 from pathlib import Path
 
-__all__ = ["count", "mebibytes", "output", "seconds", "size_of"]
+__all__ = ["count", "folder", "mebibytes", "output", "seconds", "size_of"]
 
 
 def count(text: str) -> int:
@@ -51,3 +52,16 @@ def output(text: str) -> str:
     if text != "-" and (not Path(text).parent.is_dir() or Path(text).is_dir()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
     return text
+
+
+def folder(text: str) -> Path:
+    """A folder that files can be written to; made if there is none."""
+    path = Path(text).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not tell: file systems may be full or read-only.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder that can be written to ({error})") from error
+    return path

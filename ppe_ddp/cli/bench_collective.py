@@ -1,13 +1,16 @@
-"""Measures collectives over gloo and mpi4py side by side, in one run, in the manner of nccl-tests.
+"""Measures collectives over backends side by side, in one run, in the manner of nccl-tests.
+
+Those are gloo and mpi4py, and with --device cuda NCCL as torch calls it and as CuPy does.
 
 algbw is the size divided by the time; busbw is what each rank's link must carry at least for that, which can be
 compared between numbers of ranks and collectives. "wrong" counts elements that are not what they should be.
 
-Started alone it starts its ranks by the mpirun of this Python's environment; under mpirun it uses those that
-there are, and under torchrun or srun it measures gloo alone:
+Started alone it starts its ranks, on the CPU by the mpirun of this Python's environment; under mpirun it uses those
+that there are, and under torchrun or srun it measures gloo alone:
 
   python -m ppe_ddp bench collective --op all_reduce --max-size 32M
   mpirun -n 4 python -m ppe_ddp bench collective --json result.json
+  python -m ppe_ddp bench collective --device cuda --max-size 256M
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -28,11 +30,13 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
-from ppe_ddp import init_process_group
+from ppe_ddp.backends.cupy_library import load_nccl
 from ppe_ddp.cli.arguments import count, output, size_of
+from ppe_ddp.cli.bench_platform import BACKENDS, Platform
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
 from ppe_ddp.cli.table import console_on
 from ppe_ddp.launch import detect
+from ppe_ddp.testing import RankError
 
 if TYPE_CHECKING:
     import argparse
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["OPERATIONS", "Line", "add_arguments", "run"]
+__all__ = ["OPERATIONS", "Line", "add_arguments", "measure", "run"]
 
 _RANKS = 2
 _FACTOR = 8
@@ -103,7 +107,8 @@ def _firsts(result: Tensor, ranks: int) -> Tensor:
 
 
 def _parts(result: Tensor, ranks: int) -> Tensor:
-    return torch.arange(1, ranks + 1).to(result.dtype).repeat_interleave(result.numel() // ranks)
+    numbers = torch.arange(1, ranks + 1, device=result.device)
+    return numbers.to(result.dtype).repeat_interleave(result.numel() // ranks)
 
 
 # What runs it, what its result should be where each rank gave rank + 1, and busbw / algbw by the number of ranks.
@@ -123,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {_RANKS})")
     names = list(OPERATIONS)
     parser.add_argument("--op", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)}")
+    parser.add_argument("--device", choices=list(BACKENDS), default="cpu", help="of the tensors (default: cpu)")
     parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", help="of the elements")
     parser.add_argument("--min-size", type=size_of, default=4, metavar="BYTES", help="smallest message (default: 4)")
     parser.add_argument("--max-size", type=size_of, default=32 << 20, metavar="BYTES", help="largest (default: 32M)")
@@ -134,15 +140,36 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints what came out on rank 0.
 
     Returns:
-        0, or 1 if a result was wrong, or the code with which mpirun ended; 2 if there is no mpirun to start.
+        0, or 1 if a result was wrong or a rank failed, or the code with which mpirun ended; 2 if what is needed is not
+        here.
     """
-    if detect(os.environ).launcher == "alone":
-        return _start(arguments.ranks or _RANKS)
-    torch.set_num_threads(1)
-    init_process_group(quiet=True)
-    lines = list(_measured(arguments))
-    if dist.get_rank() == 0:
-        _publish(arguments, lines)
+    try:
+        platform = Platform.of(arguments.device)
+        if detect(os.environ).launcher != "alone":
+            return _join(arguments, platform)
+        ranks = arguments.ranks or _RANKS
+        if platform.device == "cpu":
+            return _start(ranks)
+        platform.admit(ranks)
+    except (ImportError, RuntimeError, ValueError) as error:
+        print(f"ppe_ddp: {error}", file=sys.stderr)
+        return 2
+    try:
+        with platform.start(ranks) as world:
+            lines = world.run(measure, arguments, platform)[0]
+    except RankError as error:
+        print(f"ppe_ddp: {error}", file=sys.stderr)
+        return 1
+    _publish(arguments, platform, ranks, lines)
+    return int(any(line.wrong for line in lines))
+
+
+def _join(arguments: argparse.Namespace, platform: Platform) -> int:
+    """Measure on the ranks that a launcher has started."""
+    job = platform.join(quiet=True)
+    lines = measure(arguments, platform)
+    if job.rank == 0:
+        _publish(arguments, platform, job.world_size, lines)
     dist.destroy_process_group()
     return int(any(line.wrong for line in lines))
 
@@ -157,48 +184,85 @@ def _start(ranks: int) -> int:
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
-def _measured(arguments: argparse.Namespace) -> Iterator[Line]:
-    world = dist.group.WORLD
-    assert world is not None
-    groups: dict[str, ProcessGroup] = {"gloo": dist.new_group(backend="gloo")}
-    if over_mpi():
-        groups["mpi4py"] = world
+def measure(arguments: argparse.Namespace, platform: Platform) -> list[Line]:
+    """Measures what ``arguments`` ask for in the default process group; all ranks call this together."""
+    torch.set_num_threads(1)
+    platform.enter()
+    table = _Comparison(platform, arguments.repeats)
+    lines: list[Line] = []
     for operation in arguments.op or ["all_reduce"]:
         nbytes = arguments.min_size
         while nbytes <= arguments.max_size:
-            yield from _compared(operation, nbytes, _DTYPES[arguments.dtype], groups, arguments.repeats)
+            lines += table.lines(operation, nbytes, _DTYPES[arguments.dtype])
             nbytes = arguments.max_size if nbytes < arguments.max_size < nbytes * _FACTOR else nbytes * _FACTOR
+    return lines
 
 
-def _compared(
-    operation: str, nbytes: int, dtype: torch.dtype, groups: dict[str, ProcessGroup], repeats: int
-) -> Iterator[Line]:
-    """Both backends in turn, so that noise meets both."""
-    ranks = dist.get_world_size()
-    function, _, factor = OPERATIONS[operation]
-    per_rank = max(1, nbytes // dtype.itemsize // ranks)
-    elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
-    whole, part = torch.zeros(elements, dtype=dtype), torch.zeros(per_rank, dtype=dtype)
-    wrong = {name: _wrong(operation, whole, part, group) for name, group in groups.items()}
-    whole.zero_()
-    part.zero_()
-    calls = {name: _calls(partial(function, whole, part, group), group) for name, group in groups.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in groups}
-    for _ in range(repeats):
-        for name, group in groups.items():
-            dist.barrier(group)
-            start = perf_counter()
-            for _ in range(calls[name]):
-                function(whole, part, group)
-            seconds[name].append((perf_counter() - start) / calls[name])
-    for name in groups:
-        slowest = torch.tensor([statistics.median(seconds[name]), float(wrong[name])], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups["gloo"])
-        time, nbytes = slowest[0].item(), whole.nbytes
-        bandwidth = nbytes / time / 1e9
-        yield Line(
-            operation, name, nbytes, str(dtype)[6:], time * 1e6, bandwidth, bandwidth * factor(ranks), int(slowest[1])
-        )
+class _Comparison:
+    """The groups that are compared, one a backend, and how."""
+
+    def __init__(self, platform: Platform, repeats: int) -> None:
+        self._platform = platform
+        self._repeats = repeats
+        self._control = dist.new_group(backend="gloo")
+        self._groups = self._cuda_groups() if platform.device == "cuda" else self._cpu_groups()
+
+    def _cpu_groups(self) -> dict[str, ProcessGroup]:
+        world = dist.group.WORLD
+        assert world is not None
+        return {"gloo": self._control, "mpi4py": world} if over_mpi() else {"gloo": self._control}
+
+    def _cuda_groups(self) -> dict[str, ProcessGroup]:
+        groups = {"nccl": dist.new_group(backend="nccl")}
+        try:
+            load_nccl()
+        except ImportError as error:
+            if dist.get_rank() == 0:
+                print(f"ppe_ddp: cupy_nccl skipped: {error}", file=sys.stderr)
+        else:
+            groups["cupy_nccl"] = dist.new_group(backend="cupy_nccl")
+        return groups
+
+    def lines(self, operation: str, nbytes: int, dtype: torch.dtype) -> Iterator[Line]:
+        """Measure one size over all backends in turn, so that noise meets them all."""
+        ranks = dist.get_world_size()
+        function, _, factor = OPERATIONS[operation]
+        per_rank = max(1, nbytes // dtype.itemsize // ranks)
+        elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
+        whole, part = (torch.zeros(n, dtype=dtype, device=self._platform.device) for n in (elements, per_rank))
+        wrong = {name: _wrong(operation, whole, part, group) for name, group in self._groups.items()}
+        whole.zero_()
+        part.zero_()
+        run = {name: partial(function, whole, part, group) for name, group in self._groups.items()}
+        calls = {name: self._calls(run[name], group) for name, group in self._groups.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in run}
+        for _ in range(self._repeats):
+            for name, group in self._groups.items():
+                seconds[name].append(self._block(run[name], group, calls[name]))
+        for name in run:
+            slowest = torch.tensor([statistics.median(seconds[name]), float(wrong[name])], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._control)
+            time, nbytes = slowest[0].item(), whole.nbytes
+            speed = nbytes / time / 1e9
+            yield Line(
+                operation, name, nbytes, str(dtype)[6:], time * 1e6, speed, speed * factor(ranks), int(slowest[1])
+            )
+
+    def _block(self, function: Callable[[], Any], group: ProcessGroup, calls: int) -> float:
+        """Seconds a call."""
+        self._platform.settle()
+        dist.barrier(group)
+        start = self._platform.clock()
+        for _ in range(calls):
+            function()
+        return (self._platform.clock() - start) / calls
+
+    def _calls(self, function: Callable[[], Any], group: ProcessGroup) -> int:
+        """How many calls make up a block; the same on all ranks."""
+        function()
+        number = torch.tensor([_BLOCK_SECONDS / max(self._block(function, group, 3), 1e-9)])
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._control)
+        return max(1, min(2000, int(number)))
 
 
 def _wrong(operation: str, whole: Tensor, part: Tensor, group: ProcessGroup) -> int:
@@ -209,26 +273,25 @@ def _wrong(operation: str, whole: Tensor, part: Tensor, group: ProcessGroup) -> 
     return int((result != expected(result, dist.get_world_size())).sum())
 
 
-def _calls(function: Callable[[], Any], group: ProcessGroup) -> int:
-    """How many calls make up a block; the same on all ranks."""
-    function()
-    dist.barrier(group)
-    start = perf_counter()
-    for _ in range(3):
-        function()
-    number = torch.tensor([_BLOCK_SECONDS * 3 / max(perf_counter() - start, 1e-9)])
-    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
-    return max(1, min(2000, int(number)))
-
-
 def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="Collectives", caption=caption)
-    for heading in ("operation", "bytes", "type", "backend", "time us", "algbw GB/s", "busbw GB/s", "wrong", "x gloo"):
+    first = lines[0].backend
+    for heading in (
+        "operation",
+        "bytes",
+        "type",
+        "backend",
+        "time us",
+        "algbw GB/s",
+        "busbw GB/s",
+        "wrong",
+        f"x {first}",
+    ):
         left = heading in ("operation", "type", "backend")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    gloo = {(line.operation, line.nbytes): line.microseconds for line in lines if line.backend == "gloo"}
+    base = {(line.operation, line.nbytes): line.microseconds for line in lines if line.backend == first}
     for line in lines:
-        ratio = line.microseconds / gloo[line.operation, line.nbytes]
+        ratio = line.microseconds / base[line.operation, line.nbytes]
         table.add_row(
             line.operation,
             str(line.nbytes),
@@ -238,16 +301,16 @@ def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
             f"{line.algbw:.3f}",
             f"{line.busbw:.3f}",
             str(line.wrong),
-            "" if line.backend == "gloo" else f"{ratio:.3f}",
+            "" if line.backend == first else f"{ratio:.3f}",
         )
     console_on(file).print(table)
 
 
-def _publish(arguments: argparse.Namespace, lines: list[Line]) -> None:
+def _publish(arguments: argparse.Namespace, platform: Platform, ranks: int, lines: list[Line]) -> None:
     facts = machine_facts()
-    ranks = dist.get_world_size()
-    caption = f"{ranks} ranks; {facts['cpu']}, {facts['cores']} cores; torch {versions()['torch']}"
+    where = f"{ranks} ranks on {platform.name}; {facts['cpu']}, {facts['cores']} cores"
+    caption = f"{where}; torch {versions()['torch']}"
     _print_table(lines, caption, sys.stderr if arguments.json == "-" else sys.stdout)
     if arguments.json is not None:
-        used = {"ranks": ranks, "repeats": arguments.repeats, "threads": 1}
+        used = {"ranks": ranks, "repeats": arguments.repeats, "threads": 1, "platform": platform.facts()}
         write_report(arguments.json, "bench collective", settings=used, lines=[asdict(line) for line in lines])

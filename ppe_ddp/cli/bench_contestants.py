@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
+    from ppe_ddp.engine.trace import Trace
+
 __all__ = [
     "CONTESTANTS",
     "Contestant",
     "Ours",
     "OursOverMpi",
     "OursOverMpiThread",
+    "Torch",
     "Traffic",
     "contestants",
     "gradient_nbytes",
@@ -54,7 +57,7 @@ class Contestant(ABC):
         module: A model of its own.
         is_dynamic: Whether a step leaves out some parameters.
         options: Keywords for ppe_ddp.
-        group: The gloo group that all but one of them communicate in.
+        group: The group that all but those over mpi4py communicate in; None for the default group.
 
     Attributes:
         name: What it is called in results.
@@ -82,6 +85,10 @@ class Contestant(ABC):
     def traffic(self) -> Traffic:
         """What the last step sent; its gradients must still be there."""
 
+    def launches(self) -> list[float]:
+        """The seconds that the host took to pack and launch each bucket of the last step; empty if nobody tells."""
+        return []
+
 
 class Ours(Contestant):
     """ppe_ddp, with its defaults unless the user asks for something else."""
@@ -93,9 +100,17 @@ class Ours(Contestant):
 
     def traffic(self) -> Traffic:
         """As the engine has recorded it."""
-        assert isinstance(self.trained, DistributedDataParallel)
-        trace = self.trained.trace()
+        trace = self._trace()
         return Traffic() if trace is None else Traffic(trace.gradient_nbytes, trace.control_nbytes)
+
+    def launches(self) -> list[float]:
+        """As the engine has recorded it."""
+        trace = self._trace()
+        return [] if trace is None else [(one.launched_ns - one.launch_ns) / 1e9 for one in trace.buckets]
+
+    def _trace(self) -> Trace | None:
+        assert isinstance(self.trained, DistributedDataParallel)
+        return self.trained.trace()
 
 
 class OursOverMpi(Ours):

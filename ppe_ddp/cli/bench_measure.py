@@ -3,6 +3,7 @@
 Owns the protocol, so that numbers of one run can be compared: every repetition gives each contestant one
 block of consecutive steps, in an order drawn anew, behind a barrier. Noise that lasts longer than a block
 then meets them all, and a ratio within one repetition is free of what changed since the one before.
+On a GPU, a block ends when the device has done its part.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import random
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,15 +23,19 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ppe_ddp.cli.bench_contestants import Contestant, Traffic, contestants
+from ppe_ddp.cli.bench_contestants import Contestant, Ours, Torch, Traffic, contestants
 from ppe_ddp.cli.bench_models import WORKLOADS, Workload
+from ppe_ddp.cli.bench_platform import Platform
+from ppe_ddp.cli.bench_trace import LEAD_STEPS, record, trace_file
 from ppe_ddp.cli.machine import over_mpi
 
-__all__ = ["GradientMismatchError", "RankResult", "Settings", "measure", "workload_named"]
+__all__ = ["GradientMismatchError", "RankResult", "Settings", "measure", "tolerance", "workload_named"]
 
 # The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.
 _WARM_UP_STEPS = 3
+# Of the largest value: what averaging in another order changes, with room for kernels that sum in another order.
 _TOLERANCE = 1e-5
+_ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Settings:
         overlap: ppe_ddp's option of this name.
         mpi_thread: Whether ppe_ddp over mpi4py takes part once more, with its communication thread.
         seed: What weights, data, branches and the order of contestants are drawn from.
+        platform: What all contestants run on.
+        trace: The folder for pictures of a few steps, which exists; None for none.
     """
 
     steps: int | None = None
@@ -55,6 +62,8 @@ class Settings:
     overlap: bool = True
     mpi_thread: bool = False
     seed: int = 0
+    platform: Platform = field(default_factory=Platform)
+    trace: str | None = None
 
     def options(self) -> dict[str, object]:
         """The keywords that ppe_ddp's wrapper gets: none where the user left its defaults alone."""
@@ -78,6 +87,8 @@ class RankResult:
         present: In that step, one byte a parameter: whether this rank's own backward has its gradient.
         nbytes: The size of each parameter's gradient.
         skipped: By contestant that did not take part, the reason.
+        launches: By contestant that tells, the host's seconds for packing and launching a bucket: all buckets of
+            the last step of each repetition.
     """
 
     seconds: Mapping[str, list[float]]
@@ -85,6 +96,7 @@ class RankResult:
     present: bytes
     nbytes: tuple[int, ...]
     skipped: Mapping[str, str]
+    launches: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 class GradientMismatchError(RuntimeError):
@@ -96,34 +108,51 @@ class _Race:
 
     def __init__(self, workload: Workload, settings: Settings) -> None:
         self._workload = workload
-        self._seed = settings.seed
+        self._settings = settings
         self._rank = dist.get_rank()
+        self.platform = settings.platform
+        self.platform.enter()
+        self.control = self.platform.control()
+        self._group = dist.new_group(backend="gloo") if over_mpi() else None
         generator = torch.Generator().manual_seed(1000 * settings.seed + self._rank)
-        self._batch = workload.batch(generator)
+        # Made on the CPU, so that they are the same on every kind of device.
+        self._batch = workload.batch(generator).to(self.platform.device)
+        torch.manual_seed(settings.seed)
+        self._module = workload.build().to(self.platform.device)
         self.contestants: dict[str, Contestant] = {}
         self.skipped: dict[str, str] = {}
         self._steps: dict[str, int] = {}
-        self._enter(settings)
-
-    def _enter(self, settings: Settings) -> None:
-        torch.manual_seed(settings.seed)
-        module = self._workload.build()
-        group = dist.new_group(backend="gloo") if over_mpi() else None
         for kind in contestants(with_thread=settings.mpi_thread):
             try:
-                self.contestants[kind.name] = kind(
-                    copy.deepcopy(module), is_dynamic=self._workload.is_dynamic, options=settings.options(), group=group
-                )
+                self.enter(kind.name, kind)
             except ImportError as error:
                 self.skipped[kind.name] = str(error)
-        self._steps = dict.fromkeys(self.contestants, 0)
+
+    def enter(self, name: str, kind: type[Contestant], **options: object) -> None:
+        """Let one more take part. All ranks call this together.
+
+        Args:
+            name: What to call it.
+            kind: What it is.
+            **options: Keywords for ppe_ddp, beside those of the settings.
+
+        Raises:
+            ImportError: It is not installed.
+        """
+        self.contestants[name] = kind(
+            copy.deepcopy(self._module),
+            is_dynamic=self._workload.is_dynamic,
+            options={**self._settings.options(), **options},
+            group=self._group,
+        )
+        self._steps[name] = 0
 
     def run(self, name: str, steps: int) -> None:
         """Let one contestant make its next steps. The n-th is the same for all contestants."""
         contestant, workload, batch = self.contestants[name], self._workload, self._batch
         first = self._steps[name]
         for number in range(first, first + steps):
-            route = workload.route(self._seed, number, self._rank)
+            route = workload.route(self._settings.seed, number, self._rank)
             contestant.module.zero_grad(set_to_none=True)
             workload.loss(contestant.trained(batch, *route), batch).backward()
         self._steps[name] = first + steps
@@ -132,10 +161,19 @@ class _Race:
         """Seconds a step of one block. All ranks come here together."""
         # The step before the clock runs warms the caches that the contestant before has filled.
         self.run(name, 1)
-        dist.barrier()
-        start = perf_counter()
+        self.platform.settle()
+        dist.barrier(self.control)
+        start = self.platform.clock()
         self.run(name, steps)
-        return (perf_counter() - start) / steps
+        return (self.platform.clock() - start) / steps
+
+    def trace(self, folder: str) -> None:
+        """Record a few steps of ppe_ddp, with its ranges, and of torch DDP. All ranks come here together."""
+        self.enter("traced", Ours, record_function=True)
+        for name, entrant in ((Ours.name, "traced"), (Torch.name, Torch.name)):
+            self.run(entrant, LEAD_STEPS)
+            file = trace_file(folder, self._workload.name, name, self._rank)
+            record(partial(self.run, entrant, 1), file, self.platform, self.control)
 
     def check(self) -> None:
         """Compare the gradients of all contestants that communicate."""
@@ -182,6 +220,11 @@ def workload_named(name: str) -> Workload:
     raise ValueError(f"no model {name!r}: there are {', '.join(workload.name for workload in WORKLOADS)}")
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """How far two gradients of this type may be apart, as a part of the largest value."""
+    return max(_TOLERANCE, _ROUNDINGS * torch.finfo(dtype).eps)
+
+
 def _measure(workload: Workload, steps: int, settings: Settings) -> RankResult:
     race = _Race(workload, settings)
     for _ in range(_WARM_UP_STEPS):
@@ -192,12 +235,19 @@ def _measure(workload: Workload, steps: int, settings: Settings) -> RankResult:
     traffic = {name: contestant.traffic() for name, contestant in race.contestants.items()}
     present = bytes(parameter.grad is not None for parameter in bare.parameters())
     nbytes = tuple(parameter.numel() * parameter.element_size() for parameter in bare.parameters())
-    seconds = _timed(race, steps, settings, workload.name)
-    return RankResult(seconds, traffic, present, nbytes, race.skipped)
+    seconds, launches = _timed(race, steps, settings, workload.name)
+    if settings.trace is not None:
+        race.trace(settings.trace)
+    return RankResult(seconds, traffic, present, nbytes, race.skipped, launches)
 
 
-def _timed(race: _Race, steps: int, settings: Settings, title: str) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in race.contestants}
+_BySeconds = dict[str, list[float]]
+
+
+def _timed(race: _Race, steps: int, settings: Settings, title: str) -> tuple[_BySeconds, _BySeconds]:
+    """The seconds of a step, and of launching a bucket."""
+    seconds: _BySeconds = {name: [] for name in race.contestants}
+    launches: _BySeconds = {name: [] for name in race.contestants}
     order = list(race.contestants)
     shuffler = random.Random(settings.seed)
     gc.collect()
@@ -207,8 +257,9 @@ def _timed(race: _Race, steps: int, settings: Settings, title: str) -> dict[str,
             shuffler.shuffle(order)
             for name in order:
                 seconds[name].append(race.clock(name, steps))
+                launches[name] += race.contestants[name].launches()
             progress.update(task, advance=1, refresh=True)
-    return seconds
+    return seconds, {name: found for name, found in launches.items() if found}
 
 
 def _progress() -> Progress:
@@ -220,12 +271,12 @@ def _progress() -> Progress:
 def _compare(named: tuple[str, nn.Parameter], theirs: Tensor | None, where: str) -> None:
     name, parameter = named
     ours = parameter.grad
-    expected = torch.zeros_like(parameter) if theirs is None else theirs
-    actual = torch.zeros_like(parameter) if ours is None else ours
+    expected = (torch.zeros_like(parameter) if theirs is None else theirs).detach()
+    actual = (torch.zeros_like(parameter) if ours is None else ours).detach()
     largest = float(expected.abs().max())
-    difference = float((actual - expected).abs().max())
+    difference = float((actual.double() - expected.double()).abs().max())
     # Not `>`, which a NaN would pass.
-    if not difference <= _TOLERANCE * largest:
+    if not difference <= tolerance(parameter.dtype) * largest:
         raise GradientMismatchError(
             f"{where} has a gradient of {name!r} that differs from torch's by up to {difference:.3g}, where "
             f"values go up to {largest:.3g}; nothing was timed"

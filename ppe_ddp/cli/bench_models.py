@@ -1,4 +1,4 @@
-"""What ``bench step`` trains: six models, each hard on data parallelism in a way of its own.
+"""What ``bench step`` trains: seven models, each hard on data parallelism in a way of its own.
 
 Weights, data and branches follow from a seed alone, so that all contestants train the same thing.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["WORKLOADS", "Target", "Workload"]
+__all__ = ["WORKLOADS", "Target", "TransformerBf16", "Workload"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Workload(ABC):
         steps: Steps in a block, unless the user says otherwise: more where a step is short.
         is_dynamic: Whether a step leaves some parameters out, which torch DDP has to be told.
         world_size: The number of ranks that it is meant for; None for any.
+        on: The device on which it takes part without being named; None for any.
         reference: The contestant that the others are compared with.
         target: What ppe_ddp should reach; None where nothing is promised.
     """
@@ -50,6 +51,7 @@ class Workload(ABC):
     steps: ClassVar[int] = 3
     is_dynamic: ClassVar[bool] = False
     world_size: ClassVar[int | None] = None
+    on: ClassVar[str | None] = None
     reference: ClassVar[str] = "torch"
     target: ClassVar[Target | None] = None
 
@@ -233,12 +235,75 @@ class Transformer(Workload):
         return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
 
 
+class _Block(nn.Module):
+    """One causal layer, normalized before each of its halves."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.first_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.second_norm = nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries_keys_values = self.attention_in(self.first_norm(x)).unflatten(-1, (3, self._heads, -1))
+        query, key, value = queries_keys_values.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(seen.transpose(1, 2).flatten(2))
+        return x + self.inner(self.second_norm(x))  # type: ignore[no-any-return]
+
+
+class _LanguageModel(nn.Module):
+    """Blocks between an embedding and a head that share their weights."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.blocks = nn.Sequential(*[_Block(width, width // 64) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
+
+
+class TransformerBf16(Workload):
+    """As large as GPT-2 small, in half precision: work for a GPU, and 250 MB of gradients to send beside it."""
+
+    name = "transformer-bf16"
+    title = "bf16 language model, 12 layers of width 768, 50304 tokens, 8 x 1024 a step"
+    on = "cuda"
+    vocabulary: ClassVar[int] = 50304
+    width: ClassVar[int] = 768
+    depth: ClassVar[int] = 12
+    sequences: ClassVar[int] = 8
+    length: ClassVar[int] = 1024
+
+    def build(self) -> nn.Module:
+        """124 million parameters."""
+        return _LanguageModel(self.vocabulary, self.length, self.width, self.depth).bfloat16()
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """Sequences of random tokens."""
+        return torch.randint(self.vocabulary, (self.sequences, self.length), generator=generator)
+
+    def loss(self, output: Tensor, batch: Tensor) -> Tensor:
+        """Cross-entropy of each token given those before it, in single precision."""
+        return functional.cross_entropy(output[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
 WORKLOADS: tuple[Workload, ...] = (
     WideMLP(),
     SmallParameters(),
     SupernetCommon(),
     SupernetOwn(),
     Transformer(),
+    TransformerBf16(),
     TinyParameters(),
 )
 """All of them; the one for a single rank last, since it needs processes of its own."""

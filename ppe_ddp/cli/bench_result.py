@@ -53,6 +53,8 @@ class ContestantResult:
         ratio: Of its step time and the reference's, each time within one repetition.
         traffic: What one rank sent in one step.
         steps_ms: Of one step, a number for each repetition.
+        launch_us: The host's microseconds for packing and launching a bucket; None where nobody tells.
+        launches: How many buckets that is of, on all ranks.
     """
 
     name: str
@@ -61,6 +63,8 @@ class ContestantResult:
     ratio: Spread | None = None
     traffic: Traffic | None = None
     steps_ms: tuple[float, ...] | None = None
+    launch_us: Spread | None = None
+    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class ModelResult:
         return next(result for result in self.contestants if result.name == Ours.name)
 
 
-def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -> ModelResult:
+def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult], *, device: str = "cpu") -> ModelResult:
     """Brings together what the ranks measured.
 
     A block took as long as it took the slowest rank. What was sent is rank 0's, and nothing where there is
@@ -109,6 +113,7 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -
         workload: What was measured.
         block_steps: How many steps a block had.
         ranks: What each rank measured.
+        device: What it was measured on; targets are promised on the CPU.
     """
     first = ranks[0]
     seconds = _of_slowest(ranks)
@@ -116,13 +121,14 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -
     contestants = tuple(
         ContestantResult(kind.name, first.skipped[kind.name])
         if kind.name in first.skipped
-        else _result(kind.name, seconds[kind.name], base, first.traffic[kind.name], len(ranks))
+        else _result(kind.name, seconds[kind.name], base, ranks)
         for kind in _KINDS
         if kind.name in seconds or kind.name in first.skipped
     )
     present = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
     target = workload.target
-    at_most = target.at_most if target is not None and target.world_size == len(ranks) else None
+    holds = target is not None and target.world_size == len(ranks) and device == "cpu"
+    at_most = target.at_most if target is not None and holds else None
     ratio = next(result.ratio for result in contestants if result.name == Ours.name)
     return ModelResult(
         name=workload.name,
@@ -147,13 +153,16 @@ def _of_slowest(ranks: Sequence[RankResult]) -> dict[str, list[float]]:
 
 
 def _result(
-    name: str, seconds: Sequence[float], base: Sequence[float], traffic: Traffic, world_size: int
+    name: str, seconds: Sequence[float], base: Sequence[float], ranks: Sequence[RankResult]
 ) -> ContestantResult:
     steps_ms = tuple(1e3 * value for value in seconds)
+    launch_us = [1e6 * value for rank in ranks for value in rank.launches.get(name, ())]
     return ContestantResult(
         name,
         milliseconds=Spread.of(steps_ms),
         ratio=Spread.of([value / other for value, other in zip(seconds, base, strict=True)]),
-        traffic=traffic if world_size > 1 else Traffic(),
+        traffic=ranks[0].traffic[name] if len(ranks) > 1 else Traffic(),
         steps_ms=steps_ms,
+        launch_us=Spread.of(launch_us) if launch_us else None,
+        launches=len(launch_us),
     )

@@ -1,7 +1,8 @@
 """Measures one training step: forward, backward and the exchange of gradients, without an optimizer.
 
 ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on the same data, in turn, within
-one run over gloo, one thread a rank. Look at the ratios: times on a shared machine mean little by themselves.
+one run over one backend, one thread a rank. Look at the ratios: times on a shared machine mean little by themselves.
+us/bucket is what packing a bucket and starting its collective takes of the host's time, over as many buckets.
 
 Started alone it starts its own ranks; under torchrun, srun or mpirun it uses those that there are, and under mpirun
 ppe_ddp over mpi4py takes part as well:
@@ -9,6 +10,7 @@ ppe_ddp over mpi4py takes part as well:
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json
   mpirun -n 2 python -m ppe_ddp bench step
+  python -m ppe_ddp bench step --device cuda --trace traces
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ppe_ddp import init_process_group
-from ppe_ddp.cli.arguments import count, mebibytes, output
+from ppe_ddp.cli.arguments import count, folder, mebibytes, output
 from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
 from ppe_ddp.cli.bench_models import WORKLOADS, Workload
+from ppe_ddp.cli.bench_platform import Platform, add_platform_arguments
 from ppe_ddp.cli.bench_result import ModelResult, combine
+from ppe_ddp.cli.bench_trace import trace_file
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
 from ppe_ddp.cli.table import print_step_table
 from ppe_ddp.launch import detect
@@ -40,8 +43,6 @@ __all__ = ["add_arguments", "run"]
 
 _RANKS = 2
 _QUICK_STEPS, _QUICK_REPEATS = 2, 3
-_MODEL_SECONDS = 3600.0
-_COLLECTIVE_SECONDS = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {_RANKS})")
     parser.add_argument(
-        "--model", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: all)"
+        "--model",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"{', '.join(names)} (default: all, transformer-bf16 on cuda only)",
     )
+    add_platform_arguments(parser)
     parser.add_argument(
         "--steps", type=count, metavar="N", help="steps in a block (default: 3, or 8 where a step is short)"
     )
@@ -67,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=output,
         metavar="FILE",
         help="write all numbers there; - for stdout, with the table on stderr",
+    )
+    parser.add_argument(
+        "--trace",
+        type=folder,
+        metavar="FOLDER",
+        help="then record a few steps of ppe_ddp and torch DDP there, for https://ui.perfetto.dev",
     )
     own = parser.add_argument_group("options of ppe_ddp's wrapper")
     own.add_argument("--bucket-cap-mb", type=mebibytes, metavar="MIB", help="size of a bucket")
@@ -87,14 +99,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         GradientMismatchError: In a rank that was started outside: two contestants do not compute the same.
     """
-    settings = _settings(arguments)
-    workloads = [workload_named(name) for name in dict.fromkeys(arguments.model or ())] or list(WORKLOADS)
     try:
+        platform = Platform.of(arguments.device, arguments.backend)
+        workloads = _workloads(arguments, platform)
         joins = detect(os.environ).launcher != "alone"
         if joins:
-            _join(arguments.ranks)
-    except (RuntimeError, ValueError) as error:
+            _join(platform, arguments.ranks)
+        else:
+            platform.admit(max(workload.world_size or arguments.ranks or _RANKS for workload in workloads))
+    except (ImportError, RuntimeError, ValueError) as error:
         return _fail(error, 2)
+    settings = _settings(arguments, platform)
     results = _joined(settings, workloads) if joins else _alone(settings, workloads, arguments.ranks or _RANKS)
     try:
         models = list(_combined(settings, results))
@@ -107,7 +122,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _workloads(arguments: argparse.Namespace, platform: Platform) -> list[Workload]:
+    if arguments.model:
+        return [workload_named(name) for name in dict.fromkeys(arguments.model)]
+    return [workload for workload in WORKLOADS if workload.on in (None, platform.device)]
+
+
+def _settings(arguments: argparse.Namespace, platform: Platform) -> Settings:
     quick = arguments.quick
     return Settings(
         steps=arguments.steps or (_QUICK_STEPS if quick else None),
@@ -117,12 +138,14 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         overlap=not arguments.no_overlap,
         mpi_thread=arguments.mpi_thread,
         seed=arguments.seed,
+        platform=platform,
+        trace=None if arguments.trace is None else str(arguments.trace),
     )
 
 
-def _join(wanted: int | None) -> None:
+def _join(platform: Platform, wanted: int | None) -> None:
     """Join the ranks that a launcher has started."""
-    job = init_process_group(None if detect(os.environ).launcher == "mpirun" else "gloo")
+    job = platform.join()
     if wanted is not None and wanted != job.world_size:
         dist.destroy_process_group()
         raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave --ranks out")
@@ -143,36 +166,34 @@ def _alone(settings: Settings, workloads: Sequence[Workload], world_size: int) -
         for workload in workloads:
             size = workload.world_size or world_size
             if size not in worlds:
-                worlds[size] = stack.enter_context(_ranks(size))
+                worlds[size] = stack.enter_context(settings.platform.start(size))
             yield workload, worlds[size].run(measure, workload.name, settings)
 
 
 def _joined(settings: Settings, workloads: Sequence[Workload]) -> _Measured:
     """Measure on the ranks of the default process group, which all come here; only rank 0 yields anything."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
+    control = settings.platform.control()
     for workload in workloads:
         results: list[RankResult] = []
         if workload.world_size in (None, world_size):
             gathered: list[Any] = [None] * world_size
-            dist.gather_object(measure(workload.name, settings), gathered if rank == 0 else None)
+            result = measure(workload.name, settings)
+            dist.gather_object(result, gathered if rank == 0 else None, group=control)
             results = gathered
         else:
             if rank == 0:
-                with _ranks(workload.world_size or 1) as ranks:
+                with settings.platform.start(workload.world_size or 1) as ranks:
                     results = ranks.run(measure, workload.name, settings)
-            dist.barrier()
+            dist.barrier(control)
         if rank == 0:
             yield workload, results
-
-
-def _ranks(world_size: int) -> Ranks:
-    return Ranks(world_size, timeout=_MODEL_SECONDS, group_timeout=_COLLECTIVE_SECONDS)
 
 
 def _combined(settings: Settings, measured: _Measured) -> Iterator[ModelResult]:
     start = monotonic()
     for workload, ranks in measured:
-        model = combine(workload, settings.steps or workload.steps, ranks)
+        model = combine(workload, settings.steps or workload.steps, ranks, device=settings.platform.device)
         ratio = model.ours.ratio
         assert ratio is not None
         line = f"{model.name}: ppe_ddp {ratio.median:.2f} x {model.reference}"
@@ -183,8 +204,13 @@ def _combined(settings: Settings, measured: _Measured) -> Iterator[ModelResult]:
 def _publish(arguments: argparse.Namespace, settings: Settings, models: Sequence[ModelResult]) -> None:
     own = {name: value for name, value in versions().items() if value is not None}
     facts = machine_facts()
-    caption = f"{facts['cpu']}, {facts['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in own.items())
-    print_step_table(models, caption, sys.stderr if arguments.json == "-" else sys.stdout)
+    caption = f"{settings.platform}; {facts['cpu']}, {facts['cores']} cores; "
+    caption += ", ".join(f"{name} {value}" for name, value in own.items())
+    file = sys.stderr if arguments.json == "-" else sys.stdout
+    print_step_table(models, caption, file)
+    if settings.trace is not None:
+        files = trace_file(settings.trace, "MODEL", "CONTESTANT", "N")
+        print(f"traces: {files}; drop one on https://ui.perfetto.dev", file=file)
     if arguments.json is not None:
-        used = {**asdict(settings), "backend": "gloo", "threads": 1}
+        used = {**asdict(settings), "platform": settings.platform.facts(), "threads": 1}
         write_report(arguments.json, "bench step", settings=used, models=[asdict(model) for model in models])

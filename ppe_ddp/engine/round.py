@@ -66,6 +66,7 @@ class Departures(ABC):
         self._gone += 1
         self.record.launch[k] = perf_counter_ns()
         self._launch(k)
+        self.record.launched[k] = perf_counter_ns()
 
     @abstractmethod
     def _launch(self, k: int) -> None:

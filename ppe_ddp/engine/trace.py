@@ -32,7 +32,9 @@ class BucketTrace:
         parameters: The names of the parameters in it.
         nbytes: Bytes of its gradients, as sent by this rank (for a sparse one: indices and values).
         ready_ns: When the last of its gradients that exist here had landed.
-        launch_ns: When its communication was started.
+        launch_ns: When its launch began: packing its gradients, and handing them to the transport.
+        launched_ns: When that was over and this thread went on. What lies between the two is the host's own time
+            for the bucket, and all of its communication where the function or the transport blocks.
         done_ns: When its result was in place.
         repair: Whether it belongs to the second round.
     """
@@ -41,6 +43,7 @@ class BucketTrace:
     nbytes: int
     ready_ns: int
     launch_ns: int
+    launched_ns: int
     done_ns: int
     repair: bool
 
@@ -132,7 +135,7 @@ class Recorder:
 class RoundRecord:
     """The clock readings of one plan's buckets."""
 
-    __slots__ = ("done", "launch", "nbytes", "plan", "ready", "repair")
+    __slots__ = ("done", "launch", "launched", "nbytes", "plan", "ready", "repair")
 
     def __init__(self, plan: Plan, *, repair: bool) -> None:
         count = len(plan.buckets)
@@ -140,6 +143,7 @@ class RoundRecord:
         self.repair = repair
         self.ready = [0] * count
         self.launch = [0] * count
+        self.launched = [0] * count
         self.done = [0] * count
         self.nbytes = [bucket.nbytes for bucket in plan.buckets]
 
@@ -152,6 +156,8 @@ class RoundRecord:
                 # a bucket without gradients of this rank was ready before it was thought of
                 ready_ns=(self.ready[k] or self.launch[k]) - begin,
                 launch_ns=self.launch[k] - begin,
+                # a launch that raised has no end
+                launched_ns=max(self.launch[k], self.launched[k]) - begin,
                 done_ns=self.done[k] - begin,
                 repair=self.repair,
             )
