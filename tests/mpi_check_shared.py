@@ -242,3 +242,33 @@ def shared_ddp(kind):
 
         wrapped(torch.ones(2, 6)).sum().backward()
         assert all(shared_memory().position(parameter.grad) >= 0 for parameter in model.parameters())
+
+
+@check(ranks=2)
+def shared_masks_move_beside_a_function_that_blocks():
+    """It waits in MPI for ranks whose masks need this one to come by, and this one's main thread waits for it."""
+    from ppe_ddp import DistributedDataParallel, overlapped
+
+    size = dist.get_world_size()
+
+    def by_all_gather(bucket, group):
+        parts = [torch.empty_like(bucket.buffer()) for _ in range(size)]
+        dist.all_gather(parts, bucket.buffer(), group=group)
+        torch.stack(parts).mean(0, out=bucket.buffer())
+
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    alone = [parameter.detach().clone().requires_grad_() for parameter in module.parameters()]
+    model = DistributedDataParallel(
+        module, process_group=shared_group(1), reduce_function=overlapped(by_all_gather), bucket_cap_mb=0.02
+    )
+    for step in range(40):
+        batches = [torch.randn(3, 64, generator=torch.Generator().manual_seed(9 * step + rank)) for rank in range(size)]
+        model.zero_grad()
+        model(batches[dist.get_rank()]).square().mean().backward()
+        named = dict(zip((name for name, _ in module.named_parameters()), alone, strict=True))
+        output = torch.func.functional_call(module, named, (torch.cat(batches),))
+        for parameter, wanted in zip(
+            module.parameters(), torch.autograd.grad(output.square().mean(), alone), strict=True
+        ):
+            torch.testing.assert_close(parameter.grad, wanted)

@@ -1,8 +1,16 @@
 """Programs that tests start: bounded in time, and nothing of theirs lives on."""
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
 
 
 def run(command, *, timeout, environment=None):

@@ -8,10 +8,8 @@ import io
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -32,10 +30,9 @@ from ppe_ddp.cli.bench_optimizer import measure as measure_optimizers
 from ppe_ddp.cli.bench_platform import Platform
 from ppe_ddp.cli.bench_result import Spread, combine
 from ppe_ddp.testing import RankError
-from subprocesses import run
+from subprocesses import MPIRUN, needs_mpirun, run
 
 NAMES = [kind.name for kind in CONTESTANTS]
-MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TINY_RUN = ["bench", "step", "--quick", "--steps", "1", "--repeats", "2"]
 
@@ -339,7 +336,7 @@ def test_gradient_bytes_are_those_that_are_there():
 # --- collectives
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="needs the extra [mpi]")
+@needs_mpirun
 def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path, monkeypatch, capfd):
     file = tmp_path / "result.json"
     words = [word for name in OPERATIONS for word in ("--op", name)]

@@ -1,9 +1,6 @@
 """`python -m ppe_ddp doctor`: what is well is called well, and what is broken is named, with all ranks gone."""
 
 import json
-import shutil
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,9 +10,8 @@ from ppe_ddp.cli import diagnosis, doctor
 from ppe_ddp.cli.candidates import Candidate
 from ppe_ddp.cli.diagnosis import Diagnosis, diagnose
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary
+from subprocesses import needs_mpirun
 
-MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
 NOTHING = (MpiLibrary(None, None, None, None, "not there"), CupyLibrary(None, None, 0, "not there"))
 
 

@@ -4,12 +4,11 @@ Two ranks are on one GPU where there is no second one: over NCCL that needs a ve
 one rank alone goes all the ways over NCCL that it can.
 """
 
+import copy
 import functools
 import importlib.util
 import os
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,11 +24,10 @@ from ppe_ddp.cli.candidates import Candidate
 from ppe_ddp.cli.diagnosis import diagnose
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.testing import Ranks, World, check_backend, check_reduce_function
-from subprocesses import run
+from subprocesses import MPIRUN, needs_mpirun, run
 
 pytestmark = pytest.mark.gpu
 
-MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 # The first use of CUDA takes seconds, and processes that share a GPU take turns of milliseconds at it.
 SECONDS = 240
 NCCL, CUPY = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:cupy_nccl"
@@ -113,7 +111,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
+@needs_mpirun
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py: the extra [mpi]")
 @pytest.mark.parametrize(("backend", "size"), [("mpi4py", 2), ("cpu:mpi4py,cuda:nccl", 1), ("cpu:mpi4py,cuda:nccl", 2)])
 def test_ranks_keep_the_laws_over_mpi4py(tmp_path, backend, size):
@@ -298,6 +296,39 @@ def slow(gradients, group):
 def test_what_a_thread_computes_is_waited_for_by_the_callers_stream():
     with Ranks(1, backend="gloo", timeout=SECONDS) as ranks:
         ranks.run(overlapped_on_a_side_stream)
+
+
+def late(gradient):
+    """On the stream of the parameter's accumulation, where hooks on parameters run."""
+    torch.cuda._sleep(20_000_000)
+    return gradient * 1.0
+
+
+def landing_on_three_streams():
+    """Buckets hold gradients of layers whose accumulation nodes were made on different streams."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).cuda()
+    alone = copy.deepcopy(module)
+    streams, kept = [torch.cuda.Stream() for _ in range(3)], []
+    for layer, stream in zip(module, 2 * streams, strict=True):
+        with torch.cuda.stream(stream):
+            kept += [parameter.view_as(parameter) for parameter in layer.parameters()]  # and with them the nodes
+    torch.cuda.synchronize()
+    for parameter in module.parameters():
+        parameter.register_hook(late)
+    model = ppe_ddp.DistributedDataParallel(module, reduce_function=summed, bucket_cap_mb=0.6)
+    for _ in range(3):  # the first sees the streams, the later ones know them
+        batch = torch.randn(8, 256, device="cuda")
+        for each in (model, alone):
+            each.zero_grad()
+            each(batch).square().mean().backward()
+        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert kept
+
+
+def test_buckets_are_packed_behind_all_landings(one):
+    one.run(landing_on_three_streams)
 
 
 # ---------------------------------------------------------------- as a user has it

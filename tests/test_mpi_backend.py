@@ -11,27 +11,26 @@ from pathlib import Path
 import pytest
 
 from mpi_checks import names_for
-from subprocesses import run
+from subprocesses import MPIRUN, needs_mpirun, run
 
 HERE = Path(__file__).parent
 # One launcher and one library: that of the environment that the tests run in.
-MPIRUN = Path(sys.executable).parent / "mpirun"
 RANKS = (1, 2, 3)
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
-    pytest.mark.skipif(not MPIRUN.exists(), reason="needs an mpirun in the environment (pip install mpich)"),
+    needs_mpirun,
 ]
 
 
 def mpirun(ranks, script, *, timeout=30, by=(), **keywords):
-    command = [str(MPIRUN), "-n", str(ranks), sys.executable, "-W", "error", *by, "-c", script]
+    command = [MPIRUN, "-n", str(ranks), sys.executable, "-W", "error", *by, "-c", script]
     return run(command, timeout=timeout, **keywords)
 
 
 @functools.cache
 def results(ranks):
     """All checks on so many ranks, started once."""
-    command = [str(MPIRUN), "-n", str(ranks), sys.executable, "-W", "error", str(HERE / "mpi_checks.py")]
+    command = [MPIRUN, "-n", str(ranks), sys.executable, "-W", "error", str(HERE / "mpi_checks.py")]
     code, output, errors = run(command, timeout=150)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return code, {one["name"]: one["errors"] for one in found}, errors[-6000:]

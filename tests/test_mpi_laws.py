@@ -2,18 +2,16 @@
 
 import functools
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from subprocesses import run
+from subprocesses import MPIRUN, needs_mpirun, run
 
 HERE = Path(__file__).parent
-MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
+pytestmark = needs_mpirun
 
 
 # More ranks than cores spin in each other's way: fewer cases there.

@@ -29,13 +29,12 @@ from ppe_ddp.sharding.contents import Expected, Found
 from ppe_ddp.sharding.plan import Shipment, parcels, tree
 from ppe_ddp.sharding.regions import Layout, boxes, cut, shape_of, whole
 from ppe_ddp.testing import Ranks
-from subprocesses import run
+from subprocesses import MPIRUN, run
 
 HERE = Path(__file__).parent
 # What has nothing to do with the transport is enough to be seen over one.
 ONCE = {"dtypes_by_choice", "wrappers_names_are_understood", "files", "accelerate_loads_through_it"}
 OVER_MPI = [name for name in sharding_checks.CHECKS if name not in ONCE]
-MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
 def skip_without(*modules):
@@ -64,7 +63,7 @@ def under_mpirun():
 
 
 needs_mpi = pytest.mark.skipif(
-    not MPIRUN.exists() or importlib.util.find_spec("mpi4py") is None, reason="needs the extra [mpi]"
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs the extra [mpi]"
 )
 
 
