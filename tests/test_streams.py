@@ -36,6 +36,7 @@ class Machine:
         self.current = self.streams[0]
         self.landed = {}
         self.held = set()
+        self.sent = []
         self.capturing = False
 
     def current_stream(self, device):
@@ -58,6 +59,13 @@ class Machine:
         """Whether the current stream comes after the gradient."""
         stream, place = self.landed[name]
         return stream is self.current or self.current.behind.get(stream, 0) >= place
+
+    def reduce(self, bucket, group):
+        """A reduce function that wants to come after all landings."""
+        self.sent += bucket.names()
+        late = [name for name in bucket.names() if not self.may_read(name)]
+        assert not late, f"sent before they landed: {late}"
+        dist.all_reduce(bucket.buffer().div_(2), group=group)
 
 
 def test_one_stream_waits_for_nothing():
@@ -116,52 +124,36 @@ def several_streams(monkeypatch, module, seed):
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4}, {"overlap": False}])
 @on_two_ranks
 def test_buckets_are_packed_behind_all_landings(options):
-    machine, read = None, []
-
-    def reduce(bucket, group):
-        read.extend(bucket.names())
-        late = [name for name in bucket.names() if not machine.may_read(name)]
-        assert not late, f"packed before they landed: {late}"
-        dist.all_reduce(bucket.buffer().div_(2), group=group)
-
     with pytest.MonkeyPatch.context() as monkeypatch:
         module = seeded(network)
         machine = several_streams(monkeypatch, module, seed=dist.get_rank())
-        model = DistributedDataParallel(module, reduce_function=reduce, **options)
-        for step in range(6):  # the first see the streams, the later ones remember them
-            read.clear()
+        model = DistributedDataParallel(module, reduce_function=machine.reduce, **options)
+        for _ in range(6):  # the first see the streams, the later ones remember them
+            machine.sent.clear()
+            machine.held.clear()
             model(torch.ones(2, 8)).sum().backward()
-            assert sorted(read) == sorted(name for name, _ in module.named_parameters())
+            assert sorted(machine.sent) == sorted(name for name, _ in module.named_parameters())
+            assert machine.held
             model.zero_grad()
-            assert machine.held, step
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
 @on_two_ranks
 def test_main_gradients_are_sent_behind_all_landings(accumulated):
-    sent = 0
-    machine = None
-
-    def reduce(bucket, group):
-        nonlocal sent
-        sent += 1
-        late = [name for name in bucket.names() if not machine.may_read(name)]
-        assert not late, f"sent before they landed: {late}"
-        dist.all_reduce(bucket.buffer().div_(2), group=group)
-
     with pytest.MonkeyPatch.context() as monkeypatch:
         module = seeded(network)
         machine = several_streams(monkeypatch, module, seed=dist.get_rank())
         config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=100)
-        model = MegatronDDP(None, config, module, reduce_function=reduce)
+        model = MegatronDDP(None, config, module, reduce_function=machine.reduce)
         for _ in range(4):
+            machine.sent.clear()
             model.zero_grad_buffer()
             if accumulated:
                 with model.no_sync():
                     model(torch.ones(2, 8)).sum().backward()
             model(torch.ones(2, 8)).sum().backward()
             model.finish_grad_sync()
-    assert sent >= 8
+            assert sorted(machine.sent) == sorted(name for name, _ in module.named_parameters())
 
 
 @on_two_ranks

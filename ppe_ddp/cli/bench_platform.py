@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ppe_ddp import init_process_group
 from ppe_ddp.backends.cupy_library import load_nccl
+from ppe_ddp.backends.loaded_nccl import torch_nccl, version_text
 from ppe_ddp.cli.candidates import many_ranks_a_device
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import Ranks
@@ -190,4 +191,5 @@ class Platform:
 
 
 def _nccl_version() -> str | None:
-    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    number = torch_nccl()
+    return None if number is None else version_text(number)
