@@ -23,6 +23,7 @@ _NEVER_NEEDED = frozenset(
         "check_reduction",
         "skip_all_reduce_unused_params",
         "batched_grad_copy",
+        "lazy_bucket_allocation",
     }
 )
 _PPE = frozenset({"broadcast_buffers", "negotiate_grads", "process_group", "reduce_function", "broadcast_function"})

@@ -164,3 +164,29 @@ def mixed_with_gloo():
     total = torch.ones(2)
     dist.all_reduce(total, group=group)
     assert total.tolist() == [dist.get_world_size()] * 2
+
+
+@check(ranks=2)
+def coalesced_calls_are_waited_for_together():
+    """Messages, a sum in shared memory and calls on the thread: whose own Works torch throws away."""
+    from mpi_check_shared import in_shared_memory, shared_group
+    from mpi_check_thread import thread_group
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for group in (None, shared_group(), thread_group()):
+        known = group or dist.group.WORLD
+        allocate = in_shared_memory if group is shared_group() else lambda tensor, _: tensor
+        total = allocate(torch.full((50_000,), float(rank)), known)
+        received, sent = torch.zeros(3), torch.full((3,), float(rank))
+        known._start_coalescing(torch.device("cpu"))
+        known.allreduce([total])
+        dist.irecv(received, group=group, group_src=(rank - 1) % size)
+        dist.isend(sent, group=group, group_dst=(rank + 1) % size)
+        work = known._end_coalescing(torch.device("cpu"))
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert received.tolist() == [(rank - 1) % size] * 3
+        assert set(total.tolist()) == {size * (size - 1) / 2}
+        assert work.get_future().wait() == work.result()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ppe_ddp import cli
+from ppe_ddp.backends import loaded_nccl
 from ppe_ddp.cli import bench_platform
 from ppe_ddp.cli.arguments import folder
 from ppe_ddp.cli.bench_measure import tolerance
@@ -26,6 +27,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl is not None)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+        monkeypatch.setattr(loaded_nccl, "loaded_files", tuple)
         monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock())
         monkeypatch.delenv(SHARING, raising=False)
 

@@ -5,7 +5,6 @@ torch makes a group written in Python the whole group, and tells its creator not
 
 from __future__ import annotations
 
-import copy
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +42,11 @@ def group_over(backend: str, arguments: Any) -> Any:
     store = PrefixStore(f"beside/{backend}", arguments.store)
     plugin = Backend._plugins.get(backend.upper())
     if plugin is not None and plugin.extended_api:
-        others = copy.copy(arguments)
-        others.store = store
-        return plugin.creator_fn(others, None)
+        own = type(arguments)()  # which newer versions of torch let nobody copy
+        for name in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
+            setattr(own, name, getattr(arguments, name))
+        own.store = store
+        return plugin.creator_fn(own, None)
     group = ProcessGroup(store, rank, size)
     made: Any
     if backend == "gloo":

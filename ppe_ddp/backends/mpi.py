@@ -26,7 +26,7 @@ from ppe_ddp.backends.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.backends.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi_thread import communication_thread
-from ppe_ddp.backends.mpi_work import Finished
+from ppe_ddp.backends.mpi_work import Finished, Together
 from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
 from ppe_ddp.backends.routed_group import RoutedGroup
 from ppe_ddp.errors import CommunicationError, UnusableError
@@ -124,6 +124,7 @@ class MpiProcessGroup(CollectiveGroup):
         self._outstanding = outstanding(getpid())
         self._thread = communication_thread(getpid()) if options.thread else None
         self._messages = Messages(comm, self._mpi, place, seconds)
+        self._coalesced: list[Any] | None = None
         self._closed = False
         guard_job().watch(self._call)
 
@@ -142,23 +143,34 @@ class MpiProcessGroup(CollectiveGroup):
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to send one tensor; complete when the tensor may be changed again."""
         self._check_open("send")
-        return self._messages.send(_only(tensors), peer, tag)
+        return self._noted(self._messages.send(_only(tensors), peer, tag))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to receive one tensor."""
         self._check_open("recv")
-        return self._messages.receive(_only(tensors), peer, tag)
+        return self._noted(self._messages.receive(_only(tensors), peer, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
         self._check_open("recv")
-        return self._messages.receive(_only(tensors), None, tag)
+        return self._noted(self._messages.receive(_only(tensors), None, tag))
 
     def _start_coalescing(self, _device: device) -> None:
-        """Nothing: what is called between is complete when it returns."""
+        self._coalesced = []
 
     def _end_coalescing(self, _device: device) -> Work:
-        return Finished()
+        works, self._coalesced = self._coalesced or [], None
+        return Together(works)
+
+    # By these names torch's C++ part asks for them, in versions of torch after 2.13.
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
+
+    def _noted(self, work: Work) -> Work:
+        """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def supports_tensor_alloc(self, device: device) -> bool:
         """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
@@ -199,11 +211,11 @@ class MpiProcessGroup(CollectiveGroup):
             call, *arguments = calls[0]
             under_way = self._mpi.shared.start(call.__name__, result, *arguments)
             if under_way is not None:
-                return under_way
+                return self._noted(under_way)
         if self._thread is not None:
             if not any(tensor.is_cuda for tensor in tensors_in(calls)):
                 queued = partial(self._execute, what, calls)
-                return self._thread.submit(queued, f"{self._call.place}: {what}", result)
+                return self._noted(self._thread.submit(queued, f"{self._call.place}: {what}", result))
             self._thread.flush()  # CUDA's current stream is that of this thread
         self._execute(what, calls)
         return Finished(result)

@@ -68,6 +68,37 @@ class Finished(dist.Work):
         return future
 
 
+class Together(PythonWork):
+    """Several calls, waited for as one."""
+
+    def __init__(self, works: list[PythonWork]) -> None:
+        super().__init__([work.result() for work in works])
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all of them are; asks each, as a message moves only while somebody asks for it."""
+        return all([work.is_completed() for work in self._works])
+
+    def is_success(self) -> bool:
+        """Whether all of them are complete without an error."""
+        return all([work.is_success() for work in self._works])
+
+    def exception(self) -> BaseException | None:
+        """The first error that there is."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for one after another, for each no longer than ``timeout``; raises what they raise."""
+        for work in self._works:
+            work.wait(*([] if timeout is None else [timeout]))
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A completed future of ``result()``: waits first."""
+        self.wait()
+        return Finished(self._result).get_future()
+
+
 class Message(PythonWork):
     """A message on its way, to or from one rank.
 

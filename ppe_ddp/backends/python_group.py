@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import _world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +127,9 @@ class PythonGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[device]:
-        return [device(kind) for kind in self._types]
+        # torch 2.15 has a recorder follow each group that it has just made, unless it has no devices: which is how it
+        # knows groups in Python, that cannot be followed. On those that have some, it raises.
+        return [device(kind) for kind in self._types] if self in _world.pg_map else []
 
     @property
     def options(self) -> _Options:
