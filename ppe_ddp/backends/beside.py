@@ -41,19 +41,18 @@ def group_over(backend: str, arguments: Any) -> Any:
     rank, size = arguments.group_rank, arguments.group_size
     store = PrefixStore(f"beside/{backend}", arguments.store)
     plugin = Backend._plugins.get(backend.upper())
-    if plugin is not None and plugin.extended_api:
-        own = type(arguments)()  # which newer versions of torch let nobody copy
+    made: Any
+    if plugin is not None and plugin.extended_api:  # since torch 2.15 also its own backends
+        own = type(arguments)()
         for name in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
             setattr(own, name, getattr(arguments, name))
         own.store = store
-        return plugin.creator_fn(own, None)
-    group = ProcessGroup(store, rank, size)
-    made: Any
-    if backend == "gloo":
-        kind, device = ProcessGroup.BackendType.GLOO, "cpu"
+        made = plugin.creator_fn(own, None)
+        if isinstance(made, ProcessGroup):
+            return made
+    elif backend == "gloo":
         made = dist.ProcessGroupGloo(store, rank, size, timeout=arguments.timeout)
     elif backend == "nccl" and dist.is_nccl_available():
-        kind, device = ProcessGroup.BackendType.NCCL, "cuda"
         options = dist.ProcessGroupNCCL.Options()
         # As torch sets them; NCCL's watchdog tells by them which ranks of the job hang.
         options._timeout = arguments.timeout
@@ -62,10 +61,12 @@ def group_over(backend: str, arguments: Any) -> Any:
         made = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         raise ValueError(f"rank {rank}: no {backend!r} group can be made here beside a group written in Python")
-    made._set_sequence_number_for_group()
+    if plugin is None:
+        made._set_sequence_number_for_group()
+    kind = Backend.backend_type_map[backend]
+    group = ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device(device), kind, made)
-    if backend == "gloo":
-        group._register_backend(torch.device("cuda"), kind, made)
+    for device in Backend.backend_capability[backend]:
+        group._register_backend(torch.device(device), kind, made)
     group._set_group_name(arguments.group_id)
     return group
