@@ -15,9 +15,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.beside import group_over
+from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.backends.cupy_collectives import NcclCollectives
 from ppe_ddp.backends.cupy_communicator import Communicators, Members
-from ppe_ddp.backends.cupy_streams import Channel, CudaDevice
+from ppe_ddp.backends.cupy_streams import Channel
 from ppe_ddp.backends.cupy_watchdog import Watchdog
 from ppe_ddp.backends.cupy_work import Flight, NcclWork
 from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor, device
     from torch.distributed import Work
 
+    from ppe_ddp.backends.cuda_device import Device
     from ppe_ddp.backends.cupy_collectives import Call, Steps
     from ppe_ddp.backends.cupy_communicator import NcclLibrary
-    from ppe_ddp.backends.cupy_streams import Device
 
 __all__ = ["NcclGroup", "make_group"]
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from torch.futures import Future
 
-    from ppe_ddp.backends.cupy_streams import Channel, Device
+    from ppe_ddp.backends.cuda_device import Device
+    from ppe_ddp.backends.cupy_streams import Channel
 
 __all__ = ["Flight", "NcclWork"]
 
@@ -54,7 +55,7 @@ class NcclWork(PythonWork):
 
     Args:
         flight: The calls.
-        device: See :class:`~ppe_ddp.backends.cupy_streams.Device`.
+        device: See :class:`~ppe_ddp.backends.cuda_device.Device`.
         index: The number of the device.
         result: The output tensors.
         blocks: Whether ``wait()`` keeps the host until it is over, as a barrier does.

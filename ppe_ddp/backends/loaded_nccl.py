@@ -14,10 +14,20 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-__all__ = ["NCCL_OF_SHARED_DEVICES", "loaded_files", "torch_nccl", "version_text"]
+__all__ = [
+    "NCCL_OF_SHARED_DEVICES",
+    "SHARE_DEVICES",
+    "loaded_files",
+    "torch_nccl",
+    "torch_nccl_text",
+    "version_text",
+]
+
+SHARE_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable that lets several ranks share a GPU, where it is 1."""
 
 NCCL_OF_SHARED_DEVICES = 23000
-"""From this one on, several ranks may share a GPU, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set; experimental."""
+"""The first version that knows it; experimental."""
 
 
 def torch_nccl() -> int | None:
@@ -35,6 +45,12 @@ def torch_nccl() -> int | None:
                 return number.value
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return int(major * 10000 + minor * 100 + patch)
+
+
+def torch_nccl_text() -> str | None:
+    """:func:`torch_nccl` as people write it; None where torch has none."""
+    number = torch_nccl()
+    return None if number is None else version_text(number)
 
 
 def loaded_files() -> tuple[str, ...]:

@@ -162,10 +162,6 @@ class MpiProcessGroup(CollectiveGroup):
         works, self._coalesced = self._coalesced or [], None
         return Together(works)
 
-    # By these names torch's C++ part asks for them, in versions of torch after 2.13.
-    start_coalescing = _start_coalescing
-    end_coalescing = _end_coalescing
-
     def _noted(self, work: Work) -> Work:
         """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
         if self._coalesced is not None:

@@ -112,11 +112,8 @@ class SharedWay:
         if group is None or not self._match(output, tensor):
             return None
         tensor = self._apart(tensor, output, tensor)
-        rows, part, is_shared = (
-            _numbers(tensor, op.op).view(self._size, -1),
-            _numbers(output, op.op),
-            group.holds(tensor),
-        )
+        rows, part = _numbers(tensor, op.op).view(self._size, -1), _numbers(output, op.op)
+        is_shared = group.holds(tensor)
         return _Route(group, cut_scatter(part, rows, op.op, group.piece_bytes, is_shared=is_shared), is_shared)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> _Route | None:
@@ -126,11 +123,8 @@ class SharedWay:
         if group is None or not self._match(tensor, output):
             return None
         tensor = self._apart(tensor, tensor, output)
-        rows, share, is_shared = (
-            _numbers(output, _Kind.SUM).view(self._size, -1),
-            _numbers(tensor, _Kind.SUM),
-            group.holds(tensor),
-        )
+        rows, share = _numbers(output, _Kind.SUM).view(self._size, -1), _numbers(tensor, _Kind.SUM)
+        is_shared = group.holds(tensor)
         return _Route(group, cut_gather(rows, share, group.piece_bytes, is_shared=is_shared), is_shared)
 
     def _group_for(self, whole: Tensor, kind: Any, *tensors: Tensor) -> SharedGroup | None:

@@ -139,6 +139,15 @@ class PythonGroup(ProcessGroup):
     def _get_backend(self, _device: device) -> Any:
         return self
 
+    # By these names torch's C++ part asks for them, in versions of torch after 2.13.
+    def start_coalescing(self, device: device) -> None:
+        """Begin calls that belong together."""
+        self._start_coalescing(device)
+
+    def end_coalescing(self, device: device) -> Work:
+        """End them; what comes back stands for all."""
+        return self._end_coalescing(device)
+
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the transport orders the collectives itself."""
 

@@ -98,10 +98,6 @@ class RoutedGroup(PythonGroup):
         work: Work = self._group(device.type)._end_coalescing(device)
         return work
 
-    # By these names torch's C++ part asks for them, in versions of torch after 2.13.
-    start_coalescing = _start_coalescing
-    end_coalescing = _end_coalescing
-
     def _get_backend(self, device: device) -> Any:
         return self._group(device.type)._get_backend(device)
 

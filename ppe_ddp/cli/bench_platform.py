@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ppe_ddp import init_process_group
 from ppe_ddp.backends.cupy_library import load_nccl
-from ppe_ddp.backends.loaded_nccl import torch_nccl, version_text
+from ppe_ddp.backends.loaded_nccl import SHARE_DEVICES, torch_nccl_text
 from ppe_ddp.cli.candidates import many_ranks_a_device
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import Ranks
@@ -33,8 +33,6 @@ __all__ = ["BACKENDS", "Platform", "add_platform_arguments"]
 
 _RUN_SECONDS = 3600.0
 _COLLECTIVE_SECONDS = 300.0
-# NCCL refuses a second rank on a GPU without it.
-_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("gloo",),
@@ -98,6 +96,7 @@ class Platform:
             ValueError: NCCL is too old for that.
         """
         if self.device == "cuda":
+            self._allow_sharing()
             self._crowd(-(-ranks // torch.cuda.device_count()))
 
     def start(self, ranks: int) -> Ranks:
@@ -141,13 +140,12 @@ class Platform:
 
     def _allow_sharing(self) -> None:
         if "nccl" in self.backend and many_ranks_a_device():
-            os.environ.setdefault(_SHARING, "1")
+            os.environ.setdefault(SHARE_DEVICES, "1")
 
     def _crowd(self, ranks_a_device: int) -> None:
-        self._allow_sharing()
         if ranks_a_device > 1 and "nccl" in self.backend and not many_ranks_a_device():
             raise ValueError(
-                f"{ranks_a_device} ranks would share a GPU, which NCCL {_nccl_version()} does not allow (2.30 does): "
+                f"{ranks_a_device} ranks would share a GPU, which NCCL {torch_nccl_text()} does not allow (2.30 does): "
                 "take --backend gloo, or no more ranks than GPUs"
             )
 
@@ -173,7 +171,7 @@ class Platform:
             "device_name": torch.cuda.get_device_name() if has_gpu else None,
             "devices": torch.cuda.device_count() if has_gpu else 0,
             "backend": self.backend,
-            "nccl": _nccl_version() if "nccl" in self.backend else None,
+            "nccl": torch_nccl_text() if "nccl" in self.backend else None,
         }
 
     @property
@@ -188,8 +186,3 @@ class Platform:
     def __str__(self) -> str:
         """All of it in a few words, for a caption."""
         return f"{self.name} over {self.backend}"
-
-
-def _nccl_version() -> str | None:
-    number = torch_nccl()
-    return None if number is None else version_text(number)

@@ -14,6 +14,7 @@ from typing import TypedDict
 
 import torch
 
+from ppe_ddp.backends.loaded_nccl import SHARE_DEVICES
 from ppe_ddp.cli.candidates import Candidate, many_ranks_a_device
 from ppe_ddp.cli.examination import ANSWER, EXAMINED, examine
 from ppe_ddp.cli.libraries import mpirun
@@ -22,7 +23,6 @@ from ppe_ddp.testing import RankError, Ranks
 __all__ = ["Diagnosis", "diagnose"]
 
 _RANKS = 2
-_SHARE_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 _TOLD_LINES = 12
 _REMEDIES = {
     "gloo": "see that this machine's name has an address that it can reach, or set GLOO_SOCKET_IFNAME=lo",
@@ -94,7 +94,7 @@ def _by_ranks(candidate: Candidate, timeout: float, setup: Callable[[], object] 
     size = _RANKS
     if candidate.device == "cuda" and torch.cuda.device_count() < _RANKS:
         # NCCL can do it from 2.30 on, as an experiment: only for somebody who asks for it.
-        wanted = os.environ.get(_SHARE_DEVICES) == "1" and candidate.name in ("nccl", "cupy_nccl")
+        wanted = os.environ.get(SHARE_DEVICES) == "1" and candidate.name in ("nccl", "cupy_nccl")
         size = _RANKS if wanted and many_ranks_a_device() else 1
     try:
         with Ranks(size, backend=candidate.name, timeout=timeout, prepare=setup) as ranks:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.backends.loaded_nccl import torch_nccl, version_text
+from ppe_ddp.backends.loaded_nccl import SHARE_DEVICES, torch_nccl_text
 from ppe_ddp.cli.arguments import output
 from ppe_ddp.cli.candidates import Candidate, candidates, many_ranks_a_device
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
@@ -75,8 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def look_around() -> Surroundings:
     """Find out what is here; takes seconds, as the libraries are loaded in processes of their own."""
     mpi, cupy = mpi_library(), cupy_library()
-    number = torch_nccl()
-    nccl = None if number is None else version_text(number)
+    nccl = torch_nccl_text()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Surroundings(
         launcher=_launcher(),
@@ -108,7 +107,7 @@ def text_of(surroundings: Surroundings) -> str:
         "NCCL clash": surroundings.nccl_clash or "no",
         "launcher": surroundings.launcher,
         "devices": "; ".join(surroundings.devices) or None,
-        "ranks a device": "several, with NCCL_MULTI_RANK_GPU_ENABLE=1" if many_ranks_a_device() else None,
+        "ranks a device": f"several, with {SHARE_DEVICES}=1" if many_ranks_a_device() else None,
     }
     lines = [f"{name + ':':<16}{text or _UNTOLD}" for name, text in rows.items()]
     lines += ["", "backends"]

@@ -9,43 +9,17 @@ memory is not given to anybody else before the reading stream is through with it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
+from ppe_ddp.backends.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from torch import Tensor
 
-
-class Device(Protocol):
-    """What is needed of CUDA; passed in, so that the rule can be tried without a GPU."""
-
-    def current_stream(self, device: torch.device) -> Any:
-        """This thread's current stream of ``device``."""
-
-    def hold(self, tensor: Tensor, stream: Any) -> None:
-        """Keep the memory of ``tensor`` from being used again before ``stream`` is through with what it has now."""
-
-    def is_capturing(self) -> bool:
-        """Whether this thread's current stream records a graph."""
-
-
-class Cuda:
-    """CUDA, by way of torch."""
-
-    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """This thread's current stream of ``device``."""
-        return torch.cuda.current_stream(device)
-
-    def hold(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of ``tensor`` from being used again before ``stream`` is through with what it has now."""
-        tensor.record_stream(stream)
-
-    def is_capturing(self) -> bool:
-        """Whether this thread's current stream records a graph."""
-        return torch.cuda.is_current_stream_capturing()
+    from ppe_ddp.backends.cuda_device import Device
 
 
 class LandingStreams:
@@ -58,7 +32,7 @@ class LandingStreams:
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: Device | None = None, kind: str = "cuda") -> None:
-        self._api: Device = device or Cuda()
+        self._api: Device = device or CudaDevice()
         self._devices = [parameter.device if parameter.device.type == kind else None for parameter in parameters]
         self._stream_of: dict[int, Any] = {}
         self._seen: dict[torch.device, list[Any]] = {each: [] for each in self._devices if each is not None}
