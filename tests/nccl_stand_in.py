@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend, FileStore, ProcessGroupGloo
 
-from ppe_ddp.backends.cupy_nccl import make_group
+from ppe_ddp.backends.cupy_nccl.nccl_group import make_group
 
 DTYPES = {
     0: torch.int8,
@@ -120,8 +120,8 @@ class StandInLibrary:
         if self.depth == 0:
             waiting, self.waiting = self.waiting, []
             # All sends are on their way before anybody waits, or two ranks would wait for each other.
-            landings = [call() for call in sorted(waiting, key=lambda call: call.is_receive)]
-            for land in filter(None, landings):
+            events = [call() for call in sorted(waiting, key=lambda call: call.is_receive)]
+            for land in filter(None, events):
                 land()
 
 
@@ -158,7 +158,7 @@ class StandInCommunicator:
                 landing()
             elif landing is not None:
                 # The host goes on; who waits for the stream waits for this.
-                StandInDevice.streams[stream].landings.append(landing)
+                StandInDevice.streams[stream].events.append(landing)
 
     def _gathered(self, address, count, datatype):
         mine = memory(address, count, datatype).view(torch.uint8).clone()
@@ -261,15 +261,15 @@ class StandInStream:
     def __init__(self, name, number):
         self.name = name
         self.cuda_stream = number
-        self.landings = []
+        self.events = []
 
     def __repr__(self):
         return self.name
 
     def wait_event(self, event):
         StandInDevice.log.append((self.name, "waits for", event.stream.name))
-        while event.stream.landings:
-            event.stream.landings.pop(0)()
+        while event.stream.events:
+            event.stream.events.pop(0)()
 
     def record_event(self):
         return StandInEvent(self)

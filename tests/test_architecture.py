@@ -29,6 +29,7 @@ LAYERS = [
     "optim",
     "testing",
     "cli",
+    "benchmarks",
     "__main__",
 ]
 # The package itself gathers its public names from everywhere; who stands above it may use them.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ppe_ddp import cli
-from ppe_ddp.cli.bench_platform import BACKENDS
+from ppe_ddp.benchmarks.bench_platform import BACKENDS
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ppe_ddp import cli
-from ppe_ddp.backends import loaded_nccl
-from ppe_ddp.cli import bench_platform
+from ppe_ddp.backends.cupy_nccl import nccl_version
+from ppe_ddp.benchmarks import bench_platform
+from ppe_ddp.benchmarks.bench_measure import tolerance
+from ppe_ddp.benchmarks.bench_platform import BACKENDS, Platform
 from ppe_ddp.cli.arguments import folder
-from ppe_ddp.cli.bench_measure import tolerance
-from ppe_ddp.cli.bench_platform import BACKENDS, Platform
 
 NCCL = BACKENDS["cuda"][0]
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -27,7 +27,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl is not None)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
-        monkeypatch.setattr(loaded_nccl, "loaded_files", tuple)
+        monkeypatch.setattr(nccl_version, "loaded_files", tuple)
         monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock())
         monkeypatch.delenv(SHARING, raising=False)
 

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp import cli
-from ppe_ddp.cli import bench_contestants, bench_load, bench_measure
+from ppe_ddp.benchmarks import bench_contestants, bench_load, bench_measure
+from ppe_ddp.benchmarks.bench_collective import OPERATIONS, _wrong
+from ppe_ddp.benchmarks.bench_collective import measure as measure_collectives
+from ppe_ddp.benchmarks.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
+from ppe_ddp.benchmarks.bench_measure import RankResult, Settings, measure, workload_named
+from ppe_ddp.benchmarks.bench_models import WORKLOADS, TransformerBf16
+from ppe_ddp.benchmarks.bench_optimizer import CONTESTANTS as OPTIMIZER_CONTESTANTS
+from ppe_ddp.benchmarks.bench_optimizer import measure as measure_optimizers
+from ppe_ddp.benchmarks.bench_platform import Platform
+from ppe_ddp.benchmarks.bench_result import Spread, combine
 from ppe_ddp.cli.arguments import size_of
-from ppe_ddp.cli.bench_collective import OPERATIONS, _wrong
-from ppe_ddp.cli.bench_collective import measure as measure_collectives
-from ppe_ddp.cli.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
-from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
-from ppe_ddp.cli.bench_models import WORKLOADS, TransformerBf16
-from ppe_ddp.cli.bench_optimizer import CONTESTANTS as OPTIMIZER_CONTESTANTS
-from ppe_ddp.cli.bench_optimizer import measure as measure_optimizers
-from ppe_ddp.cli.bench_platform import Platform
-from ppe_ddp.cli.bench_result import Spread, combine
 from ppe_ddp.testing import RankError
 from subprocesses import MPIRUN, needs_mpirun, run
 

@@ -17,10 +17,10 @@ from nccl_contract import ADDRESSES, check_library
 from nccl_stand_in import LIBRARY, StandInDevice
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp import DistributedDataParallel, functions
-from ppe_ddp.backends import cupy_library
-from ppe_ddp.backends.cupy_communicator import Communicators, Members, _packed, _unpacked
-from ppe_ddp.backends.cupy_datatypes import reduction_of
-from ppe_ddp.backends.cupy_library import load_nccl
+from ppe_ddp.backends.cupy_nccl import nccl_library
+from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, _packed, _unpacked
+from ppe_ddp.backends.cupy_nccl.nccl_datatypes import reduction_of
+from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.engine import sender
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
@@ -331,7 +331,7 @@ def test_two_nccls_in_one_process_are_told(monkeypatch, torchs, warns):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["cupy.cuda"].nccl = library
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cupy_library, "torch_nccl", lambda: torchs)
+    monkeypatch.setattr(nccl_library, "torch_nccl", lambda: torchs)
     told = pytest.warns(RuntimeWarning, match=r"NCCL 2\.28\.9, and CuPy calls 2\.29\.7")
     with told if warns else contextlib.nullcontext():
         assert load_nccl() is library

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 
 from ppe_ddp import cli
-from ppe_ddp.cli import diagnosis, doctor
-from ppe_ddp.cli.candidates import Candidate
-from ppe_ddp.cli.diagnosis import Diagnosis, diagnose
+from ppe_ddp.cli import backend_diagnosis, doctor
+from ppe_ddp.cli.backend_candidates import Candidate
+from ppe_ddp.cli.backend_diagnosis import Diagnosis, diagnose
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary
 from subprocesses import needs_mpirun
 
@@ -86,7 +86,7 @@ def test_what_mpirun_can_do_wrong(tmp_path, launcher, reason):
     program = tmp_path / "mpirun"
     program.write_text(f"#!/bin/sh\n{LAUNCHERS[launcher]}\n")
     program.chmod(0o700)
-    with mock.patch.object(diagnosis, "mpirun", return_value=str(program)):
+    with mock.patch.object(backend_diagnosis, "mpirun", return_value=str(program)):
         found = diagnose(Candidate("mpi4py", "cpu"), 1)
     assert found.outcome == "failed"
     assert reason in found.reason
@@ -133,8 +133,8 @@ def test_ranks_that_would_have_to_share_a_device(monkeypatch, backend, able, wan
             return [[]] * started[0]
 
     with (
-        mock.patch.object(diagnosis, "many_ranks_a_device", return_value=able),
-        mock.patch.object(diagnosis, "Ranks", Ranks),
+        mock.patch.object(backend_diagnosis, "many_ranks_a_device", return_value=able),
+        mock.patch.object(backend_diagnosis, "Ranks", Ranks),
         mock.patch("torch.cuda.device_count", return_value=1),
     ):
         found = diagnose(Candidate(backend, "cuda"), 1)

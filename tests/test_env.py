@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from ppe_ddp.backends import loaded_nccl
-from ppe_ddp.backends.loaded_nccl import version_text
+from ppe_ddp.backends.cupy_nccl import nccl_version
+from ppe_ddp.backends.cupy_nccl.nccl_version import version_text
 from ppe_ddp.cli import env, libraries
-from ppe_ddp.cli.candidates import candidates, many_ranks_a_device
+from ppe_ddp.cli.backend_candidates import candidates, many_ranks_a_device
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
 from subprocesses import run
 
@@ -79,7 +79,7 @@ def test_versions_of_nccl_are_read_as_people_write_them(number, text):
     [(["/there/libnccl.so.2"], 23203), (["/there/libnccl.so.2", "/here/libnccl.so.2"], 22809), ([], 22809)],
     ids=["one that pip has upgraded", "another one of CuPy's", "a part of torch"],
 )
-def test_it_is_the_loaded_nccl_that_counts(monkeypatch, files, number):
+def test_it_is_the_nccl_version_that_counts(monkeypatch, files, number):
     """torch tells what it was compiled with."""
 
     class Library:
@@ -92,9 +92,9 @@ def test_it_is_the_loaded_nccl_that_counts(monkeypatch, files, number):
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "suffix"))
-    monkeypatch.setattr(loaded_nccl, "loaded_files", lambda: files)
-    monkeypatch.setattr(loaded_nccl.ctypes, "CDLL", Library)
-    assert loaded_nccl.torch_nccl() == number
+    monkeypatch.setattr(nccl_version, "loaded_files", lambda: files)
+    monkeypatch.setattr(nccl_version.ctypes, "CDLL", Library)
+    assert nccl_version.torch_nccl() == number
     assert many_ranks_a_device() == (number >= 23000)
 
 
@@ -152,7 +152,7 @@ def test_cupys_nccl_is_asked_for(tmp_path, monkeypatch):
     nccl = "available = True\nget_version = lambda: 22707"
     files = {"cupy/__init__.py": "__version__ = '14'", "cupy/cuda/__init__.py": "", "cupy/cuda/nccl.py": nccl}
     install(tmp_path, monkeypatch, files)
-    assert cupy_library() == CupyLibrary("14", "2.27.7", len(loaded_nccl.loaded_files()))
+    assert cupy_library() == CupyLibrary("14", "2.27.7", len(nccl_version.loaded_files()))
 
 
 def test_a_library_that_hangs_is_not_waited_for(tmp_path, monkeypatch):

@@ -21,13 +21,13 @@ from ppe_ddp.sharding import (
     broadcast_and_shard_state_dict,
     load_state_dict,
     patch_accelerate,
-    progress,
+    progress_bar,
     shard_broadcasted_state_dict,
 )
-from ppe_ddp.sharding.agreement import match
-from ppe_ddp.sharding.contents import Expected, Found
-from ppe_ddp.sharding.plan import Shipment, parcels, tree
-from ppe_ddp.sharding.regions import Layout, boxes, cut, shape_of, whole
+from ppe_ddp.sharding.checkpoint_entries import Expected, Found
+from ppe_ddp.sharding.key_matching import match
+from ppe_ddp.sharding.regions import ShardLayout, boxes, cut, shape_of, whole
+from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, tree
 from ppe_ddp.testing import Ranks
 from subprocesses import MPIRUN, run
 
@@ -89,7 +89,7 @@ def random_layout(dice):
     ranks = list(range(math.prod(shape)))
     dice.shuffle(ranks)
     placements = tuple(dice.choice([Shard(0), Shard(1), Replicate()]) for _ in shape)
-    return Layout(tuple(ranks), shape, placements)
+    return ShardLayout(tuple(ranks), shape, placements)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,20 +105,20 @@ def test_every_element_reaches_every_rank_that_holds_it(seed):
     for rank, region in regions.items():
         holders.setdefault(region, []).append(rank)
     shares = tuple((region, tuple(sorted(ranks))) for region, ranks in holders.items())
-    goods = [Shipment("t", full.dtype, shares)]
+    routed_tensors = [RoutedTensor("t", full.dtype, shares)]
     most = dice.choice([4, 12, 40, 4000])
-    plans = [list(parcels(goods, rank, most)) for rank in range(size)]
+    plans = [list(plan_messages(routed_tensors, rank, most)) for rank in range(size)]
     locals_ = {rank: torch.full(shape_of(region), math.nan) for rank, region in regions.items()}
-    for parcel in plans[0]:
-        assert parcel.nbytes <= most
-        assert sum(piece.nbytes for piece in parcel.pieces) == parcel.nbytes
-        for piece in parcel.pieces:
+    for message in plans[0]:
+        assert message.nbytes <= most
+        assert sum(piece.nbytes for piece in message.pieces) == message.nbytes
+        for piece in message.pieces:
             values = cut(full, piece.region, piece.box).flatten()
-            for rank in parcel.route:
+            for rank in message.route:
                 locals_[rank].view(-1)[piece.offset : piece.offset + piece.numel] = values
     for rank, plan in enumerate(plans):
         # A rank's own plan is rank 0's without what does not concern it, in the same order.
-        assert plan == [parcel for parcel in plans[0] if rank == 0 or rank in parcel.route]
+        assert plan == [message for message in plans[0] if rank == 0 or rank in message.route]
     for place, rank in enumerate(layout.ranks):
         coordinate = torch.tensor(place)
         index = [int(i) for i in torch.unravel_index(coordinate, layout.mesh_shape)]
@@ -333,7 +333,7 @@ def test_any_memory_format():
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (3600.0, False)])
 def test_a_bar_for_long_loads(monkeypatch, capsys, seconds, shown):
     skip_without("tqdm")
-    monkeypatch.setattr(progress, "_SECONDS", seconds)
+    monkeypatch.setattr(progress_bar, "_SECONDS", seconds)
     net = nn.Linear(64, 64)
     for wanted, seen in [(True, shown), (False, False), (None, False)]:  # what is captured is no terminal
         DistModule(net, progress=wanted, piece_nbytes=1024).load_state_dict(net.state_dict())

@@ -41,8 +41,8 @@ def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
 
 
 def _make_cupy_group(arguments: Any, options: Any) -> ProcessGroup:
-    from ppe_ddp.backends.cupy_library import load_nccl
-    from ppe_ddp.backends.cupy_nccl import make_group
+    from ppe_ddp.backends.cupy_nccl.nccl_group import make_group
+    from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 
     if options is not None:
         raise TypeError(f"the backend cupy_nccl takes no pg_options, but it got {type(options).__name__}")

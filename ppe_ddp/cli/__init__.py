@@ -44,22 +44,22 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         ("bench", "step"),
         "one training step beside torch DDP, ppe's DDP and the bare module",
-        "ppe_ddp.cli.bench_step",
+        "ppe_ddp.benchmarks.bench_step",
     ),
     Command(
         ("bench", "collective"),
         "all-reduce and others over gloo and mpi4py, side by side",
-        "ppe_ddp.cli.bench_collective",
+        "ppe_ddp.benchmarks.bench_collective",
     ),
     Command(
         ("bench", "load"),
         "a checkpoint from rank 0 into a sharded model, beside torch and accelerate",
-        "ppe_ddp.cli.bench_load",
+        "ppe_ddp.benchmarks.bench_load",
     ),
     Command(
         ("bench", "optimizer"),
         "one step with AdamW, sharded by us and by torch's ZeroRedundancyOptimizer, and whole",
-        "ppe_ddp.cli.bench_optimizer",
+        "ppe_ddp.benchmarks.bench_optimizer",
     ),
 )
 """All commands, in the order in which help lists them."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from ppe_ddp.cli.arguments import output, seconds
-from ppe_ddp.cli.candidates import Candidate, candidates
-from ppe_ddp.cli.diagnosis import Diagnosis, diagnose
+from ppe_ddp.cli.backend_candidates import Candidate, candidates
+from ppe_ddp.cli.backend_diagnosis import Diagnosis, diagnose
 from ppe_ddp.cli.libraries import cupy_library, mpi_library
 from ppe_ddp.cli.machine import write_report
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.backends.loaded_nccl import SHARE_DEVICES, torch_nccl_text
+from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES, torch_nccl_text
 from ppe_ddp.cli.arguments import output
-from ppe_ddp.cli.candidates import Candidate, candidates, many_ranks_a_device
+from ppe_ddp.cli.backend_candidates import Candidate, candidates, many_ranks_a_device
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
 from ppe_ddp.launch import detect

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppe_ddp.backends.loaded_nccl import version_text
+from ppe_ddp.backends.cupy_nccl.nccl_version import version_text
 
 __all__ = ["CupyLibrary", "MpiLibrary", "cupy_library", "mpi_library", "mpirun"]
 
@@ -47,7 +47,7 @@ answer["cupy"] = cupy.__version__
 from cupy.cuda import nccl
 if nccl.available:
     answer["nccl"] = nccl.get_version()
-from ppe_ddp.backends.loaded_nccl import loaded_files
+from ppe_ddp.backends.cupy_nccl.nccl_version import loaded_files
 answer["files"] = loaded_files()
 """
 

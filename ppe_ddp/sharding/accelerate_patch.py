@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint import DeviceMap, load_state_dict
-from ppe_ddp.sharding.module import DistModule
-from ppe_ddp.sharding.team import Team
+from ppe_ddp.sharding.checkpoint_reader import DeviceMap, load_state_dict
+from ppe_ddp.sharding.dist_module import DistModule
+from ppe_ddp.sharding.load_group import LoadGroup
 
 if TYPE_CHECKING:
     import os
@@ -67,7 +67,7 @@ def _load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Device
     try:
         return load_state_dict(checkpoint_file, device_map)
     except CheckpointError as error:
-        if Team().size == 1:
+        if LoadGroup().size == 1:
             raise
         return _Unreadable(error)
 

@@ -1,4 +1,4 @@
-"""Loads a checkpoint that one rank has into the shards of all: agree on the keys, plan, carry."""
+"""Loads a checkpoint that one rank has into the shards of all: match the keys, plan the messages, send them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.sharding.agreement import Match, check, match
-from ppe_ddp.sharding.contents import Expected, Found, describe, expect
-from ppe_ddp.sharding.courier import Courier
-from ppe_ddp.sharding.holdings import Holdings, device_for, refuse_meta
-from ppe_ddp.sharding.plan import parcels
-from ppe_ddp.sharding.progress import Bar
-from ppe_ddp.sharding.shipments import shipments
-from ppe_ddp.sharding.team import Team, device_of
+from ppe_ddp.sharding.checkpoint_entries import Expected, Found, describe, expect
+from ppe_ddp.sharding.key_matching import Match, check, match
+from ppe_ddp.sharding.load_group import LoadGroup, device_of
+from ppe_ddp.sharding.load_targets import LoadTargets, device_for, refuse_meta
+from ppe_ddp.sharding.progress_bar import ProgressBar
+from ppe_ddp.sharding.tensor_routing import route_tensors
+from ppe_ddp.sharding.tensor_transfer import TensorTransfer
+from ppe_ddp.sharding.transfer_plan import plan_messages
 
 if TYPE_CHECKING:
-    from ppe_ddp.sharding.options import LoadOptions
+    from ppe_ddp.sharding.load_options import LoadOptions
 
-_PARCELS_A_PIECE = 4  # some are packed while others travel
+_MESSAGES_A_PIECE = 4  # some are packed while others travel
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Header:
 
 
 class Distribution:
-    """Brings the tensors of rank 0's checkpoint to where they belong; every rank of a team runs one, together.
+    """Brings the tensors of rank 0's checkpoint to where they belong; every rank of a load group runs one, together.
 
     Args:
         checkpoint_of: Gives the checkpoint: full tensors, and other entries, which are pickled. Called on rank 0 only.
@@ -104,7 +104,7 @@ class Distribution:
         self._targets_of = targets_of
         self._terms = terms
         self._options = terms.options
-        self._team = Team(terms.options.process_group)
+        self._load_group = LoadGroup(terms.options.process_group)
         self._checkpoint: Mapping[str, Any] = {}
         self._targets: Mapping[str, Any] = {}
 
@@ -125,15 +125,15 @@ class Distribution:
 
     def _agree(self) -> tuple[_Header, list[list[Expected]]]:
         """What rank 0 has, and what each rank expects."""
-        team = self._team
+        load_group = self._load_group
         expected: list[Expected] = []
         failure: Exception | None = None
         try:
             self._targets = self._targets_of()
-            expected = expect(self._targets, team.ranks[team.rank])
+            expected = expect(self._targets, load_group.ranks[load_group.rank])
         except Exception as error:  # told where all listen
             failure = error
-        header = team.from_source(lambda: self._head(expected))
+        header = load_group.from_source(lambda: self._head(expected))
 
         def answer() -> list[Expected] | None:
             if failure is not None:
@@ -145,42 +145,51 @@ class Distribution:
                 refuse_meta(self._targets, match(header.found, [expected]))
             return None if expected == header.expected else expected
 
-        return header, [header.expected if other is None else other for other in team.from_each(answer)]
+        return header, [header.expected if other is None else other for other in load_group.from_each(answer)]
 
     def _head(self, expected: list[Expected]) -> _Header:
         self._checkpoint = self._checkpoint_of()
-        device = device_for(self._targets, self._team, self._options)
+        device = device_for(self._targets, self._load_group, self._options)
         return _Header(
             found=describe(self._checkpoint),
             expected=expected,
             terms=self._terms.compared(),
             what=self._terms.what,
             metadata=getattr(self._checkpoint, "_metadata", None),
-            wire=self._team.wire_kind(device.type),
+            wire=self._load_group.wire_kind(device.type),
         )
 
     def _carry(self, header: _Header, expectations: list[list[Expected]], matched: Match) -> dict[str, Any]:
         """What this rank's module gets."""
-        team, options, fresh = self._team, self._options, self._terms.fresh
-        holdings = Holdings(self._targets, matched, header.found, team, options, fresh=fresh)
-        if self._terms.lends and fresh and team.is_source:
-            holdings.borrow(self._checkpoint)
-        goods = shipments(header.found, expectations, matched, team.ranks, converts=options.keeps_dtype(fresh))
+        load_group, options, fresh = self._load_group, self._options, self._terms.fresh
+        load_targets = LoadTargets(self._targets, matched, header.found, load_group, options, fresh=fresh)
+        if self._terms.lends and fresh and load_group.is_source:
+            load_targets.borrow(self._checkpoint)
+        routed_tensors = route_tensors(
+            header.found, expectations, matched, load_group.ranks, converts=options.keeps_dtype(fresh)
+        )
         read = self._checkpoint.__getitem__
-        courier = Courier(team, read, holdings.holds, device_of(header.wire), staging_nbytes=options.piece_nbytes)
-        courier.failure = holdings.failure
-        bar = Bar(sum(shipment.nbytes for shipment in goods), options.progress if team.is_source else False)
+        transfer = TensorTransfer(
+            load_group, read, load_targets.memories, device_of(header.wire), staging_nbytes=options.piece_nbytes
+        )
+        transfer.failure = load_targets.failure
+        bar = ProgressBar(
+            sum(routed.nbytes for routed in routed_tensors), options.progress if load_group.is_source else False
+        )
         try:
-            courier.carry(parcels(goods, team.rank, max(1, options.piece_nbytes // _PARCELS_A_PIECE)), bar.advance)
+            transfer.run(
+                plan_messages(routed_tensors, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE)),
+                bar.advance,
+            )
         finally:
             bar.close()
         result: OrderedDict[str, Any] = OrderedDict()
         result._metadata = header.metadata  # type: ignore[attr-defined]
 
         def finish() -> None:
-            if courier.failure is not None:
-                raise courier.failure
-            result.update(holdings.state_dict(header.found))
+            if transfer.failure is not None:
+                raise transfer.failure
+            result.update(load_targets.state_dict(header.found))
 
-        team.from_each(finish)
+        load_group.from_each(finish)
         return result

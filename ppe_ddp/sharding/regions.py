@@ -26,7 +26,7 @@ Box: TypeAlias = "tuple[Run, ...]"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How a DTensor is spread over a device mesh.
 
     Attributes:
@@ -40,7 +40,7 @@ class Layout:
     placements: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
+    def of(cls, tensor: DTensor) -> ShardLayout:
         """That of ``tensor``.
 
         Raises:
@@ -98,7 +98,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int, int]]:
     count = math.prod(shape)
     if count == 0:
         return
-    # The last dimension whose boxes hold more than one index; those before it are cut into single ones.
+    # The last dimension whose boxes region_memory more than one index; those before it are cut into single ones.
     dim, inner = 0, count
     for dim, size in enumerate(shape):  # noqa: B007
         inner //= size

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.sharding.distribution import Distribution, Terms
-from ppe_ddp.sharding.options import LoadOptions
-from ppe_ddp.sharding.team import Team
+from ppe_ddp.sharding.load_group import LoadGroup
+from ppe_ddp.sharding.load_options import LoadOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,10 +37,10 @@ def broadcast_and_shard_state_dict(
         CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
         CommunicationError: The process group failed.
     """
-    team = Team(process_group)
-    if not team.is_source:
+    load_group = LoadGroup(process_group)
+    if not load_group.is_source:
         raise ValueError(
-            f"rank {team.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
+            f"rank {load_group.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
             "shard_broadcasted_state_dict here"
         )
     _fill(state_dict, meta_sharded_state_dict, sharded_state_dict, process_group, strict)
@@ -66,8 +66,8 @@ def shard_broadcasted_state_dict(
         CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
         CommunicationError: The process group failed.
     """
-    team = Team(process_group)
-    if team.is_source:
+    load_group = LoadGroup(process_group)
+    if load_group.is_source:
         raise ValueError(
             "rank 0 called shard_broadcasted_state_dict, which is for the other ranks; call "
             "broadcast_and_shard_state_dict here"

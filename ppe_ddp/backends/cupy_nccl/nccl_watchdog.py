@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ppe_ddp.errors import CommunicationError, UnusableError
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.cupy_communicator import Communicators
-    from ppe_ddp.backends.cupy_work import Flight
+    from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators
+    from ppe_ddp.backends.cupy_nccl.nccl_work import NcclOperation
 
 __all__ = ["Watchdog"]
 
@@ -43,7 +43,7 @@ class Watchdog:
         self._timeout = timeout
         self._calls = calls
         self._looking = threading.Lock()
-        self._flights: deque[tuple[float, Flight]] = deque()
+        self._operations: deque[tuple[float, NcclOperation]] = deque()
         self._error: CommunicationError | None = None
         self._closed = False
         self._ended = threading.Event()
@@ -67,27 +67,27 @@ class Watchdog:
         if self._error is not None:
             self.check()
 
-    def watch(self, flight: Flight) -> None:
+    def watch(self, operation: NcclOperation) -> None:
         """Take note of what is about to be given to NCCL, whose calls may wait for the other ranks, too."""
         # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
-        while self._flights and self._flights[0][1].is_over():
-            self._flights.popleft()
-        self._flights.append((time.monotonic(), flight))
+        while self._operations and self._operations[0][1].is_over():
+            self._operations.popleft()
+        self._operations.append((time.monotonic(), operation))
         if self._thread is None:
             args = (weakref.ref(self), self._ended)
             self._thread = threading.Thread(target=_look, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
             self._thread.start()
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, operation: NcclOperation) -> None:
         """NCCL has not taken it."""
-        self._flights = deque(entry for entry in self._flights if entry[1] is not flight)
+        self._operations = deque(entry for entry in self._operations if entry[1] is not operation)
 
     def drain(self) -> None:
         """Wait on the host until nothing is on its way, or the group has failed."""
-        for _, flight in list(self._flights):
-            while not flight.is_over() and self._error is None:
+        for _, operation in list(self._operations):
+            while not operation.is_over() and self._error is None:
                 time.sleep(0.001)
-        self._flights.clear()
+        self._operations.clear()
 
     def close(self) -> None:
         """End the watch: every later call raises, and the communicators are not looked at any more."""
@@ -113,11 +113,11 @@ class Watchdog:
         return None
 
     def _late(self) -> CommunicationError | None:
-        late = [flight for since, flight in list(self._flights) if time.monotonic() - since > self._timeout]
-        for flight in late:
-            if not flight.is_over():
+        late = [operation for since, operation in list(self._operations) if time.monotonic() - since > self._timeout]
+        for operation in late:
+            if not operation.is_over():
                 return CommunicationError(
-                    f"{flight.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
+                    f"{operation.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
                     "did not make the call, or died. The group's communicators were broken off, and what it was "
                     "computing is not to be trusted"
                 )

@@ -1,7 +1,7 @@
-"""Streams, and the one rule that memory and streams follow.
+"""The stream that NCCL works on, and the rule by which it is synchronized with the caller's.
 
 The rule: NCCL works on streams of its own. Such a stream waits for what the caller's stream has been given by then
-(`Channel.follow`), the caller's stream waits for it when the caller asks for the result (`Work.wait`), and the
+(`CommStream.follow`), the caller's stream waits for it when the caller asks for the result (`Work.wait`), and the
 caller's tensors are not given to anybody else before it is through with them (`Device.hold`), whatever the caller does
 with his own references. Memory that is needed in between is taken and given back on NCCL's stream.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.backends.cuda_device import Device
-    from ppe_ddp.backends.cupy_communicator import Members
+    from ppe_ddp.backends.cupy_nccl.nccl_communicator import Members
 
-__all__ = ["Channel"]
+__all__ = ["CommStream"]
 
 
-class Channel:
+class CommStream:
     """One stream for NCCL, between some ranks, on one device.
 
     Args:

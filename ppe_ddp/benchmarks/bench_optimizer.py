@@ -31,12 +31,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, init_process_group
+from ppe_ddp.benchmarks.bench_measure import workload_named
+from ppe_ddp.benchmarks.bench_models import WORKLOADS, Workload
+from ppe_ddp.benchmarks.bench_result import Spread
+from ppe_ddp.benchmarks.bench_table import console_on
 from ppe_ddp.cli.arguments import count, output
-from ppe_ddp.cli.bench_measure import workload_named
-from ppe_ddp.cli.bench_models import WORKLOADS, Workload
-from ppe_ddp.cli.bench_result import Spread
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
-from ppe_ddp.cli.table import console_on
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import Ranks
 

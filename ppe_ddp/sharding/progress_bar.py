@@ -9,7 +9,7 @@ from typing import Any
 _SECONDS = 2.0  # shorter loads show nothing
 
 
-class Bar:
+class ProgressBar:
     """Counts bytes. Shown on a terminal, once the load has taken some seconds; needs tqdm, and is silent without.
 
     Args:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ppe_ddp.cli.bench_result import ContestantResult, ModelResult, Spread
+    from ppe_ddp.benchmarks.bench_result import ContestantResult, ModelResult, Spread
 
 __all__ = ["console_on", "print_step_table"]
 

@@ -35,10 +35,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp import init_process_group
+from ppe_ddp.benchmarks.bench_result import Spread
+from ppe_ddp.benchmarks.bench_table import console_on
 from ppe_ddp.cli.arguments import count, output, size_of
-from ppe_ddp.cli.bench_result import Spread
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
-from ppe_ddp.cli.table import console_on
 from ppe_ddp.launch import detect
 from ppe_ddp.sharding import DistModule
 from ppe_ddp.testing import Ranks
@@ -181,7 +181,7 @@ def _load(name: str, nbytes: int, sources: _Sources) -> tuple[float, int, int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         fully_shard(block, mesh=mesh)
-    gc.collect()  # models hold themselves in circles
+    gc.collect()  # models region_memory themselves in circles
     _forget_peak()
     before = _memory("VmRSS")
     dist.barrier()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-__all__ = ["BYTE", "Reduction", "reduction_of"]
+__all__ = ["BYTE", "NcclReduction", "reduction_of"]
 
 BYTE = 1
 """NCCL's number of uint8: what is moved and not computed with goes as bytes."""
@@ -59,7 +59,7 @@ _SUMS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class NcclReduction:
     """How NCCL reduces the elements of one dtype by one operation.
 
     Attributes:
@@ -76,7 +76,7 @@ class Reduction:
 
 
 @functools.cache
-def reduction_of(dtype: torch.dtype, kind: Any, version: int) -> Reduction:
+def reduction_of(dtype: torch.dtype, kind: Any, version: int) -> NcclReduction:
     """The reduction for a dtype and an operation (``ReduceOp.op``).
 
     Args:
@@ -100,4 +100,4 @@ def reduction_of(dtype: torch.dtype, kind: Any, version: int) -> Reduction:
         first = max(first, _FIRST_WITH_AVERAGE)
     if version < first:
         raise TypeError(f"this NCCL ({version}) has no {what}, which came with {first}; use a newer CuPy and torch")
-    return Reduction(number, view.itemsize, op, scales)
+    return NcclReduction(number, view.itemsize, op, scales)

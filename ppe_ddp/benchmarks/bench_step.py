@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ppe_ddp.benchmarks.bench_measure import RankResult, Settings, measure, workload_named
+from ppe_ddp.benchmarks.bench_models import WORKLOADS, Workload
+from ppe_ddp.benchmarks.bench_platform import Platform, add_platform_arguments
+from ppe_ddp.benchmarks.bench_result import ModelResult, combine
+from ppe_ddp.benchmarks.bench_table import print_step_table
+from ppe_ddp.benchmarks.bench_trace import trace_file
 from ppe_ddp.cli.arguments import count, folder, mebibytes, output
-from ppe_ddp.cli.bench_measure import RankResult, Settings, measure, workload_named
-from ppe_ddp.cli.bench_models import WORKLOADS, Workload
-from ppe_ddp.cli.bench_platform import Platform, add_platform_arguments
-from ppe_ddp.cli.bench_result import ModelResult, combine
-from ppe_ddp.cli.bench_trace import trace_file
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
-from ppe_ddp.cli.table import print_step_table
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import RankError, Ranks
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ppe_ddp.sharding.checkpoint import Checkpoint
+from ppe_ddp.sharding.checkpoint_reader import Checkpoint
 from ppe_ddp.sharding.distribution import Distribution, Terms
-from ppe_ddp.sharding.options import LoadOptions
-from ppe_ddp.sharding.team import Team
+from ppe_ddp.sharding.load_group import LoadGroup
+from ppe_ddp.sharding.load_options import LoadOptions
 
 if TYPE_CHECKING:
     import os
@@ -162,5 +162,5 @@ class DistModule(nn.Module):
             # Strictness is settled, over the keys of all ranks.
             module.load_state_dict(loaded.state_dict, strict=False, assign=assign)
 
-        Team(self._options.process_group).from_each(load)
+        LoadGroup(self._options.process_group).from_each(load)
         return _IncompatibleKeys(loaded.missing, loaded.unexpected)

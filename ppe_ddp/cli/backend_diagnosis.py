@@ -14,9 +14,9 @@ from typing import TypedDict
 
 import torch
 
-from ppe_ddp.backends.loaded_nccl import SHARE_DEVICES
-from ppe_ddp.cli.candidates import Candidate, many_ranks_a_device
-from ppe_ddp.cli.examination import ANSWER, EXAMINED, examine
+from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES
+from ppe_ddp.cli.backend_candidates import Candidate, many_ranks_a_device
+from ppe_ddp.cli.backend_examination import ANSWER, EXAMINED, examine
 from ppe_ddp.cli.libraries import mpirun
 from ppe_ddp.testing import RankError, Ranks
 
@@ -105,7 +105,15 @@ def _by_ranks(candidate: Candidate, timeout: float, setup: Callable[[], object] 
 
 
 def _under_mpirun(timeout: float) -> Diagnosis:
-    command = [str(mpirun()), "-n", str(_RANKS), sys.executable, "-m", "ppe_ddp.cli.examination", str(timeout / 2)]
+    command = [
+        str(mpirun()),
+        "-n",
+        str(_RANKS),
+        sys.executable,
+        "-m",
+        "ppe_ddp.cli.backend_examination",
+        str(timeout / 2),
+    ]
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     process = subprocess.Popen(
         command,

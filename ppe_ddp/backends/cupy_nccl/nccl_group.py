@@ -16,11 +16,11 @@ from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.beside import group_over
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.backends.cupy_collectives import NcclCollectives
-from ppe_ddp.backends.cupy_communicator import Communicators, Members
-from ppe_ddp.backends.cupy_streams import Channel
-from ppe_ddp.backends.cupy_watchdog import Watchdog
-from ppe_ddp.backends.cupy_work import Flight, NcclWork
+from ppe_ddp.backends.cupy_nccl.comm_stream import CommStream
+from ppe_ddp.backends.cupy_nccl.nccl_collectives import NcclCollectives
+from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members
+from ppe_ddp.backends.cupy_nccl.nccl_watchdog import Watchdog
+from ppe_ddp.backends.cupy_nccl.nccl_work import NcclOperation, NcclWork
 from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
 from ppe_ddp.backends.routed_group import RoutedGroup
 from ppe_ddp.errors import CommunicationError, UnusableError
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from ppe_ddp.backends.cuda_device import Device
-    from ppe_ddp.backends.cupy_collectives import Call, Steps
-    from ppe_ddp.backends.cupy_communicator import NcclLibrary
+    from ppe_ddp.backends.cupy_nccl.nccl_collectives import Call, Steps
+    from ppe_ddp.backends.cupy_nccl.nccl_communicator import NcclLibrary
 
 __all__ = ["NcclGroup", "make_group"]
 
@@ -71,9 +71,9 @@ def make_group(
 
 @dataclass(frozen=True)
 class _Part:
-    """One collective or message of a flight, prepared on its stream."""
+    """One collective or message of an operation, prepared on its stream."""
 
-    channel: Channel
+    comm_stream: CommStream
     steps: Steps
     calls: list[Call]
 
@@ -114,9 +114,9 @@ class NcclGroup(CollectiveGroup):
         self._over: NcclCollectives = NcclCollectives(rank, size, library.get_version())
         self._communicators = Communicators(library, arguments.store, rank, self._place, seconds)
         self._everyone = Members("collectives", tuple(range(size)))
-        self._channels: dict[tuple[int, Members], Channel] = {}
-        self._coalesced: tuple[Flight, list[_Part]] | None = None
-        self._posted: list[tuple[Flight, list[_Part]]] = []
+        self._comm_streams: dict[tuple[int, Members], CommStream] = {}
+        self._coalesced: tuple[NcclOperation, list[_Part]] | None = None
+        self._posted: list[tuple[NcclOperation, list[_Part]]] = []
         self._lock = threading.RLock()  # buckets may be sent from a thread, and waited for in another
         self._watchdog = Watchdog(self._communicators, self._place, seconds, self._lock)
 
@@ -153,18 +153,18 @@ class NcclGroup(CollectiveGroup):
         self._communicators.end(orderly=False)
 
     def _start_coalescing(self, _device: device) -> None:
-        flight = Flight(f"{self._place}: coalesced calls", self._watchdog.check_failed)
+        operation = NcclOperation(f"{self._place}: coalesced calls", self._watchdog.check_failed)
         with self._lock:
-            self._coalesced = (flight, [])
+            self._coalesced = (operation, [])
 
     def _end_coalescing(self, device: device) -> Work:
         with self._lock:
             if self._coalesced is None:
                 raise UnusableError(f"{self._place}: the end of coalesced calls that were never begun")
-            (flight, parts), self._coalesced = self._coalesced, None
-            self._launch([(flight, parts)])
+            (operation, parts), self._coalesced = self._coalesced, None
+            self._launch([(operation, parts)])
         index = device.index if device.index is not None else self._device.current()
-        return NcclWork(flight, self._device, index, None)
+        return NcclWork(operation, self._device, index, None)
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
         return self._started(what, calls, result)
@@ -174,16 +174,16 @@ class NcclGroup(CollectiveGroup):
             self._check(what)
             self._launch_posted()
             tensors = list(tensors_in([list(arguments) for _, *arguments in calls]))
-            channel = self._channel(self._index_of(what, tensors), self._everyone)
-            channel.follow(tensors)
-            flight = Flight(f"{self._place}: {what}", self._watchdog.check_failed)
-            parts = [self._prepared(channel, collective(*arguments)) for collective, *arguments in calls]
+            comm_stream = self._comm_stream(self._index_of(what, tensors), self._everyone)
+            comm_stream.follow(tensors)
+            operation = NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
+            parts = [self._prepared(comm_stream, collective(*arguments)) for collective, *arguments in calls]
             if self._coalesced is None:
-                self._launch([(flight, parts)])
+                self._launch([(operation, parts)])
             else:
-                flight = self._coalesced[0]
+                operation = self._coalesced[0]
                 self._coalesced[1].extend(parts)
-        return NcclWork(flight, self._device, channel.index, result, blocks=blocks)
+        return NcclWork(operation, self._device, comm_stream.index, result, blocks=blocks)
 
     def _message(self, what: str, tensor: Tensor, way: tuple[int, int]) -> Work:
         sender, receiver = way
@@ -191,22 +191,22 @@ class NcclGroup(CollectiveGroup):
             raise ValueError(f"{self._place}: {what}, which is itself; copy the tensor")
         with self._lock:
             self._check(what)
-            channel = self._channel(self._index_of(what, [tensor]), Members("messages", way))
-            channel.follow([tensor])
+            comm_stream = self._comm_stream(self._index_of(what, [tensor]), Members("messages", way))
+            comm_stream.follow([tensor])
             is_mine = sender == self.rank()
             steps = self._over.send(tensor, 1) if is_mine else self._over.receive(tensor, 0)
-            part = self._prepared(channel, steps)
-            flight = Flight(f"{self._place}: {what}", self._watchdog.check_failed)
+            part = self._prepared(comm_stream, steps)
+            operation = NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
             if self._coalesced is not None:
-                flight = self._coalesced[0]
+                operation = self._coalesced[0]
                 self._coalesced[1].append(part)
-            elif self._communicators.has(channel.index, channel.members):
-                self._launch([(flight, [part])])
+            elif self._communicators.has(comm_stream.index, comm_stream.members):
+                self._launch([(operation, [part])])
             else:
                 # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
-                flight.launch = self._launch_posted
-                self._posted.append((flight, [part]))
-        return NcclWork(flight, self._device, channel.index, [tensor], source=-1 if is_mine else sender)
+                operation.launch = self._launch_posted
+                self._posted.append((operation, [part]))
+        return NcclWork(operation, self._device, comm_stream.index, [tensor], source=-1 if is_mine else sender)
 
     def _check(self, what: str) -> None:
         self._watchdog.check()
@@ -222,15 +222,15 @@ class NcclGroup(CollectiveGroup):
             raise ValueError(f"{self._place}: {what} of tensors on {len(indices)} devices; they have to be on one")
         return indices.pop()
 
-    def _channel(self, index: int, members: Members) -> Channel:
-        channel = self._channels.get((index, members))
-        if channel is None:
-            channel = self._channels[index, members] = Channel(self._device, index, members)
-        return channel
+    def _comm_stream(self, index: int, members: Members) -> CommStream:
+        comm_stream = self._comm_streams.get((index, members))
+        if comm_stream is None:
+            comm_stream = self._comm_streams[index, members] = CommStream(self._device, index, members)
+        return comm_stream
 
-    def _prepared(self, channel: Channel, steps: Steps) -> _Part:
-        with self._device.on(channel.stream):
-            return _Part(channel, steps, next(steps))
+    def _prepared(self, comm_stream: CommStream, steps: Steps) -> _Part:
+        with self._device.on(comm_stream.stream):
+            return _Part(comm_stream, steps, next(steps))
 
     def _launch_posted(self) -> None:
         with self._lock:
@@ -238,40 +238,42 @@ class NcclGroup(CollectiveGroup):
             if posted:
                 self._launch(posted)
 
-    def _launch(self, flights: Sequence[tuple[Flight, list[_Part]]]) -> None:
-        """Give all calls of some flights to NCCL, as one group where they are several."""
-        parts = [part for _, parts in flights for part in parts]
-        with self._communicators.translated(flights[0][0].what.rpartition(": ")[2]):
-            self._connect(part.channel for part in parts)
-        for flight, _ in flights:
-            self._watchdog.watch(flight)
+    def _launch(self, operations: Sequence[tuple[NcclOperation, list[_Part]]]) -> None:
+        """Give all calls of some operations to NCCL, as one group where they are several."""
+        parts = [part for _, parts in operations for part in parts]
+        with self._communicators.translated(operations[0][0].what.rpartition(": ")[2]):
+            self._connect(part.comm_stream for part in parts)
+        for operation, _ in operations:
+            self._watchdog.watch(operation)
         try:
-            self._call(flights[0][0].what, [(part.channel, call) for part in parts for call in part.calls])
+            self._call(operations[0][0].what, [(part.comm_stream, call) for part in parts for call in part.calls])
         except CommunicationError:
-            for flight, _ in flights:
-                self._watchdog.forget(flight)
+            for operation, _ in operations:
+                self._watchdog.forget(operation)
             # What the watchdog has broken off fails in NCCL's words, which tell less.
             self._watchdog.check_failed()
             raise
-        for flight, own in flights:
+        for operation, own in operations:
             for part in own:
-                with self._device.on(part.channel.stream):
+                with self._device.on(part.comm_stream.stream):
                     next(part.steps, None)
-            channels = dict.fromkeys(part.channel for part in own)
-            flight.landings = [(channel, channel.stream.record_event()) for channel in channels]
-            flight.launched = True
+            comm_streams = dict.fromkeys(part.comm_stream for part in own)
+            operation.events = [(comm_stream, comm_stream.stream.record_event()) for comm_stream in comm_streams]
+            operation.launched = True
 
-    def _call(self, what: str, calls: Sequence[tuple[Channel, Call]]) -> None:
+    def _call(self, what: str, calls: Sequence[tuple[CommStream, Call]]) -> None:
         together = self._communicators.grouped() if len(calls) > 1 else contextlib.nullcontext()
         with self._communicators.translated(what.rpartition(": ")[2]), together:
-            for channel, call in calls:
-                with self._device.at(channel.index):
-                    communicator = self._communicators.of(channel.index, channel.members)
-                    call(communicator, channel.stream.cuda_stream)
+            for comm_stream, call in calls:
+                with self._device.at(comm_stream.index):
+                    communicator = self._communicators.of(comm_stream.index, comm_stream.members)
+                    call(communicator, comm_stream.stream.cuda_stream)
 
-    def _connect(self, channels: Iterable[Channel]) -> None:
+    def _connect(self, comm_streams: Iterable[CommStream]) -> None:
         """Make the communicators that are missing; in one order on all ranks, or two would wait for each other."""
-        for index, members in sorted({(channel.index, channel.members) for channel in channels}, key=_in_order):
+        for index, members in sorted(
+            {(comm_stream.index, comm_stream.members) for comm_stream in comm_streams}, key=_in_order
+        ):
             with self._device.at(index):
                 # Those two ranks may next meet with a message the other way, in the other order.
                 for way in sorted({members, members.turned}) if members.purpose == "messages" else [members]:

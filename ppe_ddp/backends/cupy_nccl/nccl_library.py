@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ppe_ddp.backends.loaded_nccl import torch_nccl, version_text
+from ppe_ddp.backends.cupy_nccl.nccl_version import torch_nccl, version_text
 from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.cupy_communicator import NcclLibrary
+    from ppe_ddp.backends.cupy_nccl.nccl_communicator import NcclLibrary
 
 __all__ = ["load_nccl"]
 

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
-from ppe_ddp.backends.cupy_library import load_nccl
+from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
+from ppe_ddp.benchmarks.bench_platform import BACKENDS, Platform
+from ppe_ddp.benchmarks.bench_table import console_on
 from ppe_ddp.cli.arguments import count, output, size_of
-from ppe_ddp.cli.bench_platform import BACKENDS, Platform
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
-from ppe_ddp.cli.table import console_on
 from ppe_ddp.launch import detect
 from ppe_ddp.testing import RankError
 

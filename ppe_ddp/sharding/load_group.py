@@ -1,6 +1,6 @@
-"""The ranks that load together: small messages between them, and errors that all of them get.
+"""The ranks that load a checkpoint together: small messages between them, and errors that all of them get.
 
-Every call here is made by all ranks of the team, in the same order. What fails on one rank is raised on all, with
+Every call here is made by all ranks of the load group, in the same order. What fails on one rank is raised on all, with
 the same text, so that nobody waits for a rank that has given up.
 """
 
@@ -27,7 +27,7 @@ def device_of(kind: str) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-class Team:
+class LoadGroup:
     """The ranks of a process group; this process alone where torch.distributed is not initialized.
 
     Args:

@@ -1,41 +1,41 @@
-"""Who gets which part of each tensor of the checkpoint. Pure."""
+"""Decides which ranks get which region of each tensor of the checkpoint. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ppe_ddp.sharding.plan import Shipment
-from ppe_ddp.sharding.regions import Layout, Region, whole
+from ppe_ddp.sharding.regions import Region, ShardLayout, whole
+from ppe_ddp.sharding.transfer_plan import RoutedTensor
 
 if TYPE_CHECKING:
     import torch
 
-    from ppe_ddp.sharding.agreement import Match
-    from ppe_ddp.sharding.contents import Expected, Found
+    from ppe_ddp.sharding.checkpoint_entries import Expected, Found
+    from ppe_ddp.sharding.key_matching import Match
 
 
-def shipments(
+def route_tensors(
     found: Sequence[Found],
     expectations: Sequence[Sequence[Expected]],
     matched: Match,
     ranks: Sequence[int],
     *,
     converts: bool,
-) -> list[Shipment]:
+) -> list[RoutedTensor]:
     """One for each tensor that any rank takes, in the order of the checkpoint.
 
     Args:
         found: What the checkpoint has.
         expectations: What each rank's module has.
         matched: Which keys are loaded, from where.
-        ranks: The global rank of each rank of the team.
+        ranks: The global rank of each rank of the load group.
         converts: Whether values become the modules' dtypes; they then travel in what has fewer bytes.
     """
     shares: dict[str, dict[Region, set[int]]] = {}
     dtypes: dict[str, set[torch.dtype | None]] = {}
     tensors = {entry.key: entry for entry in found if entry.shape is not None}
-    known: dict[tuple[Layout | None, tuple[int, ...]], Mapping[int, Region]] = {}
+    known: dict[tuple[ShardLayout | None, tuple[int, ...]], Mapping[int, Region]] = {}
     for expected, members in _alike(expectations):
         for entry in expected:
             source = tensors.get(matched.sources.get(entry.key, ""))
@@ -51,7 +51,7 @@ def shipments(
                 if rank in members:
                     holders.setdefault(region, set()).add(rank)
     return [
-        Shipment(
+        RoutedTensor(
             key,
             _wire_dtype(tensors[key].dtype, dtypes[key] if converts else set()),
             tuple((region, tuple(sorted(holders))) for region, holders in shares[key].items()),
@@ -69,8 +69,8 @@ def _alike(expectations: Sequence[Sequence[Expected]]) -> list[tuple[Sequence[Ex
     return list(groups.values())
 
 
-def _regions(layout: Layout | None, shape: tuple[int, ...], ranks: Sequence[int]) -> dict[int, Region]:
-    """What each rank of the team holds; nothing where it has no part."""
+def _regions(layout: ShardLayout | None, shape: tuple[int, ...], ranks: Sequence[int]) -> dict[int, Region]:
+    """What each rank of the load group holds; nothing where it has no part."""
     if layout is None:
         return dict.fromkeys(range(len(ranks)), whole(shape))
     held = layout.regions(shape)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.cli.bench_platform import Platform
+    from ppe_ddp.benchmarks.bench_platform import Platform
 
 __all__ = ["LEAD_STEPS", "record", "trace_file"]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.cli.bench_contestants import CONTESTANTS, Contestant, Ours, OursOverMpi, OursOverMpiThread, Traffic
+from ppe_ddp.benchmarks.bench_contestants import CONTESTANTS, Contestant, Ours, OursOverMpi, OursOverMpiThread, Traffic
 
 if TYPE_CHECKING:
-    from ppe_ddp.cli.bench_measure import RankResult
-    from ppe_ddp.cli.bench_models import Workload
+    from ppe_ddp.benchmarks.bench_measure import RankResult
+    from ppe_ddp.benchmarks.bench_models import Workload
 
 __all__ = ["ContestantResult", "ModelResult", "Spread", "combine"]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ppe_ddp.sharding.regions import Layout, shape_of
+from ppe_ddp.sharding.regions import ShardLayout, shape_of
 
 _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
 
@@ -52,7 +52,7 @@ class Expected:
     key: str
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
-    layout: Layout | None
+    layout: ShardLayout | None
     tie: str
 
 
@@ -111,7 +111,7 @@ def _pickled(key: str, value: object) -> bytes:
         raise TypeError(f"{key!r} is a {type(value).__name__}, which cannot be pickled: {error}") from error
 
 
-def _layout(key: str, value: Tensor, rank: int) -> Layout | None:
+def _layout(key: str, value: Tensor, rank: int) -> ShardLayout | None:
     if not isinstance(value, DTensor):
         if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
             raise TypeError(f"{key!r} is a {type(value).__name__} ({value.layout}), which cannot be filled from bytes")
@@ -119,7 +119,7 @@ def _layout(key: str, value: Tensor, rank: int) -> Layout | None:
     if is_traceable_wrapper_subclass(value._local_tensor):
         raise TypeError(f"{key!r} holds a {type(value._local_tensor).__name__}, which cannot be filled from bytes")
     try:
-        layout = Layout.of(value)
+        layout = ShardLayout.of(value)
     except ValueError as error:
         raise ValueError(f"{key!r} cannot be loaded: {error}") from None
     region = layout.region(tuple(value.shape), rank)

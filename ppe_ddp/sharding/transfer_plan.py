@@ -1,9 +1,11 @@
-"""Which bytes travel to whom, in which order. Pure: every rank makes the same plan of what the ranks agreed on.
+"""Plans the messages of a load: which bytes go to which ranks, in which order.
 
-    entry   |   a   | b |        c        |      cut into pieces; small ones of a route share a parcel
+Pure: every rank computes the same plan from what the ranks agreed on.
+
+    entry   |   a   | b |        c        |      cut into pieces; small ones of a route share a message
     route   | 1 2 3 | * | 1     2     3   |      * all ranks: a broadcast; else a tree from rank 0
 
-A parcel is what is sent at a time. A rank makes only those that it sends, receives or passes on; the order of
+A message is what is sent at a time. A rank makes only those that it sends, receives or passes on; the order of
 those is the same on all ranks, which is why nobody waits in a circle.
 """
 
@@ -26,13 +28,13 @@ _ALONE = 256 << 10  # larger pieces are sent from where they lie: a copy would c
 
 
 @dataclass(frozen=True)
-class Shipment:
+class RoutedTensor:
     """One tensor of the checkpoint and the ranks that it goes to.
 
     Attributes:
         key: Its key in the checkpoint.
         dtype: What it travels in.
-        shares: Regions, and the ranks of the team that hold each, in order.
+        shares: Regions, and the ranks of the load group that hold each, in order.
     """
 
     key: str
@@ -50,14 +52,14 @@ class Piece:
     """A part of one tensor.
 
     Attributes:
-        shipment: The tensor.
+        routed: The tensor.
         region: What the ranks of the route hold of it.
         box: Which part of the region this is.
         offset: Where it starts in the region, in elements.
         numel: How many elements it has.
     """
 
-    shipment: Shipment
+    routed: RoutedTensor
     region: Region
     box: Box
     offset: int
@@ -66,11 +68,11 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self.numel * self.shipment.dtype.itemsize
+        return self.numel * self.routed.dtype.itemsize
 
 
 @dataclass
-class Parcel:
+class TransferMessage:
     """What is sent at a time.
 
     Attributes:
@@ -84,37 +86,37 @@ class Parcel:
     nbytes: int = 0
 
 
-def parcels(shipments: Sequence[Shipment], rank: int, most: int) -> Iterator[Parcel]:
-    """All parcels that go through ``rank``'s hands.
+def plan_messages(tensors: Sequence[RoutedTensor], rank: int, most: int) -> Iterator[TransferMessage]:
+    """The messages that ``rank`` sends, receives or passes on, in their order.
 
     Args:
-        shipments: What travels.
-        rank: Of the team.
-        most: Bytes of the largest parcel.
+        tensors: What is sent, and to whom.
+        rank: Of the load group.
+        most: Bytes of the largest message.
     """
-    filling: dict[Route, Parcel] = {}
-    for shipment in shipments:
-        shares = [share for share in shipment.shares if rank == 0 or rank in share[1]]
-        limit = max(1, most // shipment.dtype.itemsize)
+    filling: dict[Route, TransferMessage] = {}
+    for routed in tensors:
+        shares = [share for share in routed.shares if rank == 0 or rank in share[1]]
+        limit = max(1, most // routed.dtype.itemsize)
         # In turn, so that no rank waits until all of another's share is there.
-        for row in itertools.zip_longest(*(_pieces(shipment, region, limit) for region, _ in shares)):
+        for row in itertools.zip_longest(*(_pieces(routed, region, limit) for region, _ in shares)):
             for piece, (_, route) in zip(row, shares, strict=True):
                 if piece is None:
                     continue
                 if piece.nbytes >= _ALONE:
-                    yield Parcel(route, [piece], piece.nbytes)
+                    yield TransferMessage(route, [piece], piece.nbytes)
                     continue
-                parcel = filling.setdefault(route, Parcel(route))
-                if parcel.pieces and parcel.nbytes + piece.nbytes > most:
-                    yield parcel
-                    parcel = filling[route] = Parcel(route)
-                parcel.pieces.append(piece)
-                parcel.nbytes += piece.nbytes
-    yield from (parcel for parcel in filling.values() if parcel.pieces)
+                message = filling.setdefault(route, TransferMessage(route))
+                if message.pieces and message.nbytes + piece.nbytes > most:
+                    yield message
+                    message = filling[route] = TransferMessage(route)
+                message.pieces.append(piece)
+                message.nbytes += piece.nbytes
+    yield from (message for message in filling.values() if message.pieces)
 
 
 def tree(route: Route, rank: int) -> tuple[int | None, list[int]]:
-    """From whom ``rank`` gets a parcel, and to whom it passes it on: a binomial tree from rank 0.
+    """From whom ``rank`` gets a message, and to whom it passes it on: a binomial tree from rank 0.
 
     Returns:
         None for rank 0, which has it; and the ranks to send to, the root of the largest subtree first.
@@ -131,6 +133,6 @@ def tree(route: Route, rank: int) -> tuple[int | None, list[int]]:
     return parent, children
 
 
-def _pieces(shipment: Shipment, region: Region, limit: int) -> Iterator[Piece]:
+def _pieces(routed: RoutedTensor, region: Region, limit: int) -> Iterator[Piece]:
     for box, offset, numel in boxes(shape_of(region), limit):
-        yield Piece(shipment, region, box, offset, numel)
+        yield Piece(routed, region, box, offset, numel)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from ppe_ddp.backends.cuda_device import Device
-    from ppe_ddp.backends.cupy_streams import Channel
+    from ppe_ddp.backends.cupy_nccl.comm_stream import CommStream
 
-__all__ = ["Flight", "NcclWork"]
+__all__ = ["NcclOperation", "NcclWork"]
 
 _NAP_SECONDS = 50e-6
 
 
-class Flight:
+class NcclOperation:
     """Calls that NCCL has been given together, or will be.
 
     Args:
@@ -33,7 +33,7 @@ class Flight:
     def __init__(self, what: str, check: Callable[[], None]) -> None:
         self.what = what
         self.check = check
-        self.landings: list[tuple[Channel, Any]] = []
+        self.events: list[tuple[CommStream, Any]] = []
         """The streams that it is on, each with the event behind it."""
         self.launched = False
         """Whether NCCL has it."""
@@ -47,14 +47,14 @@ class Flight:
 
     def is_over(self) -> bool:
         """Whether the device is through with it."""
-        return self.launched and all(event.query() for _, event in self.landings)
+        return self.launched and all(event.query() for _, event in self.events)
 
 
 class NcclWork(PythonWork):
     """A collective or message on its way on the device.
 
     Args:
-        flight: The calls.
+        operation: The calls.
         device: See :class:`~ppe_ddp.backends.cuda_device.Device`.
         index: The number of the device.
         result: The output tensors.
@@ -63,10 +63,17 @@ class NcclWork(PythonWork):
     """
 
     def __init__(
-        self, flight: Flight, device: Device, index: int, result: Any, *, blocks: bool = False, source: int = -1
+        self,
+        operation: NcclOperation,
+        device: Device,
+        index: int,
+        result: Any,
+        *,
+        blocks: bool = False,
+        source: int = -1,
     ) -> None:
         super().__init__(result)
-        self._flight = flight
+        self._operation = operation
         self._device = device
         self._index = index
         self._blocks = blocks
@@ -85,10 +92,10 @@ class NcclWork(PythonWork):
         Raises:
             CommunicationError: The group has failed, or the time is over.
         """
-        self._flight.start()
-        self._flight.check()
+        self._operation.start()
+        self._operation.check()
         stream = self._device.current_stream(self._index)
-        for _, event in self._flight.landings:
+        for _, event in self._operation.events:
             stream.wait_event(event)
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds > 0 or self._blocks:
@@ -97,17 +104,17 @@ class NcclWork(PythonWork):
 
     def is_completed(self) -> bool:
         """Whether the device is through with it, or the group has failed; never waits."""
-        self._flight.start()
-        return self.exception() is not None or self._flight.is_over()
+        self._operation.start()
+        return self.exception() is not None or self._operation.is_over()
 
     def is_success(self) -> bool:
         """Whether the device is through with it, and the group has not failed."""
-        return self.exception() is None and self._flight.is_over()
+        return self.exception() is None and self._operation.is_over()
 
     def exception(self) -> BaseException | None:
         """The error that the group has failed with."""
         try:
-            self._flight.check()
+            self._operation.check()
         except CommunicationError as error:
             return error
         return None
@@ -122,11 +129,11 @@ class NcclWork(PythonWork):
     def get_future(self) -> Future[Any]:
         """A Future of ``result()``: whoever waits for it, or goes on from it, does so in stream order."""
         if self._future is None:
-            self._flight.start()
+            self._operation.start()
             future = self._device.future(self._index)
             # A Future takes the point of the stream that is current while it is set.
-            stream = self._flight.landings[0][0].stream
-            for _, event in self._flight.landings[1:]:
+            stream = self._operation.events[0][0].stream
+            for _, event in self._operation.events[1:]:
                 stream.wait_event(event)
             with self._device.on(stream):
                 future.set_result(self._result)
@@ -135,9 +142,9 @@ class NcclWork(PythonWork):
 
     def _wait_on_host(self, seconds: float) -> None:
         start = time.monotonic()
-        while not self._flight.is_over():
-            self._flight.check()
+        while not self._operation.is_over():
+            self._operation.check()
             if seconds > 0 and time.monotonic() - start > seconds:
-                raise CommunicationError(f"{self._flight.what} is not over after {seconds:g} s")
+                raise CommunicationError(f"{self._operation.what} is not over after {seconds:g} s")
             time.sleep(_NAP_SECONDS)
-        self._flight.check()
+        self._operation.check()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ppe_ddp.backends.cupy_datatypes import BYTE, reduction_of
+from ppe_ddp.backends.cupy_nccl.nccl_datatypes import BYTE, reduction_of
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.cupy_communicator import Communicator
+    from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
 __all__ = ["Call", "NcclCollectives", "Steps"]
 

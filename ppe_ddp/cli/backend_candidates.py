@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ppe_ddp.backends.loaded_nccl import NCCL_OF_SHARED_DEVICES, torch_nccl
+from ppe_ddp.backends.cupy_nccl.nccl_version import NCCL_OF_SHARED_DEVICES, torch_nccl
 
 if TYPE_CHECKING:
     from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary

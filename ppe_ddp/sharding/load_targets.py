@@ -1,4 +1,4 @@
-"""The memory of this rank for what it loads, and the state_dict that comes of it."""
+"""Allocates the memory that this rank loads into, and makes the resulting state_dict."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.contents import takes_anything
-from ppe_ddp.sharding.courier import Hold
-from ppe_ddp.sharding.regions import Layout, shape_of
-from ppe_ddp.sharding.team import device_of
+from ppe_ddp.sharding.checkpoint_entries import takes_anything
+from ppe_ddp.sharding.load_group import device_of
+from ppe_ddp.sharding.regions import ShardLayout, shape_of
+from ppe_ddp.sharding.tensor_transfer import RegionMemory
 
 if TYPE_CHECKING:
-    from ppe_ddp.sharding.agreement import Match
-    from ppe_ddp.sharding.contents import Found
-    from ppe_ddp.sharding.options import LoadOptions
-    from ppe_ddp.sharding.team import Team
+    from ppe_ddp.sharding.checkpoint_entries import Found
+    from ppe_ddp.sharding.key_matching import Match
+    from ppe_ddp.sharding.load_group import LoadGroup
+    from ppe_ddp.sharding.load_options import LoadOptions
 
 
-class Holdings:
+class LoadTargets:
     """What this rank holds of a checkpoint: memory for each tensor, once for tied ones.
 
     Args:
         targets: What this rank's module has.
         matched: Which keys are loaded, from where.
         found: What the checkpoint has.
-        team: The ranks.
+        load_group: The ranks.
         options: See there.
         fresh: Whether to make memory; if not, it is that of the targets.
 
     Attributes:
-        holds: By the key of the checkpoint.
+        memories: By the key of the checkpoint.
         failure: Why there is not memory for all; the load has to go on, since other ranks count on this one.
     """
 
@@ -47,37 +47,37 @@ class Holdings:
         targets: Mapping[str, Any],
         matched: Match,
         found: Sequence[Found],
-        team: Team,
+        load_group: LoadGroup,
         options: LoadOptions,
         *,
         fresh: bool,
     ) -> None:
         self._targets = targets
         self._sources = {key: source for key, source in matched.sources.items() if key in targets}
-        self._team = team
+        self._load_group = load_group
         self._fresh = fresh
         self._keeps_dtype = options.keeps_dtype(fresh)
-        self._device = device_for(targets, team, options)
-        self.holds: dict[str, Hold] = {}
+        self._device = device_for(targets, load_group, options)
+        self.memories: dict[str, RegionMemory] = {}
         self.failure: Exception | None = None
         tensors = {entry.key: entry for entry in found if entry.shape is not None}
         with self._kept():
             for key, source in self._sources.items():
-                if source in tensors and source not in self.holds:
+                if source in tensors and source not in self.memories:
                     memory = self._memory(key, tensors[source])
                     if memory is not None:
-                        self.holds[source] = Hold(memory)
+                        self.memories[source] = RegionMemory(memory)
 
     def borrow(self, state_dict: Mapping[str, Any]) -> None:
         """Take the checkpoint's own tensors where they are all that this rank needs; no memory twice."""
         taken = set()
         with self._kept():
-            for key, hold in self.holds.items():
-                value, room = state_dict[key].detach(), hold.target
+            for key, region_memory in self.memories.items():
+                value, room = state_dict[key].detach(), region_memory.target
                 same = (value.shape, value.dtype, value.device) == (room.shape, room.dtype, room.device)
                 if same and value.is_contiguous() and value.data_ptr() not in taken:
                     taken.add(value.data_ptr())
-                    hold.target, hold.filled = value, True
+                    region_memory.target, region_memory.filled = value, True
 
     def state_dict(self, found: Sequence[Found]) -> dict[str, Any]:
         """What was loaded, by the keys of the module. Tied keys have one object, so that they stay tied."""
@@ -88,9 +88,9 @@ class Holdings:
         for key, source in self._sources.items():
             if source in others:
                 result[key] = pickle.loads(others[source])
-            elif source in self.holds:
+            elif source in self.memories:
                 if source not in made:
-                    made[source] = self._wrapped(self._targets[key], self.holds[source].target, uses[source] > 1)
+                    made[source] = self._wrapped(self._targets[key], self.memories[source].target, uses[source] > 1)
                 result[key] = made[source]
         return result
 
@@ -110,7 +110,7 @@ class Holdings:
             return target._local_tensor.detach() if isinstance(target, DTensor) else target.detach()
         shape: Sequence[int] = entry.shape
         if isinstance(target, DTensor):
-            region = Layout.of(target).region(entry.shape, self._team.ranks[self._team.rank])
+            region = ShardLayout.of(target).region(entry.shape, self._load_group.ranks[self._load_group.rank])
             if region is None:
                 return None
             shape = shape_of(region)
@@ -141,7 +141,7 @@ def refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
         )
 
 
-def device_for(targets: Mapping[str, Any], team: Team, options: LoadOptions) -> torch.device:
+def device_for(targets: Mapping[str, Any], load_group: LoadGroup, options: LoadOptions) -> torch.device:
     """Where tensors are made that the module has on the meta device."""
     if options.device is not None:
         return torch.device(options.device)
@@ -149,4 +149,4 @@ def device_for(targets: Mapping[str, Any], team: Team, options: LoadOptions) -> 
     for target in tensors:
         if isinstance(target, DTensor):
             return device_of(target.device_mesh.device_type)
-    return next((target.device for target in tensors if not target.is_meta), device_of(team.wire_kind("cpu")))
+    return next((target.device for target in tensors if not target.is_meta), device_of(load_group.wire_kind("cpu")))

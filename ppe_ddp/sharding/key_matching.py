@@ -1,4 +1,4 @@
-"""What comes of a checkpoint and the expectations of all ranks: who gets what, and what is missing. Pure."""
+"""Matches the keys of a checkpoint with those of every rank's module: sources, missing and unexpected keys. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ppe_ddp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ppe_ddp.sharding.contents import Expected, Found
+    from ppe_ddp.sharding.checkpoint_entries import Expected, Found
 
 # Wrappers put these into names; a checkpoint made without the wrapper, or with another one, lacks them.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -65,7 +65,7 @@ def match(found: Sequence[Found], expectations: Sequence[Sequence[Expected]]) ->
 def check(
     found: Sequence[Found], expectations: Sequence[Sequence[Expected]], matched: Match, *, strict: bool, what: str
 ) -> None:
-    """Hold the checkpoint to the expectations.
+    """RegionMemory the checkpoint to the expectations.
 
     Args:
         found: What the checkpoint has.

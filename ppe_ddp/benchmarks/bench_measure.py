@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ppe_ddp.cli.bench_contestants import Contestant, Ours, Torch, Traffic, contestants
-from ppe_ddp.cli.bench_models import WORKLOADS, Workload
-from ppe_ddp.cli.bench_platform import Platform
-from ppe_ddp.cli.bench_trace import LEAD_STEPS, record, trace_file
+from ppe_ddp.benchmarks.bench_contestants import Contestant, Ours, Torch, Traffic, contestants
+from ppe_ddp.benchmarks.bench_models import WORKLOADS, Workload
+from ppe_ddp.benchmarks.bench_platform import Platform
+from ppe_ddp.benchmarks.bench_trace import LEAD_STEPS, record, trace_file
 from ppe_ddp.cli.machine import over_mpi
 
 __all__ = ["GradientMismatchError", "RankResult", "Settings", "measure", "tolerance", "workload_named"]
