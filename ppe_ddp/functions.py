@@ -122,6 +122,9 @@ class _Piece:
             torch._foreach_copy_(self._slots, self._tensors)
         self._work = dist.broadcast(message, group=group, group_src=source, async_op=True)
 
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
     def wait(self) -> None:
         self._work.wait()
         if self._slots:
@@ -131,6 +134,9 @@ class _Piece:
 class _Pieces:
     def __init__(self, pieces: list[_Piece]) -> None:
         self._pieces = pieces
+
+    def is_completed(self) -> bool:
+        return all([piece.is_completed() for piece in self._pieces])  # each, as asking may be what moves it
 
     def wait(self) -> None:
         with torch.no_grad():

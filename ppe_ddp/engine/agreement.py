@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.engine.completion import probe
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.layout import Planner, fingerprint
 from ppe_ddp.engine.presence import Channel
 from ppe_ddp.errors import DisagreementError
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import Packing
     from ppe_ddp.engine.presence import Agreement, Exchange
+    from ppe_ddp.engine.trace import Recorder
 
 _POSITIONS = 1_000_000
 
@@ -92,26 +96,29 @@ class Consensus:
             raise _disagreement(self._lines(local), self._groups)
         return agreement
 
-    def learn_order(self, arrivals: Sequence[int], agreed: bytes) -> int:
+    def learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new.
 
-        All ranks must call this after every backward. Returns the bytes that this took.
+        All ranks must do so after every backward.
         """
         self._count += 1
         count = len(self._census.specs)
         if self._count & (self._count - 1) or self._groups.world_size == 1:
-            return 0
-        if not self.planner.unlearned(agreed):
-            return 0
-        sums = torch.zeros(2, count, dtype=torch.int64)
+            return
+        if not self.planner.unlearned(recorder.agreed):
+            return
+        # In memory that the transport prefers: others may block where they are given any other.
+        sums = allocator(self._groups.control)(2 * count, torch.int64, torch.device("cpu")).zero_().view(2, count)
         for place, i in enumerate(dict.fromkeys(arrivals)):
             sums[0, i] = place * _POSITIONS // count
             sums[1, i] = 1
-        dist.all_reduce(sums, group=self._groups.control)
+        work = dist.all_reduce(sums, group=self._groups.control, async_op=True)
+        yield probe(work)
+        work.wait()
         places, seen = sums.tolist()
         self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
         self._digest = fingerprint(self._lines())
-        return sums.numel() * sums.element_size()
+        recorder.control_nbytes += sums.nbytes
 
     def _current_digest(self, local: bytes | bytearray | None) -> bytes:
         if self._with_buffers:

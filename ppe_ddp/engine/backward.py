@@ -10,6 +10,8 @@ from ppe_ddp.engine.trace import Recorder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from ppe_ddp.engine.presence import Exchange
     from ppe_ddp.engine.round import Departures
 
@@ -39,6 +41,7 @@ class Backward:
             mask is not made before backward is over.
         surprises: Parameters whose gradient landed without being expected, or once more.
         arrivals: Parameters in the order in which their gradients landed.
+        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
         averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None when the graph task that this belongs to is gone.
         silent: Whether this rank contributes nothing and takes nothing.
@@ -55,6 +58,7 @@ class Backward:
         self.round: Departures | None = None
         self.surprises: list[int] = []
         self.arrivals: list[int] = []
+        self.late: dict[int, Tensor] = {}
         self.averaged = b""
         self.silent = silent
         self.aborted = False
@@ -62,3 +66,22 @@ class Backward:
         self.active = 0
         self.source = 0
         self.alive: Callable[[], object] = lambda: True
+
+
+class EndOfBackward:
+    """What autograd calls at the end. It dies with its graph task, which is how an aborted backward shows.
+
+    Args:
+        then: Called with the backward that has ended.
+    """
+
+    __slots__ = ("__weakref__", "_then", "backward")
+
+    def __init__(self, then: Callable[[Backward], None]) -> None:
+        self._then = then
+        self.backward: Backward | None = None
+
+    def __call__(self) -> None:
+        """The graph task is done."""
+        if self.backward is not None:
+            self._then(self.backward)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.contracts import Waitable
+from ppe_ddp.engine.completion import probe, run
 from ppe_ddp.errors import CommunicationError, FunctionError
 from ppe_ddp.functions import broadcast
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
 
 
@@ -34,26 +36,32 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
         CommunicationError: Our own function failed to communicate.
     """
     with torch.no_grad():
-        try:
-            send = partial(broadcast, source=source) if function is broadcast else function
-            pending = [send(kind, groups.buckets) for kind in _by_kind(tensors)]
-            for work in pending:
-                if isinstance(work, Waitable):
-                    work.wait()
-                elif work is not None:
-                    raise FunctionError(
-                        f"rank {groups.rank}: broadcast_function returned {type(work).__name__}; it must change the "
-                        "tensors in place and return None, or a Work or Future to wait for"
-                    )
-        except Exception as error:
-            if function is broadcast and isinstance(error, RuntimeError):
-                raise CommunicationError(
-                    f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on "
-                    "another rank ends here: look for the first traceback of all ranks."
-                ) from error
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"in broadcast_function on rank {groups.rank}")
-            raise
+        run(broadcasting(function, tensors, groups, source=source))
+
+
+def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> Steps:
+    """The same, step by step."""
+    try:
+        send = partial(broadcast, source=source) if function is broadcast else function
+        pending = [send(kind, groups.buckets) for kind in _by_kind(tensors)]
+        for work in pending:
+            if isinstance(work, Waitable):
+                yield probe(work)
+                work.wait()
+            elif work is not None:
+                raise FunctionError(
+                    f"rank {groups.rank}: broadcast_function returned {type(work).__name__}; it must change the "
+                    "tensors in place and return None, or a Work or Future to wait for"
+                )
+    except Exception as error:
+        if function is broadcast and isinstance(error, RuntimeError):
+            raise CommunicationError(
+                f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on "
+                "another rank ends here: look for the first traceback of all ranks."
+            ) from error
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"in broadcast_function on rank {groups.rank}")
+        raise
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

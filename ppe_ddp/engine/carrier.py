@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.round import Departures
     from ppe_ddp.engine.streams import LandingStreams
 
@@ -58,8 +59,8 @@ class Carrier(ABC):
         """Wait for the answer, and make the round that sends what is in it."""
 
     @abstractmethod
-    def complete(self, backward: Backward) -> None:
-        """Launch what is left: no gradient of this backward will land any more."""
+    def complete(self, backward: Backward) -> Steps:
+        """Launch what is left, step by step: no gradient of this backward will land any more."""
 
     @abstractmethod
     def put_back(self, backward: Backward) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ppe_ddp.engine.agreement import Consensus
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.broadcasting import broadcast_all
+from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gradients import Gradients
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import Packing, Plan
     from ppe_ddp.engine.presence import Exchange
@@ -167,45 +168,62 @@ class Communication(Carrier):
         backward.round = round_ = self._round(backward, plan, take)
         return round_
 
-    def complete(self, backward: Backward) -> None:
+    def complete(self, backward: Backward) -> Steps:
         """Launch what is left, wait for everything, and hand the averages over."""
         if not self.sender.idle:
-            with span("finish", enabled=self._policy.ranges):
-                self._complete(backward)
-        elif self.scattering is not None:
+            steps = self._complete(backward)
+            return _ranged(steps) if self._policy.ranges else steps
+        self._complete_alone()
+        return _nothing()
+
+    def _complete_alone(self) -> None:
+        if self.scattering is not None:
             everything = range(len(self._census.parameters))
             taken = zip(everything, self.gradients.take(everything), strict=True)
             self.scattering.keep({i: gradient for i, gradient in taken if gradient is not None})
 
-    def _complete(self, backward: Backward) -> None:
+    def _complete(self, backward: Backward) -> Steps:
+        if backward.round is None and backward.exchange is not None:
+            yield backward.exchange.done
         round_ = backward.round if isinstance(backward.round, Round) else self.open_round(backward)
-        round_.launch_all()
+        yield from round_.launch_all()
         backward.phase = Phase.FINISHING
-        late = self._late(backward)
+        backward.late = late = self._late(backward)
         vote = self._vote(late, aborted=backward.aborted)
-        self._land(backward, round_)
+        yield from self._land(backward, round_)
         backward.round = None  # its flights hold gradients, and it holds the backward that holds it
+        yield vote.done
         outcome = self.consensus.answer(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
-            self._repair(backward, outcome.mask, late)
+            yield from self._repair(backward, outcome.mask)
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         self.gradients.arena.trim()
         if self.scattering is not None:
             self.scattering.trim()
         arrivals = [] if backward.silent else backward.arrivals
-        backward.recorder.control_nbytes += self.consensus.learn_order(arrivals, backward.recorder.agreed)
+        yield from self.consensus.learn_order(arrivals, backward.recorder)
         if self._policy.broadcast_buffers is not None:
             buffers = self._census.buffers().values()
-            broadcast_all(self._policy.broadcast_buffers, buffers, self._groups, source=backward.source)
+            yield from broadcasting(self._policy.broadcast_buffers, buffers, self._groups, source=backward.source)
         if not backward.aborted:
             self._raise_for_peers([rank for rank, gave_up in enumerate(outcome.extra) if gave_up])
 
     def put_back(self, backward: Backward) -> None:
-        """Give this rank's gradients back to parameters that have none, when the communication has failed."""
-        if isinstance(backward.round, Round):
-            self.gradients.put_back(backward.round.abandon())
+        """Give this rank's gradients back when the communication has failed: to parameters that have none.
+
+        Those that came late are added: what they came after is in ``.grad``, or in the bucket that has failed.
+        """
+        round_, backward.round = backward.round, None
+        late, backward.late = backward.late, {}
+        if isinstance(round_, Round):
+            gradients = round_.abandon()
+            if round_.record.repair:
+                late.update(gradients)
+            else:
+                self.gradients.put_back(gradients)
+        self.gradients.hand_over(list(late), list(late.values()))
 
     def _round(
         self,
@@ -246,27 +264,32 @@ class Communication(Carrier):
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.consensus.ask(mask, aborted, may_differ=True)
 
-    def _land(self, backward: Backward, round_: Round) -> None:
+    def _land(self, backward: Backward, round_: Round) -> Steps:
         world_size = self._groups.world_size
         scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
-        for indices, gradients in round_.land(self._groups):
+
+        def hand_over(indices: Sequence[int], gradients: list[Tensor]) -> None:
             if backward.silent:
-                continue
+                return
             if self.scattering is not None:
                 self.scattering.keep(dict(zip(indices, gradients, strict=True)), scale)
             else:
                 self.gradients.hand_over(indices, gradients, scale)
 
-    def _repair(self, backward: Backward, agreed: bytes, late: dict[int, Tensor]) -> None:
+        return round_.land(self._groups, hand_over)
+
+    def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average what came late, in a second round, and add it: averaging is linear."""
 
         def take(indices: Sequence[int]) -> list[Tensor | None]:
-            return [late.pop(i, None) for i in indices]
+            return [backward.late.pop(i, None) for i in indices]
 
         plan = self.consensus.planner.plan(agreed)
         second = self._round(backward, plan, take, repair=True)
-        second.launch_all()
-        self._land(backward, second)
+        backward.round = second
+        yield from second.launch_all()
+        yield from self._land(backward, second)
+        backward.round = None
 
     def _raise_for_peers(self, aborted: list[int]) -> None:
         if aborted:
@@ -275,3 +298,19 @@ class Communication(Carrier):
                 "the gradients of this step lack its share; zero them and go on with the next step, or look at that "
                 "rank's traceback"
             )
+
+
+def _ranged(steps: Steps) -> Steps:
+    """The same steps, each a range in torch's profiler; what lies between them is somebody else's."""
+    while True:
+        with span("finish", enabled=True):
+            try:
+                pending = next(steps)
+            except StopIteration:
+                return
+        yield pending
+
+
+def _nothing() -> Steps:
+    """No step at all."""
+    yield from ()

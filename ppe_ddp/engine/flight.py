@@ -18,18 +18,20 @@ from torch import distributed as dist
 
 from ppe_ddp.contracts import GradBucket
 from ppe_ddp.engine.arena import sole_owner
+from ppe_ddp.engine.completion import probe
 
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.arena import Arena
+    from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
     from ppe_ddp.engine.sender import Sender
@@ -130,10 +132,19 @@ class Flight:
                 None if gradient is None else slot for slot, gradient in zip(self._tensors, self.gradients, strict=True)
             ]
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was sent that was not waited for."""
+        return self._pending is not None
+
+    def probe(self) -> Probe | None:
+        """How to ask whether what was sent has come back; None where nobody can tell."""
+        return probe(self._pending)
+
     def is_back(self) -> bool:
         """Whether nothing of it is on its way any more."""
-        is_done = getattr(self._pending, "done", None) or getattr(self._pending, "is_completed", None)
-        return self._pending is None or (is_done is not None and bool(is_done()))
+        is_done = self.probe()
+        return not self.is_under_way or (is_done is not None and bool(is_done()))
 
     def settle(self, sender: Sender) -> None:
         """Wait until nothing of it is on its way."""
@@ -222,19 +233,20 @@ class SparseFlight:
         self._spec = spec
         self.nbytes = 0
 
-    def land(self, groups: Groups) -> Tensor:
-        """All-gather indices and values over the ranks, and average."""
+    def land(self, groups: Groups) -> Generator[Probe | None, None, Tensor]:
+        """All-gather indices and values over the ranks, and average: steps that return the result."""
         local = self._local()
         indices, values = local.indices(), local.values()
         self.nbytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
         if groups.world_size > 1:
             # On CPUs, so that no GPU is waited for.
-            parts = _gathered(torch.tensor([indices.shape[1]]), groups.control)
+            parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control)
             counts = [int(part) for part in parts]
             longest = max(counts)
             if longest:
-                indices = _gathered_rows(indices.t().contiguous(), counts, longest, groups.buckets).t()
-                values = _gathered_rows(values.contiguous(), counts, longest, groups.buckets)
+                rows = yield from _gathered_rows(indices.t().contiguous(), counts, longest, groups.buckets)
+                indices = rows.t()
+                values = yield from _gathered_rows(values.contiguous(), counts, longest, groups.buckets)
         total = torch.sparse_coo_tensor(indices, values, self._spec.shape).coalesce()
         return total if groups.world_size == 1 else (total / groups.world_size).coalesce()
 
@@ -255,15 +267,19 @@ class SparseFlight:
         return gradient.coalesce()
 
 
-def _gathered(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+def _gathered(tensor: Tensor, group: ProcessGroup) -> Generator[Probe | None, None, list[Tensor]]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
+    work = dist.all_gather(parts, tensor, group=group, async_op=True)
+    yield probe(work)
+    work.wait()
     return parts
 
 
-def _gathered_rows(rows: Tensor, counts: list[int], longest: int, group: ProcessGroup) -> Tensor:
+def _gathered_rows(
+    rows: Tensor, counts: list[int], longest: int, group: ProcessGroup
+) -> Generator[Probe | None, None, Tensor]:
     """All-gather tensors of different lengths along dimension 0."""
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
-    parts = _gathered(padded, group)
+    parts = yield from _gathered(padded, group)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

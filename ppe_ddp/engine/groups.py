@@ -101,6 +101,16 @@ class Groups:
                 "init_process_group(), or use the plain module (ddp.module)"
             )
 
+    @property
+    def name(self) -> str:
+        """The same on every rank, and no other wrapper's."""
+        return self.control.group_name
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a collective may take."""
+        return (_timeout(self.control) or c10d.default_pg_timeout).total_seconds()
+
     def _destroyed(self) -> bool:
         known = c10d._world.pg_map
         return self.control is not self.parent and (self.control not in known or self.parent not in known)

@@ -148,6 +148,7 @@ class Exchange:
         self._body = mask + extra
         self._mask_size = len(mask)
         self._fits = _HEADER + len(self._body) <= channel._capacity
+        self._is_body = False  # whether what is on its way is the body by itself
         message = bytearray(channel._capacity)
         message[:DIGEST] = digest
         message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
@@ -158,8 +159,14 @@ class Exchange:
         self.nbytes = len(message)
 
     def done(self) -> bool:
-        """Whether the answer is there."""
-        return self._work is None or self._work.is_completed()
+        """Whether the answer is there; a body that did not fit is sent as soon as it is known that it must be."""
+        try:
+            return not self._is_under_way() and not (self._goes_on() and self._is_under_way())
+        except RuntimeError:
+            return True  # result() says what is wrong
+
+    def _is_under_way(self) -> bool:
+        return self._work is not None and not self._work.is_completed()
 
     def result(self) -> Agreement:
         """Wait for the answer.
@@ -167,22 +174,39 @@ class Exchange:
         Raises:
             CommunicationError: The all-reduce failed; says who is waiting for whom.
         """
-        self._wait(self._work)
+        while True:
+            self._wait(self._work)
+            if not self._goes_on():
+                break
         reply = self._message.numpy().tobytes()
-        self._channel._idle.append(self._message)
-        if reply[:DIGEST].translate(_COMPLEMENT) != reply[DIGEST:_HEADER]:
-            return Agreement(False, b"", b"")
-        body = reply[_HEADER : _HEADER + len(self._body)] if self._fits else self._send_body()
+        if self._is_body:
+            body = reply
+        else:
+            self._channel._idle.append(self._message)
+            if not _are_same(reply):
+                return Agreement(False, b"", b"")
+            body = reply[_HEADER : _HEADER + len(self._body)]
         return Agreement(True, body[: self._mask_size], body[self._mask_size :])
 
-    def _send_body(self) -> bytes:
-        """Send the body by itself. The digests agree, so all ranks have a body of this length and are here."""
-        message = self._channel._filled(bytearray(self._body))
-        self._wait(self._channel._send(message))
-        self.nbytes += message.numel()
+    def _goes_on(self) -> bool:
+        """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
+
+        All ranks have a body of this length then, and all of them send it next.
+        """
+        if self._fits or self._is_body:
+            return False
+        if self._work is not None:
+            self._work.wait()  # if it has failed, what came of it is no digest
+        if not _are_same(self._message.numpy().tobytes()):
+            return False
+        self._is_body = True
+        self._message = self._channel._filled(bytearray(self._body))
+        self._work = self._channel._send(self._message)
+        size = self._message.numel()
+        self.nbytes += size
         # double, so that a module that grows a little every step does not pay for it every step
-        self._channel._capacity = 2 * (_HEADER + message.numel())
-        return message.numpy().tobytes()
+        self._channel._capacity = 2 * (_HEADER + size)
+        return True
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
@@ -199,3 +223,8 @@ class Exchange:
                 "in this step calls ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`, and "
                 "an error on another rank ends here, so look for the first traceback of all ranks."
             ) from error
+
+
+def _are_same(reply: bytes) -> bool:
+    """Whether every rank has sent the same digest."""
+    return reply[:DIGEST].translate(_COMPLEMENT) == reply[DIGEST:_HEADER]

@@ -13,13 +13,14 @@ import threading
 import weakref
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch.autograd import Variable
 
-from ppe_ddp.engine.backward import Backward, Phase
+from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.carrier import Carrier
+from ppe_ddp.engine.completion import Completion, finish_and_conclude
 from ppe_ddp.engine.posthooks import Landings, UserHooks
 from ppe_ddp.engine.presence import Reach
 from ppe_ddp.engine.streams import LandingStreams
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import SyncHook
     from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.trace import Recorder, Trace
 
@@ -48,6 +50,9 @@ class Reducer(Generic[C]):
         wrapper: Gives what is passed to the sync hooks.
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
     """
+
+    _begun: ClassVar[weakref.WeakSet[Reducer[Any]]] = weakref.WeakSet()
+    """Those that had a backward since they were last looked at: one error may have ended the backwards of several."""
 
     def __init__(
         self,
@@ -69,7 +74,8 @@ class Reducer(Generic[C]):
         self._sync_hooks = sync_hooks
         self._lock = threading.RLock()  # CUDA backwards land gradients from a thread a device
         self._backward: Backward | None = None
-        self._standby: Callable[[], _EndOfBackward | None] = lambda: None
+        self._standby: Callable[[], EndOfBackward | None] = lambda: None
+        self._started: Completion | None = None
         self._last: Recorder | None = None
         self._has_failed = False  # something may still be on its way in the groups
         self._landings: Landings | None = None
@@ -190,10 +196,8 @@ class Reducer(Generic[C]):
         self.communication.landed(expected)
 
     def _refuse(self, index: int) -> NoReturn:
-        raise RuntimeError(
-            f"rank {self.groups.rank}: a backward reached {self._names[index]!r} between start_grad_sync() and "
-            "finish_grad_sync(); finish first"
-        )
+        between = "between start_grad_sync() and finish_grad_sync(); finish first"
+        raise RuntimeError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
 
     def _open_if_agreed(self, backward: Backward) -> None:
         if self.communication.is_agreed(backward):
@@ -206,7 +210,7 @@ class Reducer(Generic[C]):
         if backward is None or backward.alive() is not None:
             return backward
         with self._lock:
-            self._recover(backward)
+            self._recover()
         return None
 
     # ------------------------------------------------------------------ begin and launch
@@ -214,13 +218,13 @@ class Reducer(Generic[C]):
     def _begin(self, landed: int | None = None) -> Backward | None:
         """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
         reached = self._reach.indices()
-        if landed is not None and not reached:
-            self._look_up(range(len(self._parameters)))  # our nodes were not those that autograd uses
+        if landed is not None and not reached:  # our nodes were not those that autograd uses
+            self._look_up(range(len(self._parameters)))
             reached = self._reach.indices()
         assert self._landings is not None
         callback = self._standby()
         if callback is None or callback.backward is not None:
-            callback = _EndOfBackward(self)
+            callback = EndOfBackward(self._end_of_backward)
             self._standby = weakref.ref(callback, self._landings.wake)
             Variable._execution_engine.queue_callback(callback)
         if not reached:
@@ -237,6 +241,7 @@ class Reducer(Generic[C]):
         backward = Backward(self._names)
         backward.alive = self._standby
         callback.backward = self._backward = backward
+        self._begun.add(self)
         if self._overlap and not self._sync_hooks and not self.communication.idle:
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
@@ -263,20 +268,22 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ finish
 
     def _end_of_backward(self, backward: Backward) -> None:
-        with self._lock:
-            if backward is self._backward and backward.phase is not Phase.FAILED:
-                self._finish(backward)
+        if backward is self._backward and backward.phase is not Phase.FAILED:
+            self._completion(backward).finish_at_end_of_backward()
 
-    def _finish(self, backward: Backward) -> None:
+    def _completion(self, backward: Backward) -> Completion:
+        then = None if backward.silent else lambda: self._user_hooks.run(backward.averaged)
+        return Completion(self._finish(backward), self.groups, self._lock, then)
+
+    def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put back what there was and let the error out."""
         backward.recorder.backward_at = perf_counter_ns()
         try:
-            with torch.no_grad():
-                self._wake(backward)
-                if backward.phase is Phase.BEGUN:
-                    self._call_sync_hooks()
-                    self.communication.ask(backward)
-                self._complete(backward)
+            self._wake(backward)
+            if backward.phase is Phase.BEGUN:
+                self._call_sync_hooks()
+                self.communication.ask(backward)
+            yield from self._complete(backward)
         except BaseException:
             if backward.phase is Phase.BEGUN:
                 # Nothing was said to the other ranks yet: the next forward lets them go on without us. The
@@ -286,12 +293,10 @@ class Reducer(Generic[C]):
                 self._fail(backward)
                 self._backward = None
             raise
-        if not backward.silent:
-            self._user_hooks.run(backward.averaged)
 
-    def _complete(self, backward: Backward) -> None:
+    def _complete(self, backward: Backward) -> Steps:
         try:
-            self.communication.complete(backward)
+            yield from self.communication.complete(backward)
         except PeerAbortedError:
             self._close(backward)
             raise
@@ -327,7 +332,7 @@ class Reducer(Generic[C]):
             silent: Contribute nothing and take nothing, but let the other ranks go on.
         """
         with self._lock:
-            if self._running() is not None:
+            if self._running() is not None or self._started is not None:
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
             self.groups.check()
             backward = Backward(self._names, silent=silent)
@@ -337,14 +342,20 @@ class Reducer(Generic[C]):
                 self._call_sync_hooks()
             self.communication.ask(backward)
             self._backward = backward
+            self._started = self._completion(backward)
+            self._started.keep_open()
 
     def finish(self, *, silent: bool = False) -> None:
         """Finish what :meth:`start` began; begin it if it has not."""
         with self._lock:
-            if self._running() is None:
+            backward = self._running()
+            if self._started is None and backward is None:
                 self.start(silent=silent)
-            assert self._backward is not None
-            self._finish(self._backward)
+            completion, self._started = self._started, None
+            if completion is None:  # called from inside a backward
+                assert backward is not None
+                completion = self._completion(backward)
+        completion.finish()
 
     # ------------------------------------------------------------------ when something goes wrong
 
@@ -355,7 +366,16 @@ class Reducer(Generic[C]):
         self.communication.put_back(backward)
         backward.round = None
 
-    def _recover(self, backward: Backward) -> None:
+    def _recover(self) -> None:
+        """Let the other ranks finish what one error has ended here, in this module and any other."""
+        begun = [(other, other._backward) for other in list(self._begun)]
+        dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
+        self._begun.difference_update([other for other, _ in dead])
+        finish_and_conclude(
+            [Completion(other._let_go(backward), other.groups, other._lock) for other, backward in dead]
+        )
+
+    def _let_go(self, backward: Backward) -> Steps:
         """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""
         if backward.phase is Phase.FAILED:
             self._backward = None  # the communication itself failed, here as on every rank
@@ -363,27 +383,12 @@ class Reducer(Generic[C]):
         backward.silent = backward.aborted = True
         backward.recorder.backward_at = perf_counter_ns()
         try:
-            with torch.no_grad():
-                self._wake(backward)
-                if backward.phase is Phase.BEGUN:
-                    self.communication.ask(backward)
-                self._complete(backward)
+            self._wake(backward)
+            if backward.phase is Phase.BEGUN:
+                self.communication.ask(backward)
+            yield from self._complete(backward)
         finally:
             self._backward = None
-
-
-class _EndOfBackward:
-    """What autograd calls at the end. It dies with its graph task, which is how an aborted backward shows."""
-
-    __slots__ = ("__weakref__", "_reducer", "backward")
-
-    def __init__(self, reducer: Reducer[C]) -> None:
-        self._reducer = reducer
-        self.backward: Backward | None = None
-
-    def __call__(self) -> None:
-        if self.backward is not None:
-            self._reducer._end_of_backward(self.backward)
 
 
 def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.engine.arena import Arena
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import ParameterSpec, Plan
     from ppe_ddp.engine.sender import Sender
 
     Take = Callable[[Sequence[int]], list[Tensor | None]]
+    HandOver = Callable[[Sequence[int], list[Tensor]], None]
     MakeFlight = Callable[..., Flight]
 
 
@@ -55,10 +57,10 @@ class Departures(ABC):
             with torch.no_grad():
                 self._depart()
 
-    def launch_all(self) -> None:
-        """Launch what is left: no gradient will land any more."""
+    def launch_all(self) -> Steps:
+        """Launch what is left, step by step: no gradient will land any more."""
         while self._gone < len(self.plan.buckets):
-            self._settle()
+            yield from self._settle()
             self._depart()
 
     def _depart(self) -> None:
@@ -77,7 +79,7 @@ class Departures(ABC):
         """Whether the next bucket must not leave, because one before it has not come back."""
 
     @abstractmethod
-    def _settle(self) -> None:
+    def _settle(self) -> Steps:
         """Wait until the next bucket may leave."""
 
 
@@ -127,9 +129,11 @@ class Round(Departures):
     def _must_wait(self) -> bool:
         return self._sender.one_at_a_time and not all(flight.is_back() for flight in self._dense())
 
-    def _settle(self) -> None:
+    def _settle(self) -> Steps:
         if self._sender.one_at_a_time:
             for flight in self._dense():
+                if flight.is_under_way:
+                    yield flight.probe()
                 flight.settle(self._sender)
 
     def _dense(self) -> list[Flight]:
@@ -154,28 +158,30 @@ class Round(Departures):
         taken = iter(self._take([i for i in members if present[i]]))
         return [next(taken) if present[i] else None for i in members]
 
-    def land(self, groups: Groups) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
-        """Wait for the buckets in order; yields the parameters of each and their averaged gradients.
+    def land(self, groups: Groups, hand_over: HandOver) -> Steps:
+        """Wait for the buckets in order, step by step; hand over the parameters of each and their averaged gradients.
 
         Sparse ones come last: they communicate only now, and by then no function of the user's is at work.
         """
         for k, flight in enumerate(self.flights):
             if isinstance(flight, Flight):
+                if flight.is_under_way:
+                    yield flight.probe()
                 results = flight.land(self._sender)
                 self.record.done[k] = perf_counter_ns()
                 members = flight.plan.members
                 if self._is_exact:
-                    yield members, results
+                    hand_over(members, results)
                 else:
                     chosen = [k for k, i in enumerate(members) if self.plan.present[i]]
-                    yield [members[k] for k in chosen], [results[k] for k in chosen]
+                    hand_over([members[k] for k in chosen], [results[k] for k in chosen])
         for k, flight in enumerate(self.flights):
             if isinstance(flight, SparseFlight):
                 self._sender.pass_over(self._specs[flight.plan.members[0]].name)
-                result = flight.land(groups)
+                result = yield from flight.land(groups)
                 self.record.nbytes[k] = flight.nbytes
                 self.record.done[k] = perf_counter_ns()
-                yield flight.plan.members, [result]
+                hand_over(flight.plan.members, [result])
 
     def abandon(self) -> Iterator[tuple[int, Tensor]]:
         """Wait for what is in flight; yields the gradients that this rank had put in."""

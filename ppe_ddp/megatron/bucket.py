@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.arena import Lease
+from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.errors import CommunicationError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.arena import Arena
     from ppe_ddp.engine.collectives import ReduceScatter
+    from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.layout import ParameterSpec
     from ppe_ddp.megatron.lane import Lane
     from ppe_ddp.megatron.layout import BucketRange
@@ -114,6 +116,15 @@ class Bucket:
             self._memory.mul_(gain)
         self._flight = Flight(self.extent.plan, list(self.slots), self._arena, self._specs, views=True)
         self._flight.launch(self.lane.sender, self._parameters, is_last=is_last)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was sent that was not waited for."""
+        return self._pending is not None or (self._flight is not None and self._flight.is_under_way)
+
+    def probe(self) -> Probe | None:
+        """How to ask whether what was sent has come back; None where nobody can tell."""
+        return probe(self._pending) if self._flight is None else self._flight.probe()
 
     def land(self) -> None:
         """Wait for the result.

@@ -9,6 +9,7 @@ every rank has, so that no rank waits in one group for a rank that waits for it 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import torch
 from ppe_ddp.engine.arena import Arena
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.carrier import Carrier
+from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Departures, Round
 from ppe_ddp.megatron.bucket import is_finite
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.census import Census
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.layout import ParameterSpec, Plan
     from ppe_ddp.engine.presence import Exchange
     from ppe_ddp.engine.streams import LandingStreams
@@ -70,7 +73,7 @@ class BufferCommunication(Carrier):
         self._parameters = parameters
         self._check_finite = check_finite
         self._exchanges: list[Exchange] = []
-        self._way: _OnTheWay | None = None
+        self._settling: Completion | None = None
         self._holds_averages = False
         self.gradients = gradients
         self.verdict = Verdict(lanes)
@@ -98,7 +101,7 @@ class BufferCommunication(Carrier):
 
     def landed(self, indices: Sequence[int]) -> None:
         """Add these to ``main_grad``; what is still on its way there comes back first."""
-        if self._way is not None:
+        if self._settling is not None:
             self.settle()
         if self._holds_averages:
             with torch.no_grad():
@@ -132,10 +135,13 @@ class BufferCommunication(Carrier):
         backward.recorder.rounds.append(backward.round.record)
         return backward.round
 
-    def complete(self, backward: Backward) -> None:
+    def complete(self, backward: Backward) -> Steps:
         """Launch what is left and send the vote; results are taken by :meth:`settle`."""
+        if backward.round is None:
+            for exchange in self._exchanges:
+                yield exchange.done
         round_ = backward.round or self.open_round(backward)
-        round_.launch_all()
+        yield from round_.launch_all()
         backward.phase = Phase.FINISHING
         late = self.gradients.take(backward.surprises)
         if self._check_finite:
@@ -145,7 +151,9 @@ class BufferCommunication(Carrier):
         for i in late:
             mask[i] = 1
         votes = [lane.consensus.ask(lane.local(mask), status, may_differ=True) for lane in self._lanes]
-        self._way = _OnTheWay(backward, round_, votes, late)
+        way = _OnTheWay(backward, round_, votes, late)
+        self._settling = Completion(self._settle(way), self._lanes[0].groups, threading.RLock())
+        self._settling.keep_open()
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
@@ -159,25 +167,31 @@ class BufferCommunication(Carrier):
     @property
     def is_on_the_way(self) -> bool:
         """Whether there are results that :meth:`settle` has to take."""
-        return self._way is not None
+        return self._settling is not None
 
     def settle(self) -> None:
         """Wait for the results of the last synchronized backward, if there are any; repair if the ranks voted so.
 
         What went wrong on some rank is noted in the verdict.
         """
-        way, self._way = self._way, None
-        if way is None:
-            return
-        with torch.no_grad():
-            for k, plan in enumerate(way.round.plan.buckets):
-                self._buckets[plan.index].land()
-                way.round.record.done[k] = perf_counter_ns()
-            outcomes = [lane.consensus.answer(vote, b"") for lane, vote in zip(self._lanes, way.votes, strict=True)]
-            for lane, outcome in zip(self._lanes, outcomes, strict=True):
-                if any(outcome.mask):
-                    self._repair(way, lane, outcome.mask)
-            self.verdict.heard([outcome.extra for outcome in outcomes], aborted_here=way.backward.aborted)
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            settling.finish()
+
+    def _settle(self, way: _OnTheWay) -> Steps:
+        for k, plan in enumerate(way.round.plan.buckets):
+            bucket = self._buckets[plan.index]
+            if bucket.is_under_way:
+                yield bucket.probe()
+            bucket.land()
+            way.round.record.done[k] = perf_counter_ns()
+        for vote in way.votes:
+            yield vote.done
+        outcomes = [lane.consensus.answer(vote, b"") for lane, vote in zip(self._lanes, way.votes, strict=True)]
+        for lane, outcome in zip(self._lanes, outcomes, strict=True):
+            if any(outcome.mask):
+                yield from self._repair(way, lane, outcome.mask)
+        self.verdict.heard([outcome.extra for outcome in outcomes], aborted_here=way.backward.aborted)
         self._holds_averages = True
         way.backward.recorder.done_at = perf_counter_ns()
 
@@ -213,7 +227,7 @@ class BufferCommunication(Carrier):
             if here:
                 self.gradients.averaged[i] = 1
 
-    def _repair(self, way: _OnTheWay, lane: Lane, agreed: bytes) -> None:
+    def _repair(self, way: _OnTheWay, lane: Lane, agreed: bytes) -> Steps:
         """Average what came late, and add it: averaging is linear."""
 
         def take(members: Sequence[int]) -> list[Tensor | None]:
@@ -230,13 +244,16 @@ class BufferCommunication(Carrier):
             parameters=[self._parameters[i] for i in lane.indices],
             repair=True,
         )
-        round_.launch_all()
-        for members, gradients in round_.land(lane.groups):
+
+        def hand_over(members: Sequence[int], gradients: list[Tensor]) -> None:
             for j, gradient in zip(members, gradients, strict=True):
                 i = lane.indices[j]
                 bucket = self._buckets[self._layout.bucket_of[i]]
                 bucket.add(i, gradient)
                 self.gradients.averaged[i] = 1
+
+        yield from round_.launch_all()
+        yield from round_.land(lane.groups, hand_over)
         way.backward.recorder.rounds.append(round_.record)
 
 
@@ -276,5 +293,6 @@ class BufferRound(Departures):
     def _must_wait(self) -> bool:
         return False
 
-    def _settle(self) -> None:
+    def _settle(self) -> Steps:
         """Buckets do not wait for one another."""
+        yield from ()

@@ -1,0 +1,252 @@
+"""The end of a synchronization, step by step, so that several in one backward do not wait for one another.
+
+With two wrappers in one backward, one rank may come to the end with the buckets of the first under way and those of
+the second still to be launched, and another rank the other way around. If each waited for one wrapper before it went
+on with the next, both would wait for ever. So whatever completes a synchronization is a generator: it yields before
+it waits, and whoever drives it goes on meanwhile with the others.
+
+    one alone     run straight through: every wait is the transport's own
+    several       each goes on as soon as what it waits for is there
+
+Not guaranteed: that functions of the user's which block (a ``reduce_function`` that communicates synchronously, a
+``broadcast_function``) get past one another. They are called in the same order on every rank only where what comes
+before them ends in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.autograd import Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ppe_ddp.engine.groups import Groups
+
+Probe = Callable[[], object]
+"""Says, without waiting, whether something is there; asking may be what moves it on."""
+
+Steps = Generator[Probe | None, None, None]
+"""Yields what its next step waits for (None: nobody can tell without waiting). One may go on at any time: the next
+step waits then."""
+
+_SPINS = 32  # polls before a core is given away
+_SHORTEST_NAP = 20e-6  # seconds
+_LONGEST_NAP = 500e-6
+
+
+def probe(pending: object) -> Probe | None:
+    """How to ask a Work or a Future whether it is done; None where it cannot be asked."""
+    return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
+
+
+def run(steps: Steps) -> None:
+    """Go through all steps, waiting where they wait."""
+    for _ in steps:
+        pass
+
+
+class Completion:
+    """What is left to do of one synchronization.
+
+    Args:
+        steps: What to do; run without gradients and under ``lock``, by one thread.
+        groups: Where the synchronization communicates.
+        lock: Held while a step runs, not between them.
+        then: Called by :meth:`conclude`, outside of all that.
+
+    Attributes:
+        is_over: Whether all is done, or has failed.
+    """
+
+    _threads: ClassVar[_Thread]
+
+    def __init__(
+        self, steps: Steps, groups: Groups, lock: threading.RLock, then: Callable[[], None] | None = None
+    ) -> None:
+        self._steps = steps
+        self._lock = lock
+        self._then = then
+        self._probe: Probe | None = _at_once
+        self._is_running = False
+        self.groups = groups
+        self.is_over = False
+        self._error: BaseException | None = None
+
+    def keep_open(self) -> None:
+        """Let every wait of this thread drive it along, until it is over."""
+        self._threads.open.add(self)
+
+    def finish(self) -> None:
+        """Drive it to its end, and conclude it."""
+        finish([self])
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Raise what it has failed with; once it is over."""
+        error, self._error = self._error, None
+        if error is None:
+            if self._then is not None:
+                self._then()
+            return
+        try:
+            raise error
+        finally:
+            del error  # whose traceback holds this frame
+
+    def finish_at_end_of_backward(self) -> None:
+        """The same, together with all that ask for this while autograd ends the backward of this thread."""
+        last = self._threads.last()
+        if last is None:
+            last = _AfterCallbacks()
+            self._threads.last = weakref.ref(last)
+            Variable._execution_engine.queue_callback(last)
+        last.completions.append(self)
+
+    def advance(self, *, to_end: bool = False) -> None:
+        """Go on to where it has to wait next, or to its end; waits first for what is not there yet."""
+        self._is_running = True
+        try:
+            with self._lock, torch.no_grad():
+                if not to_end:
+                    self._probe = next(self._steps)
+                    return
+                run(self._steps)
+            self.is_over = True
+        except StopIteration:
+            self.is_over = True
+        except BaseException as error:
+            self.is_over = True
+            if not isinstance(error, Exception):
+                raise  # KeyboardInterrupt: nothing else is worth finishing
+            self._error = error
+        finally:
+            self._is_running = False
+
+    def close(self) -> None:
+        """Give up: the steps see a GeneratorExit where they are."""
+        self.is_over = True
+        with self._lock, torch.no_grad():
+            self._steps.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can go on without waiting."""
+        try:
+            return self._probe is not None and bool(self._probe())
+        except Exception:
+            return True  # its own wait says what is wrong
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it can be asked so."""
+        return self._probe is not None
+
+
+class _Thread(threading.local):
+    """What one thread has under way: autograd calls back in the thread that has called it."""
+
+    def __init__(self) -> None:
+        self.open: weakref.WeakSet[Completion] = weakref.WeakSet()
+        self.last: Callable[[], _AfterCallbacks | None] = lambda: None
+
+
+Completion._threads = _Thread()
+
+
+class _AfterCallbacks:
+    """Queued by the first callback at the end of a backward, so that it comes after all that were there."""
+
+    __slots__ = ("__weakref__", "completions")
+
+    def __init__(self) -> None:
+        self.completions: list[Completion] = []
+
+    def __call__(self) -> None:
+        Completion._threads.last = lambda: None  # a backward inside one of the steps has an end of its own
+        finish_and_conclude(self.completions)
+
+
+def finish(completions: Sequence[Completion]) -> None:
+    """Drive these to their ends, each without waiting for another; their errors are left in them."""
+    others = [
+        other
+        for other in Completion._threads.open
+        if not other.is_over and not other._is_running and other not in completions
+    ]
+    if len(completions) == 1 and not others:
+        if not completions[0].is_over:
+            completions[0].advance(to_end=True)
+    else:
+        _poll(completions, others)
+    for completion in completions:
+        Completion._threads.open.discard(completion)
+
+
+def finish_and_conclude(completions: Sequence[Completion]) -> None:
+    """Drive these to their ends, and conclude each, also after an error; one error comes out."""
+    finish(completions)
+    with ExitStack() as stack:
+        for completion in completions:
+            stack.callback(completion.conclude)
+
+
+def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
+    # Where there is a choice, let it be the same on every rank.
+    waiting = sorted([*completions, *others], key=lambda completion: completion.groups.name)
+    pause = _Pause(max(completion.groups.timeout_seconds for completion in waiting))
+    try:
+        while not all(completion.is_over for completion in completions):
+            waiting = [completion for completion in waiting if not completion.is_over]
+            ready = [completion for completion in waiting if completion.is_ready]
+            if not ready:
+                left = [completion for completion in waiting if completion in completions]
+                # One that cannot be asked has to wait by itself. So has one whose transport keeps silent for longer
+                # than it may take: its own wait says why.
+                ready = [completion for completion in left if not completion.is_known or pause.is_over][:1]
+            if not ready:
+                pause.sleep()
+                continue
+            for completion in ready:
+                completion.advance()
+            pause = _Pause(pause.seconds)
+    except BaseException:
+        for completion in completions:
+            if not completion.is_over:
+                completion.close()
+        raise
+
+
+class _Pause:
+    """Between two polls: a thread of the transport, or another rank, may need this core."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._since = time.monotonic()
+        self._polls = itertools.count()
+        self._nap = _SHORTEST_NAP
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing has moved for ``seconds``."""
+        return time.monotonic() - self._since > self.seconds
+
+    def sleep(self) -> None:
+        """Give the core away for a moment."""
+        if next(self._polls) < _SPINS:
+            time.sleep(0)
+            return
+        time.sleep(self._nap)
+        self._nap = min(2 * self._nap, _LONGEST_NAP)
+
+
+def _at_once() -> bool:
+    return True

@@ -1,0 +1,308 @@
+"""Several wrappers in one backward, in an order that differs from rank to rank: nobody waits for ever."""
+
+import copy
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
+
+import test_megatron_graphs as graphs
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_gradients,
+    mean_of,
+    mlp,
+    seeded,
+)
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp.testing.models import Recipe, losses
+from rank_tests import on_three_ranks, on_two_ranks
+from subprocesses import MPIRUN, needs_mpirun, run
+from test_graphs_broken import Broken, Fused
+
+HERE = Path(__file__).parent
+VARIANTS = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "after"])
+
+
+def wrapped(modules, **options):
+    return [DistributedDataParallel(module, **options) for module in modules]
+
+
+def mlps(count):
+    return [seeded(mlp, 3, 4 + k, 4 + k, 2) for k in range(count)]
+
+
+def loss_of(models, order, rank, step=0):
+    """One loss through these models; autograd begins with that which was called last."""
+    outputs = {}
+    for k in order:
+        outputs[k] = models[k](data(4, 3, rank=rank, step=step))
+    return sum(output.pow(2).sum() for output in outputs.values())
+
+
+def expected(models, orders, step=0):
+    """The mean gradients of each model where rank r uses those of `orders[r]`."""
+    tables = [[] for _ in models]
+    for rank, order in enumerate(orders):
+        twins = [copy.deepcopy(model) for model in models]
+        if order:
+            loss_of(twins, order, rank, step).backward()
+        for table, twin in zip(tables, twins, strict=True):
+            table.append(gradients(twin))
+    return [mean_of(table, len(orders)) for table in tables]
+
+
+def train(wrappers, models, orders, step=0):
+    """Use those that this rank is to use in one backward, and finish the others."""
+    rank = dist.get_rank()
+    want = expected(models, orders, step)
+    for wrapper in wrappers:
+        wrapper.zero_grad()
+    order = orders[rank]
+    for k in range(len(wrappers)):
+        if k not in order:
+            wrappers[k].finish_grad_sync()
+        elif k == min(order):
+            loss_of(wrappers, order, rank, step).backward()
+    for wrapper, table in zip(wrappers, want, strict=True):
+        assert_gradients(wrapper.module, table)
+        assert_same_on_all_ranks(wrapper.module)
+
+
+@each_variant
+@on_two_ranks
+def test_another_order_on_each_rank(options):
+    models = mlps(2)
+    wrappers = wrapped(models, **options)
+    for step in range(3):
+        train(wrappers, models, [[0, 1], [1, 0]], step)
+
+
+@each_variant
+@on_two_ranks
+def test_one_rank_uses_only_one_of_them(options):
+    models = mlps(3)
+    wrappers = wrapped(models, **options)
+    for step, orders in enumerate(([[0, 1, 2], [1]], [[2], [1, 0, 2]], [[0], [1]], [[], [2, 0, 1]])):
+        train(wrappers, models, orders, step)
+
+
+@on_two_ranks
+def test_hooks_that_take_one_bucket_at_a_time():
+    models = mlps(2)
+    wrappers = wrapped(models, bucket_cap_mb=1e-6)
+    for wrapper in wrappers:
+        # each in a group of its own, as the order of the wrappers differs
+        group = dist.new_group()
+        wrapper.register_comm_hook(group, allreduce_hook)
+    for step in range(2):
+        train(wrappers, models, [[0, 1], [1, 0]], step)
+
+
+class Busy(torch.autograd.Function):
+    """Keeps backward busy for a while."""
+
+    @staticmethod
+    def forward(ctx, x, rounds):
+        ctx.rounds = rounds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        square = torch.ones(200, 200)
+        for _ in range(ctx.rounds):
+            square = square @ square / 200
+        return gradient * square[0, 0], None
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.rounds = 0
+
+    def forward(self, x):
+        return self.outer(Busy.apply(self.inner(x), self.rounds))
+
+
+@on_three_ranks
+def test_one_rank_is_slow():
+    models = [seeded(Slow) for _ in range(2)]
+    wrappers = wrapped(models)
+    for step in range(3):
+        for model in models:
+            model.rounds = 60 if dist.get_rank() == step else 0
+        train(wrappers, models, [[0, 1], [1, 0], [1, 0]], step)
+
+
+class Late(nn.Module):
+    """Nobody expects the gradient of its inner map, inside a reentrant checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.outer(checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True))
+
+
+@on_two_ranks
+def test_repairs():
+    models = [seeded(Late) for _ in range(2)]
+    wrappers = wrapped(models, bucket_cap_mb=1e-6)
+    for step in range(3):
+        train(wrappers, models, [[0, 1], [1, 0]], step)
+
+
+def random_orders(draw, count, world_size):
+    """For each rank some neighbours of the models, in any order: what the others wait for never comes in a ring."""
+    orders = []
+    for _ in range(world_size):
+        start = draw.randrange(count)
+        order = list(range(start, draw.randint(start, count)))
+        draw.shuffle(order)
+        orders.append(order)
+    return orders
+
+
+def run_path(model, recipe, rank, step):
+    return sum(losses(model(recipe.batch(step, rank), recipe.path(step, rank))))
+
+
+def hold_random_models(seed):
+    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    recipes = [Recipe.random(10 * seed + k) for k in range(3)]
+    models = [recipe.build() for recipe in recipes]
+    twins = [recipe.build() for recipe in recipes]
+    wrappers = wrapped(models, **draw.choice(VARIANTS), broadcast_buffers=draw.random() < 0.7)
+    for step in range(3):
+        orders = random_orders(draw, len(models), world_size)
+        want = [[] for _ in models]
+        for other, order in enumerate(orders):
+            for k, twin in enumerate(twins):
+                twin.zero_grad()
+                if k in order:
+                    run_path(twin, recipes[k], other, step).backward()
+                want[k].append(gradients(twin))
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        order = orders[rank]
+        for k in range(len(wrappers)):
+            if k not in order:
+                wrappers[k].finish_grad_sync()
+            elif k == min(order):
+                sum(run_path(wrappers[j], recipes[j], rank, step) for j in order).backward()
+        for wrapper, tables in zip(wrappers, want, strict=True):
+            assert_gradients(wrapper.module, mean_of(tables, world_size))
+            assert_same_on_all_ranks(wrapper.module)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@on_two_ranks
+def test_random_models_on_two_ranks(seed):
+    hold_random_models(seed)
+
+
+@pytest.mark.parametrize("seed", range(10, 13))
+@on_three_ranks
+def test_random_models_on_three_ranks(seed):
+    hold_random_models(seed)
+
+
+@on_two_ranks
+def test_started_by_hand_in_another_order():
+    models = mlps(2)
+    wrappers = wrapped(models)
+    want = expected(models, [[0, 1], [0, 1]])
+    order = [0, 1] if dist.get_rank() else [1, 0]
+    with wrappers[0].no_sync(), wrappers[1].no_sync():
+        loss_of(wrappers, [0, 1], dist.get_rank()).backward()
+    for k in (0, 1):
+        wrappers[k].start_grad_sync()
+    for k in order:
+        wrappers[k].finish_grad_sync()
+    for wrapper, table in zip(wrappers, want, strict=True):
+        assert_gradients(wrapper.module, table)
+
+
+@each_variant
+@on_two_ranks
+def test_one_error_ends_the_backward_of_all(options):
+    models = [seeded(Fused) for _ in range(2)]
+    wrappers = wrapped(models, **options)
+    rank = dist.get_rank()
+    for turn in range(2):
+        with pytest.raises(Broken if rank == turn else PeerAbortedError):
+            x = [wrapper(data(5, 4), place=0 if rank == turn else None) for wrapper in wrappers]
+            (x[0] + x[1]).pow(2).sum().backward()
+        # Only one of them is used next: the other ranks must not wait for the other one.
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        wrappers[turn](data(5, 4)).pow(2).sum().backward()
+        want = mean_gradients(models[turn], lambda model, rank: model(data(5, 4)).pow(2).sum().backward())
+        assert_gradients(models[turn], want)
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.outer = inner, nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.outer(self.inner(x))
+
+
+@on_two_ranks
+def test_a_wrapper_inside_a_wrapper():
+    inner, beside = seeded(mlp, 3, 4, 2), seeded(mlp, 3, 4, 2)
+    around = seeded(Around, inner)
+
+    def step(models, rank):
+        loss_of(models, [0, 1] if rank else [1, 0], rank).backward()
+
+    want = mean_gradients(nn.ModuleList([around, beside]), step)
+    around.inner = DistributedDataParallel(inner)
+    wrappers = wrapped([around, beside])
+    for _ in range(2):
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        step(wrappers, dist.get_rank())
+        around.inner, nested = inner, around.inner
+        assert_gradients(nn.ModuleList([around, beside]), want)
+        around.inner = nested
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_megatron_wrappers(overlap):
+    rank = dist.get_rank()
+    wrappers = [graphs.wrap(overlap_grad_reduce=overlap, bucket_size=60) for _ in range(2)]
+    taken = [[0, 2], [1, 2]]
+    for step, how in enumerate(("plain", "reentrant")):
+        for wrapper in wrappers:
+            wrapper.zero_grad_buffer()
+        order = [0, 1] if rank else [1, 0]
+        total = sum(graphs.loss(wrappers[k], rank, step, taken=taken[rank], how=how) for k in order)
+        total.backward()
+        for k in order if overlap else (0, 1):
+            wrappers[k].finish_grad_sync()
+        passes = [(other, step, {"taken": taken[other], "how": how}) for other in range(2)]
+        for wrapper in wrappers:
+            graphs.hold(wrapper, graphs.mean_of(seeded(graphs.Branches), *passes))
+
+
+@needs_mpirun
+def test_over_mpi():
+    code, output, errors = run([MPIRUN, "-n", "2", sys.executable, HERE / "mpi_two_wrappers.py"], timeout=120)
+    assert code == 0, errors
+    assert int(output.splitlines()[-1]) > 10
