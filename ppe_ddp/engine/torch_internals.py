@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any] | None:
 
 
 def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """While this is entered, changing ``tensors`` in place does not make autograd refuse graphs that have saved them."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    """While this is entered, changing ``tensors`` in place goes unnoticed by autograd, also where graphs need them."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 # ---------------------------------------------------------------------- tensors
