@@ -99,6 +99,10 @@ class Census:
                 return False
             if any(map(_is_other, entries, self._entries)):
                 return False
+        with torch._C.DisableTorchFunctionSubclass():  # so that parameters on their way are not waited for
+            return self._holds_the_same()
+
+    def _holds_the_same(self) -> bool:
         current = self.parameters
         if [parameter.requires_grad for parameter in current] != self._trainable:
             return False

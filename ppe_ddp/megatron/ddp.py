@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.census import Census
+from ppe_ddp.engine.parameter_gather import ParameterGather
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.tensors import tensors_in
 from ppe_ddp.errors import UnusableError
@@ -19,7 +20,6 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.base import DistributedDataParallelBase
 from ppe_ddp.megatron.buffers import GradientBuffers
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
-from ppe_ddp.megatron.parameter_sync import ParameterSync
 from ppe_ddp.megatron.signature import setup_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.grad_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 0]
         self.expert_parallel_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 1]
         self._sharded: dict[int, ShardedModel] = {}
-        self._parameter_sync: ParameterSync | None = None
+        self._parameter_gather: ParameterGather | None = None
         self._reducer: Reducer[BufferCommunication] = Reducer(
             state.groups[0], state.communication, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
         )
@@ -285,35 +285,36 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Bring together what each rank has written into its shards; all ranks must call this.
 
-        With ``overlap_param_gather`` it does not wait: a forward waits for what it needs, module by module.
+        With ``overlap_param_gather`` it does not wait: whoever uses a parameter waits for it.
 
         Args:
             *unused: Ignored.
             force_sync: Wait in any case.
             force_dispatch: For Megatron's sake: there is nothing here that holds a gather back.
         """
-        sync = self._param_sync()
-        sync.start()
-        if force_sync or not self.ddp_config.overlap_param_gather:
-            sync.finish()
+        overlap = self.ddp_config.overlap_param_gather and not force_sync
+        self._gather_of_parameters().start(overlap=overlap)
 
     def enable_forward_pre_hook(self) -> None:
-        """Let forwards wait for parameters that are being gathered; on from the start with ``overlap_param_gather``."""
-        self._param_sync().enable()
+        """Let forwards wait for parameters that are being gathered; on from the start with ``overlap_param_gather``.
+
+        What Python code uses it waits for in any case; the hooks are for extensions, which read unseen.
+        """
+        self._gather_of_parameters().watch(self.module)
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Take these hooks off, and gather all parameters now, unless ``param_sync`` is False."""
-        sync = self._param_sync()
-        sync.finish()
-        sync.disable()
+        gather = self._gather_of_parameters()
+        gather.finish()
+        gather.unwatch()
         if param_sync:
             self.start_param_sync(force_sync=True)
 
-    def _param_sync(self) -> ParameterSync:
-        if self._parameter_sync is None:
+    def _gather_of_parameters(self) -> ParameterGather:
+        if self._parameter_gather is None:
             lanes = range(len(self._buffers_and_lanes.lanes))
-            self._parameter_sync = ParameterSync(self.module, [self.sharded(experts=bool(lane)) for lane in lanes])
-        return self._parameter_sync
+            self._parameter_gather = ParameterGather([self.sharded(experts=bool(lane)) for lane in lanes])
+        return self._parameter_gather
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be copied or pickled."""

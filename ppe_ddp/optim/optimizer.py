@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.engine.parameter_gather import ParameterGather
 from ppe_ddp.engine.shards import ShardedModel
 from ppe_ddp.optim import checkpoint
 from ppe_ddp.optim.clipping import scale_to, total_norm
-from ppe_ddp.optim.gathering import Gathering
 from ppe_ddp.optim.masters import Master
 from ppe_ddp.optim.scaling import SharedVerdict
 
@@ -36,9 +36,8 @@ class DistributedOptimizer(Optimizer):
     """ZeRO-1: each rank keeps master weights and optimizer state of its shards only.
 
     A step updates this rank's shard of each parameter with its shard of the averaged gradient, which has come by
-    reduce-scatter during backward, and starts to gather the parameters; that goes on during the next forward, in
-    which each module waits for its own. ``.grad`` of the model's parameters is None after a synchronized backward:
-    what there is of it is in this optimizer.
+    reduce-scatter during backward, and gathers the parameters; with ``overlap`` that goes on during the next forward.
+    ``.grad`` of the model's parameters is None after a synchronized backward: what there is of it is in this optimizer.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D.
@@ -56,9 +55,11 @@ class DistributedOptimizer(Optimizer):
             a ``ShardedModel``.
         master_dtype: Of the master weights; those of a wider parameter are as wide as it is. Where a parameter has
             this dtype, its own memory is its master weight.
-        overlap: Gather during the next forward. Without it, a step ends when all parameters are there: for code that
-            uses parameters neither through modules nor through ``state_dict()`` before the next forward has
-            ended (averages of weights, ``torch.compile``); or call :meth:`synchronize` there.
+        overlap: Gather during the next forward. Without it, a step ends when all parameters are there. With it, each
+            is waited for where Python code first uses it, in a module or anywhere else; but code that cannot be
+            seen reads old values, unless it calls :meth:`synchronize` before: what has kept a view of a parameter
+            since before the step (``p.data``, a ``state_dict``), and what hands a parameter to a C++ extension or to
+            ``torch.func.grad`` outside of the model's modules.
         **defaults: For a class.
 
     Raises:
@@ -72,7 +73,7 @@ class DistributedOptimizer(Optimizer):
         model: Any,
         *,
         master_dtype: torch.dtype = torch.float32,
-        overlap: bool = True,
+        overlap: bool = False,
         **defaults: Any,
     ) -> None:
         self._model = _sharded(model)
@@ -89,7 +90,10 @@ class DistributedOptimizer(Optimizer):
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
             group["params"] = self._take_over(group["params"])
-        self._gathering = Gathering(self._model, modules if overlap else None, self._arrived())
+        self._gather = ParameterGather([self._model], self._arrived())
+        self._overlaps = overlap
+        if overlap and modules is not None:
+            self._gather.watch(modules)
         # What Optimizer.__init__ does, without groups of its own: as when an optimizer is unpickled.
         self.__setstate__({"defaults": optimizer.defaults})
         self._warn_of_left_out()
@@ -202,7 +206,7 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._gathering.finish()
+        self._gather.finish()
         self._bind()
         moved = [master for master in self._masters if master.weight.grad is not None]
         for master in self._masters:
@@ -211,19 +215,20 @@ class DistributedOptimizer(Optimizer):
         self._send(moved)
         return loss
 
-    def _send(self, moved: Iterable[Master]) -> None:
+    def _send(self, masters: Iterable[Master]) -> None:
         """Give the parameters their new values, on all ranks."""
         indices = set()
-        for master in moved:
+        for master in masters:
             self._model.write(master.index, master.weight.detach())
             master.weight.grad = None
             indices.add(master.index)
         units = self._model.units
-        self._gathering.start(unit for unit, members in enumerate(units) if not indices.isdisjoint(members))
+        moved = [unit for unit, members in enumerate(units) if not indices.isdisjoint(members)]
+        self._gather.start(moved, overlap=self._overlaps)
 
     def synchronize(self) -> None:
-        """Wait until all parameters are there. Never needed before a forward, ``state_dict()`` or a step."""
-        self._gathering.finish()
+        """With ``overlap``, wait until all parameters are there; see there who has to call it."""
+        self._gather.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``."""
@@ -277,10 +282,10 @@ class DistributedOptimizer(Optimizer):
             ValueError: Other parameters, groups or memory formats, or shards of another number of ranks; names the
                 first and says what to do. Nothing was changed then.
         """
-        self._gathering.finish()
+        self._gather.finish()
         moved = checkpoint.restore(self._inner, self._masters, self._model, state_dict)
         self._send(moved)
-        self._gathering.finish()
+        self._gather.finish()
 
 
 def _sharded(model: Any) -> ShardedModel:
