@@ -134,11 +134,13 @@ def test_whoever_uses_a_parameter_has_its_new_values(use):
     value = USES[use](linear.weight)
     torch.testing.assert_close(value.detach(), torch.ones(3, 3))
     assert model.waited == [0]  # and for nothing else
-    assert type(linear.weight) is nn.Parameter and type(linear.bias) is nn.Parameter
+    assert type(linear.weight) is nn.Parameter
+    assert type(linear.bias) is nn.Parameter
     assert not vars(linear.weight)  # nothing of ours is left
     assert type(value) in (nn.Parameter, torch.Tensor)
     gather.finish()
-    assert model.waited == [0, 1] and other.weight.eq(1).all()
+    assert model.waited == [0, 1]
+    assert other.weight.eq(1).all()
 
 
 class ReadsItsChild(nn.Module):
@@ -206,7 +208,8 @@ def test_a_watched_module_waits_before_code_that_cannot_be_seen():
     # as an extension in C++ does
     linear.forward = lambda x: early.append(list(model.waited)) or unseen(linear.weight)
     net[0](X)
-    assert early == [[0]] and model.waited == [0]
+    assert early == [[0]]
+    assert model.waited == [0]
     gather.unwatch()
     gather.start(overlap=True)
     net[0](X)
@@ -224,9 +227,12 @@ def test_gradients_may_be_looked_at_and_cleared_meanwhile():
     gather, model = under_way(list(net.parameters()))
     for parameter in net.parameters():
         parameter.grad = None
-        assert parameter.grad is None and parameter.requires_grad and parameter.is_leaf
+        assert parameter.grad is None
+        assert parameter.requires_grad
+        assert parameter.is_leaf
     net.zero_grad()
-    assert isinstance(net[0].weight, nn.Parameter) and net[0].weight in set(net.parameters())
+    assert isinstance(net[0].weight, nn.Parameter)
+    assert net[0].weight in set(net.parameters())
     assert model.waited == []
     gather.finish()
 
@@ -280,7 +286,8 @@ def test_a_parameter_of_a_class_of_its_own_is_waited_for_at_once():
     parameter = Own(torch.zeros(3))
     model = Late([parameter])
     ParameterGather([model]).start(overlap=True)
-    assert model.waited == [0] and type(parameter) is Own
+    assert model.waited == [0]
+    assert type(parameter) is Own
 
 
 def test_two_gathers_of_the_same_parameters_come_one_after_the_other():
@@ -290,9 +297,11 @@ def test_two_gathers_of_the_same_parameters_come_one_after_the_other():
     one.start([0, 1], overlap=True)
     other.start([0], overlap=True)
     assert model.waited == [0]
-    assert linear.weight.eq(1).all() and linear.bias.eq(1).all()
+    assert linear.weight.eq(1).all()
+    assert linear.bias.eq(1).all()
     assert model.waited == [0, 0, 1]
-    assert not one.is_under_way and not other.is_under_way
+    assert not one.is_under_way
+    assert not other.is_under_way
 
 
 def test_without_overlap_everything_is_there():
@@ -307,7 +316,8 @@ def test_copies_of_a_watched_module_wait_for_nothing():
     gather, model = under_way(list(linear.parameters()))
     gather.watch(linear)
     twin = copy.deepcopy(linear)
-    assert type(twin.weight) is nn.Parameter and twin.weight.eq(1).all()
+    assert type(twin.weight) is nn.Parameter
+    assert twin.weight.eq(1).all()
     gather.start(overlap=True)
     model.waited.clear()
     pickle.loads(pickle.dumps(twin))(X)

@@ -99,7 +99,7 @@ class Census:
                 return False
             if any(map(_is_other, entries, self._entries)):
                 return False
-        with torch._C.DisableTorchFunctionSubclass():  # so that parameters on their way are not waited for
+        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
             return self._holds_the_same()
 
     def _holds_the_same(self) -> bool:

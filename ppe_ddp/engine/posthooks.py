@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -151,8 +152,11 @@ class UserHooks:
     def keep_back(self) -> None:
         """Find the hooks that were registered since we looked, and keep them back from now on."""
         self._hooked.clear()
-        for i, parameter in enumerate(self._parameters):
-            table: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
+            tables: list[dict[int, Any] | None] = [
+                parameter._post_accumulate_grad_hooks for parameter in self._parameters
+            ]
+        for i, (parameter, table) in enumerate(zip(self._parameters, tables, strict=True)):
             if table is None or len(table) < 2:
                 continue  # ours alone
             self._hooked.append((i, parameter))

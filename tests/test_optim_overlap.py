@@ -1,0 +1,207 @@
+"""Parameters gathered during the next forward, or at once, and read in every way: the numbers of one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from one_process import seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig, sharded
+from rank_tests import on_two_ranks
+
+X = torch.ones(2, 4)
+
+
+class ReadsItsChild(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.child.weight)
+
+
+class Attention(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def pruned():
+    with torch.no_grad():
+        return prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
+
+
+def normed(norm, **options):
+    def make():
+        with torch.no_grad():
+            return norm(nn.Linear(4, 4), **options)
+
+    return make
+
+
+MODULES = {
+    "prune": pruned,
+    "weight norm": normed(torch.nn.utils.weight_norm),
+    "spectral norm": normed(torch.nn.utils.spectral_norm),
+    "parametrized": normed(parametrizations.weight_norm),
+    "child": ReadsItsChild,
+    "attention": Attention,
+}
+FORWARDS = {
+    "called": lambda wrapper: wrapper,
+    "functional": lambda wrapper: lambda x: torch.func.functional_call(wrapper, dict(wrapper.named_parameters()), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_every_forward_has_the_new_weights(overlap):
+    for name, make in MODULES.items():
+        for forward in FORWARDS.values():
+            model, theirs = DistributedDataParallel(seeded(make)), seeded(make)
+            one = torch.optim.SGD(theirs.parameters(), lr=0.1)
+            optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=0.1, overlap=overlap)
+            for _ in range(4):
+                optimizer.zero_grad()
+                one.zero_grad()
+                ours, expected = forward(model)(X).square().sum(), theirs(X).square().sum()
+                torch.testing.assert_close(ours, expected, msg=lambda text, name=name: f"{name}: {text}")
+                ours.backward()
+                expected.backward()
+                optimizer.step()
+                one.step()
+
+
+def stepped(overlap, make=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options):
+    """A model right after a step by which every weight has moved by -1, what its weights were, and the optimizer."""
+    model = DistributedDataParallel(seeded(make))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=1.0, overlap=overlap, **options)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    return model, before, optimizer
+
+
+def shadow_of(model):
+    shadow = [torch.zeros_like(parameter.data) for parameter in model.parameters()]
+    torch._foreach_lerp_(shadow, [parameter.data for parameter in model.parameters()], 1.0)
+    return shadow
+
+
+READS = {
+    "deepcopy": lambda model: copy.deepcopy(model.module).parameters(),
+    "data": lambda model: [parameter.data for parameter in model.parameters()],
+    "moving average": shadow_of,
+    "state of submodules": lambda model: [t for part in model.module for t in part.state_dict().values()],
+    "state": lambda model: model.state_dict().values(),
+    "vector": lambda model: [nn.utils.parameters_to_vector([p]).view_as(p) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_every_read_after_a_step_has_the_new_weights_even_on_one_rank_alone(overlap):
+    for name, read in READS.items():
+        model, before, _ = stepped(overlap)
+        if dist.get_rank() == 1:  # the other rank reads nothing, and is in its next step
+            for now, was in zip(read(model), before, strict=True):
+                torch.testing.assert_close(now.detach(), was - 1, msg=lambda text, name=name: f"{name}: {text}")
+        model(X).sum().backward()
+
+
+@on_two_ranks
+def test_by_default_even_what_was_taken_before_the_step_is_new():
+    model = DistributedDataParallel(nn.Linear(3, 5))
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=1.0)
+    before = copy.deepcopy(model.module)
+    kept, state = [p.data for p in model.parameters()], model.state_dict()
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    for now, saved, was in zip(kept, state.values(), before.parameters(), strict=True):
+        assert torch.equal(now, saved)
+        torch.testing.assert_close(now, was.detach() - 1)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@on_two_ranks
+def test_with_overlap_a_forward_starts_before_everything_is_there():
+    # more than a unit of 4 MiB each
+    model, before, optimizer = stepped(True, lambda: nn.Sequential(nn.Linear(4, 1 << 20), nn.Linear(1 << 20, 4)))
+    seen = []
+
+    def look(*_):
+        seen.append((type(model.module[0].weight), type(model.module[1].weight)))
+
+    model.module[0].register_forward_hook(look)
+    model(X).sum().backward()
+    assert seen[0][0] is nn.Parameter
+    assert seen[0][1] is not nn.Parameter
+    del optimizer
+    torch.testing.assert_close(model.module[1].weight.detach(), before[2] - 1)
+
+
+@on_two_ranks
+def test_two_optimizers_of_one_model():
+    model = DistributedDataParallel(seeded(nn.Linear, 4, 4))
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    optimizers = [
+        DistributedOptimizer(torch.optim.SGD([p], lr=rate), model, overlap=True)
+        for p, rate in zip(model.parameters(), (1.0, 2.0), strict=True)
+    ]
+    for step in range(1, 4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        model.finish_grad_sync()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step != 2:  # and once unread
+            torch.testing.assert_close(model.module.weight.data, weight - step)
+            torch.testing.assert_close(model.module.bias.data, bias - 2 * step)
+
+
+class ComesLate:
+    """An all-gather into memory that holds no numbers until it is waited for."""
+
+    def __init__(self, flat, share, group, pool):
+        self._flat, self._whole = flat, torch.empty_like(flat)
+        dist.all_gather_into_tensor(self._whole, share.clone(), group=group)
+        flat.fill_(float("nan"))
+
+    def wait(self):
+        self._flat.copy_(self._whole)
+
+
+@on_two_ranks
+def test_megatrons_param_sync_brings_what_attention_reads_of_its_child():
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=8
+    )
+    module = seeded(Attention)
+    twin = copy.deepcopy(module)
+    model = MegatronDDP(None, config, module)
+    all_gather, sharded.all_gather = sharded.all_gather, ComesLate
+    try:
+        for is_watched in (True, False):
+            model.start_param_sync()
+            torch.testing.assert_close(model(X), twin(X))
+            model.start_param_sync()
+            torch.testing.assert_close(copy.deepcopy(model.module)(X), twin(X))
+            if is_watched:
+                model.disable_forward_pre_hook()
+        model.start_param_sync(force_sync=True)
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+    finally:
+        sharded.all_gather = all_gather
