@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import test_megatron_graphs as graphs
 import test_megatron_parallel as parallel
+import test_optim_overlap as overlapping
 from ppe_ddp.backends.mpi import MpiOptions
 
 
@@ -32,12 +33,22 @@ def splits():
     return count
 
 
+def gathers():
+    """Parameters that are read in every way, while they are being gathered or after."""
+    for overlap in (False, True):
+        overlapping.test_every_read_after_a_step_has_the_new_weights_even_on_one_rank_alone.__wrapped__(overlap)
+    overlapping.test_two_optimizers_of_one_model.__wrapped__()
+    overlapping.test_with_overlap_a_forward_starts_before_everything_is_there.__wrapped__()
+    overlapping.test_megatrons_param_sync_brings_what_attention_reads_of_its_child.__wrapped__()
+    return 5
+
+
 def main():
     torch.set_num_threads(1)
     options = MpiOptions(shared_bytes=16, shared_piece_bytes=4096)  # all of it through shared memory
     dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
     torch.manual_seed(dist.get_rank())
-    count = dynamic_graphs() + splits()
+    count = dynamic_graphs() + splits() + gathers()
     if dist.get_rank() == 0:
         print(json.dumps({"passed": count, "backend": dist.get_backend()}))
     dist.destroy_process_group()

@@ -205,3 +205,29 @@ def test_megatrons_param_sync_brings_what_attention_reads_of_its_child():
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     finally:
         sharded.all_gather = all_gather
+
+
+@on_two_ranks
+def test_compiled_forwards_have_the_new_weights():
+    for is_outside in (True, False):
+        model, twin = DistributedDataParallel(seeded(net)), seeded(net)
+        optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=0.1, overlap=True)
+        one = torch.optim.SGD(twin.parameters(), lr=0.1)
+        called = model
+        if is_outside:
+            called = torch.compile(model, backend="eager")
+        else:
+            model.module[1].compile(backend="eager")
+        for _ in range(3):
+            ours, expected = called(X).square().sum(), twin(X).square().sum()
+            torch.testing.assert_close(ours, expected)
+            ours.backward()
+            expected.backward()
+            optimizer.step()
+            one.step()
+            optimizer.zero_grad()
+            one.zero_grad()
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 4), ReadsItsChild(), nn.Linear(4, 4))

@@ -61,6 +61,11 @@ def _sharded(module: nn.Module, group: ProcessGroup | None) -> Made:
     return model, DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=_RATE), model)
 
 
+def _overlapping(module: nn.Module, group: ProcessGroup | None) -> Made:
+    model = DistributedDataParallel(module, process_group=group)
+    return model, DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=_RATE), model, overlap=True)
+
+
 def _zero(module: nn.Module, group: ProcessGroup | None) -> Made:
     # Imported here, since torch then warns of things of its own.
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -81,11 +86,12 @@ def _plain(module: nn.Module, group: ProcessGroup | None) -> Made:
 
 CONTESTANTS: dict[str, Callable[[nn.Module, ProcessGroup | None], Made]] = {
     "ppe_ddp": _sharded,
+    "ppe_ddp, overlap": _overlapping,
     "zero": _zero,
     "torch": _torch,
     "ppe_ddp, whole": _plain,
 }
-"""What takes part, by name: DistributedOptimizer, torch DDP with ZeroRedundancyOptimizer, torch DDP, our wrapper."""
+"""What takes part: DistributedOptimizer at once and overlapping, torch DDP with ZeRO and without, our wrapper."""
 
 
 @dataclass(frozen=True)
