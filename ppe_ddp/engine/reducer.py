@@ -122,11 +122,15 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
-    def before_forward(self) -> None:
-        """Put right what an aborted backward has left, and find hooks that the user has added since."""
-        self._running()
+    def recover(self) -> bool:
+        """Put right what an aborted backward has left. Whether none is under way now, so that much may change."""
+        is_free = self._running() is None
         if self._landings is not None:
             self._landings.wake()
+        return is_free
+
+    def before_forward(self) -> None:
+        """Find hooks that the user has added since the last forward."""
         self._user_hooks.keep_back()
 
     def watch(self, output: Tensor) -> None:
@@ -189,7 +193,7 @@ class Reducer(Generic[C]):
             if not waiting[i]:
                 backward.surprises.append(i)
                 continue
-            waiting[i] = 0
+            waiting[i] -= 1
             expected.append(i)
             if backward.round is not None:
                 backward.round.landed(i)
