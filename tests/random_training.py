@@ -296,7 +296,7 @@ def same(first, second):
     return torch.equal(first.detach().to_dense(), second.to_dense())
 
 
-def train(seeds, steps=6, *, single=False):
+def train(seeds, steps=6, single=False):
     """Train with each of `seeds`, on all ranks together or each rank by itself.
 
     Returns:

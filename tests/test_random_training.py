@@ -13,6 +13,6 @@ def test_random_training(request, world, seeds):
 
 
 def test_random_training_of_a_rank_by_itself(two_ranks):
-    for problems, results in two_ranks.run(train, range(20, 24), single=True, timeout=60):
+    for problems, results in two_ranks.run(train, range(20, 24), 6, True, timeout=60):
         assert problems == []
         assert results
