@@ -3,6 +3,7 @@
 Every decision is drawn from the seed, so that each rank also knows what all the others do.
 """
 
+import contextlib
 from random import Random
 
 import torch
@@ -162,7 +163,7 @@ def swap(parameters, draw):
     for parameter in parameters:
         gradient = parameter.grad
         parameter.grad = None
-        if gradient.is_leaf and not gradient._is_view():
+        with contextlib.suppress(RuntimeError):  # torch refuses what something else holds
             torch.utils.swap_tensors(gradient, gradient.clone())
         parameter.grad = gradient
 
@@ -228,6 +229,8 @@ class Training:
         draw, everyone = self.draw, range(self.world_size)
         kind, clear = draw.choice(list(StepKind)), draw.choice(CLEARINGS)
         change = draw.choice([None, *CHANGES])
+        if self.world_size == 1 and change in (share, share_memory):
+            change = None  # what is not averaged stays shared, which the reference does not do
         alone = [draw.randrange(self.world_size)]
         clears, changes, trains = (draw.choice([everyone, everyone, alone]) for _ in range(3))
         title = f"seed {self.seed} {self.options} step {number}: {kind.name} {clear.__name__} by {list(clears)}, "
@@ -252,18 +255,15 @@ class Training:
             self.update()
 
     def keep(self):
-        """Keep references to the gradients, as they are now."""
-        gradients = [parameter.grad for parameter in self.module.parameters()]
-        self.kept = [(gradient, gradient.detach().clone()) for gradient in gradients if gradient is not None]
+        """Keep references to the dense gradients, as they are now."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None and not p.grad.is_sparse]
+        self.kept = [(gradient, gradient.detach().clone()) for gradient in gradients]
 
     def forget_those_in_use(self):
         """Gradients that are still there, or were changed in place, may become something else."""
-        used = {parameter.grad.to_dense().data_ptr() for parameter in self.module.parameters() if parameter.grad is not None}
-        self.kept = [
-            (kept, copy)
-            for kept, copy in self.kept
-            if kept.to_dense().data_ptr() not in used and same(kept, copy)
-        ]
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None and not p.grad.is_sparse]
+        used = {gradient.data_ptr() for gradient in gradients}
+        self.kept = [(kept, copy) for kept, copy in self.kept if kept.data_ptr() not in used and same(kept, copy)]
 
     def check(self, expectation):
         tables = {}
