@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.streams import LandingStreams
 
 
+# More than a gradient has in one backward: several where reentrant checkpoints reach a parameter more than once.
+_MORE_LANDINGS = 200
+
+
 @dataclass(frozen=True)
 class Policy:
     """How a wrapper synchronizes; the same on every rank.
@@ -143,7 +147,7 @@ class Communication(Carrier):
         backward.recorder.local = local
         if backward.waiting is not None:
             for i in self.gradients.shared:  # what lands in one lands in the other: they leave when backward is over
-                backward.waiting[i] += 1
+                backward.waiting[i] += _MORE_LANDINGS
         with span("negotiate", enabled=self._policy.ranges):
             backward.exchange = self.consensus.ask(local, not backward.silent)
         backward.buffers = self.consensus.buffers()

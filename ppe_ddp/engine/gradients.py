@@ -40,13 +40,16 @@ class Gradients:
         self.stay = False
         """Whether somebody else used the memory of a gradient then, and shall find the average there."""
 
-    def existing(self, reached: Iterable[int]) -> bytes:
+    def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already."""
-        held = [parameter.grad for parameter in self._parameters]
+        mask = bytearray(reached)
+        held = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         self.shared, self.stay = [], False
-        if held.count(None) < len(held):
-            self._look_at([(i, gradient) for i, gradient in enumerate(held) if gradient is not None])
-        return bytes([here or gradient is not None for here, gradient in zip(reached, held, strict=True)])
+        if held:
+            self._look_at(held)
+        for i, _ in held:
+            mask[i] = 1
+        return bytes(mask)
 
     def _look_at(self, held: list[tuple[int, Tensor]]) -> None:
         """Find out what else uses the memory of gradients that are there before backward."""
