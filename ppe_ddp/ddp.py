@@ -71,7 +71,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     Raises:
         DisagreementError: On every rank, if their parameters, buffers or options differ; names the first.
         TypeError: An unknown keyword, or torch's positional ``device_ids``.
-        ValueError: A lazy or DTensor parameter, or contradictory arguments.
+        ValueError: A lazy, DTensor or expanded parameter, an expanded buffer, or contradictory arguments.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _use(self, sender: Sender) -> None:
         assert self._reducer is not None
+        self._reducer.recover()
         self._reducer.communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
 
     def _packing(self, *, fixed: bool = False) -> Packing:
@@ -157,12 +158,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         reducer = self._reducer
         assert reducer is not None
         reducer.groups.check()
-        if not self._census.is_current():
-            self._census = Census(self.module, self._ignored())
-            self._device = _only_device(self.module)
-            reducer.arm(self._census)
-        elif reducer.is_displaced:
-            reducer.arm(self._census)
+        if reducer.recover():  # in which the other ranks speak of the module as it was
+            if not self._census.is_current():
+                census = Census(self.module, self._ignored())
+                reducer.arm(census)
+                self._census = census
+                self._device = _only_device(self.module)
+            elif reducer.is_displaced:
+                reducer.arm(self._census)
         reducer.before_forward()
         return reducer
 
@@ -245,11 +248,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if reducer is not None:
             reducer.finish()
 
-    def register_comm_hook(
-        self,
-        state: Any = _UNSET,
-        hook: Any = _UNSET,
-    ) -> RemovableHandle | None:
+    def register_comm_hook(self, state: Any = _UNSET, hook: Any = _UNSET) -> RemovableHandle | None:
         """Register a communication hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
 
         ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
@@ -363,6 +362,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
+        if self._reducer is not None:
+            self._reducer.recover()  # while buffers are what the other ranks take them for
         if any(key.startswith("module.") for key in state_dict):
             state_dict = without_prefix(state_dict, self.module.state_dict(keep_vars=True).keys())
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -21,6 +21,7 @@ from ppe_ddp.testing.cases import Case, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, observe_all
 from ppe_ddp.testing.models import Recipe
 from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+from random_training import differences, train
 
 KINDS = list(StepKind)
 ZEROINGS = list(Zeroing)
@@ -76,12 +77,24 @@ def hold_the_optimizer():
         dist.destroy_process_group()
 
 
+def hold_random_training():
+    """Users do to ``.grad`` what they like, as in test_random_training.py."""
+    for way, seeds in (("messages", range(2)), ("shared", range(2, 4))):
+        dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
+        problems, results = train(seeds)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, results)
+        assert problems + differences(everyone) == []
+        dist.destroy_process_group()
+
+
 def main():
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     reports = {way: report(count, way) for way, count in json.loads(sys.argv[1]).items()}
     if MPI.COMM_WORLD.Get_size() in (2, 3):
         hold_the_optimizer()
+        hold_random_training()
     if MPI.COMM_WORLD.Get_rank() == 0:
         print(json.dumps(reports))
 

@@ -222,6 +222,26 @@ def test_lazy_parameters_are_refused_by_name():
     square(DistributedDataParallel(module), dist.get_rank())
 
 
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+@pytest.mark.parametrize("odd_ranks", [[1], [0, 1]], ids=["one rank", "all"])
+@on_two_ranks
+def test_expanded_tensors_are_refused_by_name(what, odd_ranks):
+    rank = dist.get_rank()
+    module = seeded(mlp, 4, 3, 2)
+    own = torch.ones(1, 3) if rank in odd_ranks else torch.ones(3, 3)
+    if what == "parameter":
+        module[2].odd = nn.Parameter(own.expand(3, 3), requires_grad=False)
+    else:
+        module[2].register_buffer("odd", own.expand(3, 3))
+    with pytest.raises(ValueError, match=rf"rank {odd_ranks[0]}: several elements of {what} '2.odd' are") as caught:
+        DistributedDataParallel(module)
+    raised_everywhere(caught.value)
+    # A dimension of one element has no second one in its place.
+    fitting = seeded(mlp, 4, 2)
+    fitting.register_buffer("positions", torch.arange(3).expand(1, -1))
+    square(DistributedDataParallel(fitting), rank)
+
+
 @on_two_ranks
 def test_wrong_arguments():
     module = seeded(mlp, 4, 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, seeded
@@ -51,8 +52,8 @@ class Fused(nn.Module):
         return Fuse.apply(x, place == len(self.layers))
 
 
-def step(model, rank, **kwargs):
-    model(data(5, 4, rank=rank), **kwargs).pow(2).sum().backward()
+def step(model, rank, dtype=torch.float32, **kwargs):
+    model(data(5, 4, rank=rank, dtype=dtype), **kwargs).pow(2).sum().backward()
 
 
 # 4: before any gradient has landed; 2: in the middle; 0: when all of them have.
@@ -179,3 +180,88 @@ def test_the_gradients_of_the_others_are_still_there():
     wrapper.zero_grad()
     step(wrapper, rank)
     assert_gradients(wrapper.module, mean_gradients(wrapper.module, step))
+
+
+class Normed(Fused):
+    """With buffers, which are broadcast after each backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(2, nn.BatchNorm1d(4))
+        self.register_buffer("spare", torch.zeros(2))
+
+
+def freeze(wrapper):
+    wrapper.module.layers[0].requires_grad_(False)
+
+
+def append(wrapper):
+    wrapper.module.layers.append(seeded(nn.Linear, 4, 4))
+
+
+def remove(wrapper):
+    del wrapper.module.layers[0]
+
+
+def cast(wrapper):
+    wrapper.module.double()
+
+
+def assign(wrapper):
+    state = {name: tensor.clone() for name, tensor in wrapper.state_dict().items()}
+    wrapper.load_state_dict(state, assign=True)
+
+
+def load_other_values(wrapper):
+    wrapper.load_state_dict({name: torch.ones_like(tensor) for name, tensor in wrapper.state_dict().items()})
+
+
+def change_buffers(wrapper):
+    wrapper.module.spare = wrapper.module.spare.double()
+    wrapper.module.register_buffer("another", torch.zeros(3))
+
+
+def hook(wrapper):
+    wrapper.register_comm_hook(None, allreduce_hook)
+
+
+CHANGES = [freeze, append, remove, cast, assign, load_other_values, change_buffers, hook]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@on_two_ranks
+def test_a_module_that_is_changed_before_the_others_go_on(change):
+    rank = dist.get_rank()
+    for turn, place in enumerate([5, 2]):
+        wrapper = DistributedDataParallel(seeded(Normed))
+        if rank == turn:
+            with pytest.raises(Broken, match="blown"):
+                step(wrapper, rank, place=place)
+        else:
+            with pytest.raises(PeerAbortedError, match=f"rank {turn} raised"):
+                step(wrapper, rank)
+        wrapper.zero_grad()
+        change(wrapper)
+        dtype = wrapper.module.layers[0].weight.dtype
+
+        def changed(model, rank, dtype=dtype):
+            step(model, rank, dtype=dtype)
+
+        for _ in range(2):
+            expected = mean_gradients(wrapper.module, changed)
+            wrapper.zero_grad()
+            changed(wrapper, rank)
+            assert_gradients(wrapper.module, expected)
+            assert_same_on_all_ranks(wrapper.module)
+
+
+@on_two_ranks
+def test_shards_are_made_when_the_others_have_gone_on():
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Normed))
+    with pytest.raises(Broken if rank else PeerAbortedError):
+        step(wrapper, rank, place=2 if rank else None)
+    freeze(wrapper)
+    sharded = wrapper.sharded()
+    step(wrapper, rank)
+    assert sum(gradient is not None for gradient in sharded.gradients()) == len(list(wrapper.parameters())) - 2

@@ -68,10 +68,25 @@ class Consensus:
 
         Raises:
             DisagreementError: On every rank, with the same text, naming the first that differs.
+            ValueError: On every rank, if one has a tensor that cannot be written; names those of the first.
         """
         lines = [*self._lines(), *_buffer_lines(self._census.buffers())]
-        if not self._channel.exchange(fingerprint(lines), b"").result().same:
+        expanded = self._census.expanded()
+        agreement = self._channel.exchange(fingerprint(lines), b"", bytes([bool(expanded)])).result()
+        if not agreement.same:
             raise _disagreement(lines, self._groups)
+        if any(agreement.extra):
+            tables: list[list[str]] = [[] for _ in range(self._groups.world_size)]
+            dist.all_gather_object(tables, expanded, group=self._groups.control)
+            rank, first = next((rank, table) for rank, table in enumerate(tables) if table)
+            raise ValueError(
+                f"rank {rank}: several elements of {', '.join(first)} are one place in memory (stride 0), so that the "
+                "values of rank 0 cannot be written there: give it memory of its own, as .clone() of .expand() does"
+            )
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that the ranks agree on, where they have to."""
+        return list(self._census.buffers().values()) if self._with_buffers else []
 
     def ask(self, local: bytes | bytearray, status: int, *, may_differ: bool = False) -> Exchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
@@ -121,12 +136,14 @@ class Consensus:
         recorder.control_nbytes += sums.nbytes
 
     def _current_digest(self, local: bytes | bytearray | None) -> bytes:
+        if local is None:  # of a backward that has been agreed on
+            return self._digest
         if self._with_buffers:
             lines = _buffer_lines(self._census.buffers())
             if lines != self._buffer_lines:
                 self._buffer_lines = lines
                 self._digest = fingerprint(self._lines())
-        if self._negotiate or local is None:
+        if self._negotiate:
             return self._digest
         # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of
         # different sizes may end the process.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.engine.torch_internals import storage_users, tensor_users
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,17 +23,18 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Allocator
     from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
 
+_PLACE = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.size, torch.Tensor.element_size)
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
 
 def sole_owner(tensor: Tensor) -> bool:
-    """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``."""
-    return _users(tensor) <= 1
+    """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``, which torch itself lets go."""
+    return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
 
 
-def _users(tensor: Tensor) -> int:
-    """How many tensors use the memory of ``tensor``, itself included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without this very handle
+def _places(tensors: Sequence[Tensor]) -> list[list[object]]:
+    """Where the tensors lie, and how: one stays the same object when ``.data`` gives it other memory."""
+    return [list(map(property_, tensors)) for property_ in _PLACE]  # a list a property is the quickest to make
 
 
 class Lease:
@@ -48,6 +51,7 @@ class Lease:
         self.bucket: BucketPlan | None = None
         self.flat = memory
         self.slots: list[Tensor] = []
+        self._places: list[list[object]] = []
         self._at_rest: tuple[object, ...] = ()
 
     def lay_out(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> None:
@@ -56,20 +60,27 @@ class Lease:
         self.flat = self.memory.narrow(0, 0, bucket.numel)
         self.slots = _slots_of(self.flat, bucket, specs, parameters)
         self.bucket = bucket
+        self._places = _places(self.slots)
         self._at_rest = self._state()
 
     def is_free(self) -> bool:
         """Whether nobody holds a slot, or a view of one, and nobody has made it into something else."""
-        return self._state() == self._at_rest
+        return self._state() == self._at_rest and self.is_intact()
+
+    def is_intact(self) -> bool:
+        """Whether every slot still lies where it was laid out."""
+        return _places(self.slots) == self._places
+
+    def are_slots(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether ``gradients`` are the slots, each in its own memory."""
+        return all(map(is_, gradients, self.slots)) and self.is_intact()
 
     def _state(self) -> tuple[object, ...]:
         slots = self.slots
         return (
-            _users(self.memory),
-            [getrefcount(slot) for slot in slots],  # who holds a slot itself: Python ...
-            [slot._use_count() for slot in slots],  # type: ignore[attr-defined]  # ... or torch, as a .grad
-            [slot.shape for slot in slots],
-            [slot.is_contiguous() for slot in slots],
+            storage_users(self.memory),
+            list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
+            list(map(tensor_users, slots)),  # ... or torch, as a .grad
             [slot.requires_grad for slot in slots],
         )
 
@@ -110,6 +121,11 @@ class Arena:
         self._used.add(id(lease))
         return lease
 
+    def bounds(self) -> list[int]:
+        """Where each buffer begins and ends in memory, in their order."""
+        memories = [lease.memory for leases in self._leases.values() for lease in leases]
+        return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
+
     def keep(self, lease: Lease) -> None:
         """Count ``lease``, which is laid out already, among the buffers, so that :meth:`holding` finds it."""
         self._leases.setdefault((lease.flat.dtype, lease.flat.device), []).append(lease)
@@ -117,7 +133,7 @@ class Arena:
     def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> Lease | None:
         """The lease whose slots ``gradients`` still are, as the last step has left them; or None."""
         for lease in self._leases.get((bucket.dtype, bucket.device), ()):
-            if lease.bucket is bucket and all(map(is_, gradients, lease.slots)):
+            if lease.bucket is bucket and lease.are_slots(gradients):
                 self._used.add(id(lease))
                 return lease
         return None
@@ -132,7 +148,8 @@ class Arena:
 def _slots_of(
     buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    if bucket.row_major:  # in one call, which is three times as fast
+    fits = [tuple(parameters[i].shape) == specs[i].shape for i in bucket.members]  # not so after some changes
+    if bucket.row_major and all(fits):  # in one call, which is three times as fast
         like: list[Tensor] = [parameters[i] for i in bucket.members]
         return list(torch._C._nn.unflatten_dense_tensors(buffer, like))
     base = buffer.storage_offset()

@@ -37,8 +37,8 @@ class Backward:
     """What is known about one synchronized backward.
 
     Attributes:
-        waiting: One byte a parameter: whether its gradient is expected here and has not landed. None while the
-            mask is not made before backward is over.
+        waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
+            expected here and has not landed. None while the mask is not made before backward is over.
         surprises: Parameters whose gradient landed without being expected, or once more.
         arrivals: Parameters in the order in which their gradients landed.
         late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
@@ -48,6 +48,7 @@ class Backward:
         aborted: Whether that is because its own backward raised.
         active: The number of ranks that contribute.
         source: The first of them; its buffers are broadcast.
+        buffers: Those of this rank as all ranks have agreed on them.
     """
 
     def __init__(self, names: tuple[str, ...], *, silent: bool = False) -> None:
@@ -65,6 +66,7 @@ class Backward:
         self.is_manual = False
         self.active = 0
         self.source = 0
+        self.buffers: list[Tensor] = []
         self.alive: Callable[[], object] = lambda: True
 
 

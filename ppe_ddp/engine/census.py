@@ -86,6 +86,16 @@ class Census:
                 found[name] = buffer
         return found
 
+    def expanded(self) -> list[str]:
+        """The parameters and buffers that have fewer places in memory than elements, described."""
+        parameters = zip((f"parameter {name!r}" for name in self.names), self.parameters, strict=True)
+        buffers = ((f"buffer {name!r}", buffer) for name, buffer in self.buffers().items())
+        return [name for name, tensor in chain(parameters, buffers) if _is_expanded(tensor)]
+
+    def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
+        """The modules that have ``buffer``, each with its own name for it."""
+        return [(owner, key) for _, owner, key in self._buffer_slots if owner._buffers.get(key) is buffer]
+
     def is_current(self) -> bool:
         """Whether the module still holds the same parameters, of the same kind, in the same submodules.
 
@@ -135,6 +145,12 @@ def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
     dense = parameter.is_contiguous() or _is_dense(parameter)
     stride = tuple(parameter.stride()) if dense else tuple(torch.empty(shape, device="meta").stride())
     return ParameterSpec(name, shape, stride, parameter.dtype, parameter.device, sparse)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ppe_ddp.engine.agreement import Consensus
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcasting
+from ppe_ddp.engine.buffers import broadcasting_buffers
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gradients import Gradients
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.round import Take
     from ppe_ddp.engine.sender import Sender
     from ppe_ddp.engine.streams import LandingStreams
+
+
+# More than a gradient has in one backward: several where reentrant checkpoints reach a parameter more than once.
+_MORE_LANDINGS = 200
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,15 @@ class Communication(Carrier):
             return
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
+        if self.scattering is not None:
+            local = self.scattering.with_shards(local)
         backward.recorder.local = local
+        if backward.waiting is not None:
+            for i in self.gradients.shared:  # what lands in one lands in the other: they leave when backward is over
+                backward.waiting[i] += _MORE_LANDINGS
         with span("negotiate", enabled=self._policy.ranges):
             backward.exchange = self.consensus.ask(local, not backward.silent)
+        backward.buffers = self.consensus.buffers()
         backward.phase = Phase.NEGOTIATING
 
     def landed(self, indices: Sequence[int]) -> None:
@@ -204,11 +215,20 @@ class Communication(Carrier):
             self.scattering.trim()
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.consensus.learn_order(arrivals, backward.recorder)
-        if self._policy.broadcast_buffers is not None:
-            buffers = self._census.buffers().values()
-            yield from broadcasting(self._policy.broadcast_buffers, buffers, self._groups, source=backward.source)
+        yield from self._broadcast_buffers(backward)
         if not backward.aborted:
             self._raise_for_peers([rank for rank, gave_up in enumerate(outcome.extra) if gave_up])
+
+    def _broadcast_buffers(self, backward: Backward) -> Steps:
+        function = self._policy.broadcast_buffers
+        if function is None:
+            return
+        if backward.aborted:  # and this rank's module may be another since then
+            past = [buffer.clone() for buffer in backward.buffers]
+            yield from broadcasting(function, past, self._groups, source=backward.source)
+            return
+        backward.buffers = []
+        yield from broadcasting_buffers(function, self._census, self._groups, source=backward.source)
 
     def put_back(self, backward: Backward) -> None:
         """Give this rank's gradients back when the communication has failed: to parameters that have none.
@@ -242,7 +262,7 @@ class Communication(Carrier):
             flight=Flight if self.scattering is None else self.scattering.flight(self.sender),
             specs=self._census.specs,
             parameters=self._census.parameters,
-            views=self._policy.views,
+            views=self._policy.views and not self.gradients.stay,
             repair=repair,
             ranges=self._policy.ranges,
         )

@@ -168,7 +168,7 @@ class Flight:
         results: list[Tensor] = []
         moved_to, moved_from = [], []
         for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
-            if gradient is None:
+            if gradient is None or not _can_hold(gradient, tensor):
                 results.append(tensor if self.plan.adopted else tensor.clone())
                 continue
             results.append(gradient)
@@ -201,6 +201,12 @@ def _fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], share: fl
     elif present:
         to, of = zip(*present, strict=True)
         torch._foreach_copy_(to, of)
+
+
+def _can_hold(gradient: Tensor, average: Tensor) -> bool:
+    """Whether ``average`` can be put where ``gradient`` is, which the user may have made (``.grad.data = …``)."""
+    same = gradient.dtype is average.dtype and gradient.device == average.device
+    return same and (gradient.is_contiguous() or 0 not in gradient.stride())
 
 
 def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
 
 from ppe_ddp.engine.arena import Arena
+from ppe_ddp.engine.torch_internals import storage_users
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,12 +35,32 @@ class Gradients:
         self._specs = census.specs
         self._streams = streams
         self.arena = Arena(allocate)
+        self.shared: list[int] = []
+        """Parameters whose gradients were one piece of memory when the last backward began."""
+        self.stay = False
+        """Whether somebody else used the memory of a gradient then, and shall find the average there."""
 
-    def existing(self, reached: Iterable[int]) -> bytes:
+    def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already."""
-        return bytes(
-            [here or parameter.grad is not None for here, parameter in zip(reached, self._parameters, strict=True)]
-        )
+        mask = bytearray(reached)
+        held = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
+        self.shared, self.stay = [], False
+        if held:
+            self._look_at(held)
+        for i, _ in held:
+            mask[i] = 1
+        return bytes(mask)
+
+    def _look_at(self, held: list[tuple[int, Tensor]]) -> None:
+        """Find out what else uses the memory of gradients that are there before backward."""
+        dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]
+        addresses = [gradient.data_ptr() for _, gradient in dense]
+        bounds = self.arena.bounds()
+        others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
+        self.stay = any(storage_users(dense[k][1]) > 1 for k in others)
+        if len(set(addresses)) < len(addresses):
+            counts = Counter(filter(None, addresses))  # without elements there is no address
+            self.shared = [i for (i, _), address in zip(dense, addresses, strict=True) if counts[address] > 1]
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is None from then on; None where there is none."""
@@ -48,6 +71,8 @@ class Gradients:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
+                if i in self.shared:  # the averages may differ, and each needs a place of its own
+                    gradient = gradient.clone()
             taken.append(gradient)
         if self._streams is not None:
             self._streams.follow(taken)

@@ -122,11 +122,15 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
-    def before_forward(self) -> None:
-        """Put right what an aborted backward has left, and find hooks that the user has added since."""
-        self._running()
+    def recover(self) -> bool:
+        """Put right what an aborted backward has left. Whether none is under way now, so that much may change."""
+        backward = self._running()
         if self._landings is not None:
             self._landings.wake()
+        return backward is None
+
+    def before_forward(self) -> None:
+        """Find hooks that the user has added since the last forward."""
         self._user_hooks.keep_back()
 
     def watch(self, output: Tensor) -> None:
@@ -189,7 +193,7 @@ class Reducer(Generic[C]):
             if not waiting[i]:
                 backward.surprises.append(i)
                 continue
-            waiting[i] = 0
+            waiting[i] -= 1
             expected.append(i)
             if backward.round is not None:
                 backward.round.landed(i)
@@ -228,15 +232,13 @@ class Reducer(Generic[C]):
             self._standby = weakref.ref(callback, self._landings.wake)
             Variable._execution_engine.queue_callback(callback)
         if not reached:
-            # Nothing, or nothing yet: reentrant checkpoints reach parameters in graph tasks of their own. The
-            # first of them begins, and all of them end with this graph task.
+            # or nothing yet: reentrant checkpoints have graph tasks of their own; the first begins, all end with this
             return None
         self.groups.check()
         if self._streams is not None and self._streams.are_captured():
             raise UnusableError(
                 f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
-                "anew, which a replay would leave out; capture ddp.module, and call ddp.finish_grad_sync() after each "
-                "replay"
+                "anew, which a replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
             )
         backward = Backward(self._names)
         backward.alive = self._standby
@@ -371,9 +373,8 @@ class Reducer(Generic[C]):
         begun = [(other, other._backward) for other in list(self._begun)]
         dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
         self._begun.difference_update([other for other, _ in dead])
-        finish_and_conclude(
-            [Completion(other._let_go(backward), other.groups, other._lock) for other, backward in dead]
-        )
+        ends = [Completion(other._let_go(backward), other.groups, other._lock) for other, backward in dead]
+        finish_and_conclude(ends)
 
     def _let_go(self, backward: Backward) -> Steps:
         """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""

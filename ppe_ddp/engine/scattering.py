@@ -96,6 +96,10 @@ class Scattering(ShardedModel):
                 )
             self._index[i] = k
 
+    def with_shards(self, mask: bytes) -> bytes:
+        """``mask`` without the gradients that frozen parameters still have: nobody updates those."""
+        return bytes([here and i in self._index for i, here in enumerate(mask)])
+
     def flight(self, sender: Sender) -> MakeFlight:
         """What makes flights: whole averages where somebody else's function makes them."""
         return self._flight if sender.is_ours else Flight

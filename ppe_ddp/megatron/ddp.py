@@ -162,13 +162,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         reducer, state = self._reducer, self._buffers_and_lanes
         for groups in state.groups:
             groups.check()
-        if not state.census.is_current():
-            census = Census(self.module)
-            self._check_unchanged(state.census, census)
-            state.census = census
-            reducer.arm(census)
-        elif reducer.is_displaced:
-            reducer.arm(state.census)
+        if reducer.recover():  # in which the other ranks speak of the module as it was
+            if not state.census.is_current():
+                census = Census(self.module)
+                self._check_unchanged(state.census, census)
+                reducer.arm(census)
+                state.census = census
+            elif reducer.is_displaced:
+                reducer.arm(state.census)
         reducer.before_forward()
         return reducer
 

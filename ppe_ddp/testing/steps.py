@@ -35,6 +35,8 @@ class StepKind(enum.Enum):
     """Two backwards in no_sync(), then one that synchronizes all three."""
     TWO_BACKWARDS = enum.auto()
     """Two forwards, each with a backward."""
+    TWO_FORWARDS_TWO_BACKWARDS = enum.auto()
+    """Two forwards, and then a backward of each."""
     TWO_LOSSES = enum.auto()
     """One forward with two losses, each with a backward."""
     RETAINED_GRAPH = enum.auto()
@@ -156,6 +158,7 @@ def _body(kind: StepKind) -> Callable[[_Actor], Iterator[None]]:
         StepKind.ONE_BACKWARD: _one_backward,
         StepKind.MICRO_BATCHES: _micro_batches,
         StepKind.TWO_BACKWARDS: _two_backwards,
+        StepKind.TWO_FORWARDS_TWO_BACKWARDS: _two_forwards_two_backwards,
         StepKind.TWO_LOSSES: _two_losses,
         StepKind.RETAINED_GRAPH: _retained_graph,
         StepKind.TWO_FORWARDS: _two_forwards,
@@ -182,6 +185,12 @@ def _micro_batches(actor: _Actor) -> Iterator[None]:
 def _two_backwards(actor: _Actor) -> Iterator[None]:
     for forward in (0, 1):
         actor.loss(forward).backward()
+        yield
+
+
+def _two_forwards_two_backwards(actor: _Actor) -> Iterator[None]:
+    for loss in [actor.loss(0), actor.loss(1)]:
+        loss.backward()
         yield
 
 
@@ -294,7 +303,11 @@ class Reference:
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self._copies = [copy.deepcopy(module) for _ in range(world_size)]
         self._parameters = [dict(twin.named_parameters()) for twin in self._copies]
-        self._buffers = [dict(twin.named_buffers()) for twin in self._copies]
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        """The module of each rank, to do something with before a step."""
+        return self._copies
 
     def follow(self, module: nn.Module) -> None:
         """Take over the state of ``module``, with its gradients, for all ranks.
@@ -303,12 +316,11 @@ class Reference:
         """
         own, buffers = list(module.parameters()), dict(module.named_buffers())
         with torch.no_grad():
-            for twins, theirs in zip(self._parameters, self._buffers, strict=True):
+            for twins, module_of_rank in zip(self._parameters, self._copies, strict=True):
                 for twin, parameter in zip(twins.values(), own, strict=True):
                     twin.copy_(parameter)
                     twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
-                for name, buffer in theirs.items():
-                    buffer.copy_(buffers[name])
+                _give_buffers(module_of_rank, buffers)
 
     def expectations(
         self, step: Step, recipe: Recipe, number: int, device: torch.device | str = "cpu"
@@ -342,11 +354,17 @@ class Reference:
             for parameter in parameters:
                 gradient = torch.empty_like(parameter).copy_(mean)
                 parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
-        buffers = {name: buffer.clone() for name, buffer in self._buffers[0].items()}
-        for theirs in self._buffers[1:]:
-            for name, buffer in theirs.items():
-                buffer.copy_(buffers[name])
+        buffers = {name: buffer.clone() for name, buffer in self._copies[0].named_buffers()}
+        for module in self._copies[1:]:
+            _give_buffers(module, buffers)
         return Expectation(means, scales, present, buffers)
+
+
+def _give_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Replace the buffers: a graph that is still to be gone through keeps those that it was made with."""
+    for name, value in values.items():
+        owner, _, key = name.rpartition(".")
+        module.get_submodule(owner)._buffers[key] = value.clone()
 
 
 def _wide(tensor: Tensor) -> Tensor:
