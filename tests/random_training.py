@@ -190,8 +190,7 @@ CHANGES = [
 def change_some(module, change, draw):
     """Change the dense gradients of some of the parameters."""
     chosen = [parameter for parameter in module.parameters() if draw.random() < 0.7]
-    found = [p for p in chosen if p.grad is not None and not p.grad.is_sparse]
-    change([p for p in found if not p.grad.requires_grad], draw)
+    change([p for p in chosen if p.grad is not None and not p.grad.is_sparse], draw)
 
 
 # ---------------------------------------------------------------- the training
@@ -235,6 +234,7 @@ class Training:
         clears, changes, trains = (draw.choice([everyone, everyone, alone]) for _ in range(3))
         title = f"seed {self.seed} {self.options} step {number}: {kind.name} {clear.__name__} by {list(clears)}, "
         title += f"{change and change.__name__} by {list(changes)}, training {list(trains)}"
+        self.detach()
         self.keep()
         self.reference.follow(self.module)
         for rank, module in [*enumerate(self.reference.copies), (self.rank, self.module)]:
@@ -253,6 +253,12 @@ class Training:
         self.problems[first:] = [f"{title}: {problem}" for problem in self.problems[first:]]
         if draw.random() < 0.5:
             self.update()
+
+    def detach(self):
+        """Let go of graphs that gradients of one rank may have and those of another have not."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                parameter.grad = parameter.grad.detach()
 
     def keep(self):
         """Keep references to the dense gradients, as they are now."""
