@@ -273,7 +273,7 @@ class Reducer(Generic[C]):
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward is self._backward and backward.phase is not Phase.FAILED:
-            self._completion(backward).finish_at_end_of_backward()
+            self._completion(backward).finish_at_end_of_backward(shares_parameters=self.is_displaced)
 
     def _completion(self, backward: Backward) -> Completion:
         then = None if backward.silent else lambda: self._user_hooks.run(backward.averaged)
