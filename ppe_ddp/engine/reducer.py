@@ -321,8 +321,6 @@ class Reducer(Generic[C]):
             self._landings.wake()
             self._count(backward)
 
-    # ------------------------------------------------------------------ the user's hooks
-
     def _call_sync_hooks(self) -> None:
         wrapper = self._wrapper()
         for hook in list(self._sync_hooks.values()):
@@ -357,9 +355,9 @@ class Reducer(Generic[C]):
             if self._started is None and backward is None:
                 self.start(silent=silent)
             completion, self._started = self._started, None
-            if completion is None:  # called from inside a backward
-                assert backward is not None
+            if backward is not None and completion is None:  # called from inside a backward
                 completion = self._completion(backward)
+        assert completion is not None
         completion.finish()
 
     # ------------------------------------------------------------------ when something goes wrong
