@@ -53,7 +53,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     that exist on some rank are sent, while backward is still running. No flag is needed for a dynamic graph.
 
     All ranks of the group must construct the wrapper together, over modules with the same parameters, and run
-    the same number of synchronized backwards; a rank that has none in a step calls :meth:`finish_grad_sync`.
+    the same number of synchronized backwards; a rank that has none in a step calls :meth:`finish_grad_sync`. One
+    that skips it without, or goes on after its loss raised above the outputs of the module, is a step behind: certain
+    is nothing but that its forward in training mode had no backward. If the numbers of such forwards stay different
+    for two synchronizations, every rank logs a warning; forwards under ``no_sync()`` are not counted.
 
     The interface is that of ``pytorch_pfn_extras.nn.parallel.DistributedDataParallel``; the keywords of
     ``torch.nn.parallel.DistributedDataParallel`` are honoured where they have a meaning.
@@ -195,9 +198,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _leave(self, outputs: Any) -> Any:
         if self._reducer is not None and torch.is_grad_enabled():
-            for output in tensors_in(outputs):
-                if output.grad_fn is not None:
-                    self._reducer.watch(output)
+            self._reducer.watch(tensors_in(outputs), is_training=self.training)
         return outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:

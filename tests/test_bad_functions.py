@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel, FunctionError, average, broadcast, overlapped
@@ -269,3 +270,41 @@ def test_a_broadcast_function_that_is_wrong(wrong, error, text):
     counts = [None] * 2
     dist.all_gather_object(counts, wrapper.module.count)
     assert torch.equal(*counts)
+
+
+class Late(nn.Module):
+    """Nobody expects the gradient of its inner map, inside a reentrant checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.outer(checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True))
+
+
+def refuse_what_is_late(bucket, group):
+    if any(name.startswith("inner") for name in bucket.names()):
+        raise Refused("late")
+    return average(bucket, group)
+
+
+@on_two_ranks
+def test_gradients_that_came_late_are_not_lost():
+    rank = dist.get_rank()
+    turns = Turns(average, refuse_what_is_late)
+    wrapper = DistributedDataParallel(seeded(Late), reduce_function=turns)
+    expected = mean_gradients(wrapper.module, square)
+    own = mean_gradients(wrapper.module, lambda model, _: square(model, rank), world_size=1)
+    for fails in (False, True, False):
+        wrapper.zero_grad()
+        turns.fails = fails
+        if not fails:
+            square(wrapper, rank)
+            assert wrapper.trace().repaired == ("inner.weight", "inner.bias")
+            assert_gradients(wrapper.module, expected)
+            continue
+        with pytest.raises(Refused, match="late"):
+            square(wrapper, rank)
+        for name in ("inner.weight", "inner.bias"):
+            torch.testing.assert_close(wrapper.module.get_parameter(name).grad, own[name])

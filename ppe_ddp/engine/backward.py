@@ -42,6 +42,7 @@ class Backward:
         surprises: Parameters whose gradient landed without being expected, or once more.
         arrivals: Parameters in the order in which their gradients landed.
         late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
+        dropped: How many forwards of this rank had no backward so far.
         averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None when the graph task that this belongs to is gone.
         silent: Whether this rank contributes nothing and takes nothing.
@@ -60,6 +61,7 @@ class Backward:
         self.surprises: list[int] = []
         self.arrivals: list[int] = []
         self.late: dict[int, Tensor] = {}
+        self.dropped = 0
         self.averaged = b""
         self.silent = silent
         self.aborted = False

@@ -17,6 +17,7 @@ from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.buffers import broadcasting_buffers
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.flight import Flight
+from ppe_ddp.engine.forwards import Comparison, said
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Round
@@ -82,6 +83,7 @@ class Communication(Carrier):
         self.consensus = Consensus(
             groups, packing, negotiate=policy.negotiate, with_buffers=policy.broadcast_buffers is not None
         )
+        self._comparison = Comparison(groups.rank)
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
         self.scattering: Scattering | None = None
@@ -200,12 +202,13 @@ class Communication(Carrier):
         yield from round_.launch_all()
         backward.phase = Phase.FINISHING
         backward.late = late = self._late(backward)
-        vote = self._vote(late, aborted=backward.aborted)
+        vote = self._vote(late, said(int(backward.aborted), backward.dropped))
         yield from self._land(backward, round_)
         backward.round = None  # its flights hold gradients, and it holds the backward that holds it
         yield vote.done
         outcome = self.consensus.answer(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
+        statuses = self._comparison.heard(outcome.extra)
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
@@ -217,7 +220,7 @@ class Communication(Carrier):
         yield from self.consensus.learn_order(arrivals, backward.recorder)
         yield from self._broadcast_buffers(backward)
         if not backward.aborted:
-            self._raise_for_peers([rank for rank, gave_up in enumerate(outcome.extra) if gave_up])
+            self._raise_for_peers([rank for rank, gave_up in enumerate(statuses) if gave_up])
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers
@@ -276,13 +279,13 @@ class Communication(Carrier):
         found = zip(backward.surprises, self.gradients.take(backward.surprises), strict=True)
         return {i: gradient for i, gradient in found if gradient is not None}
 
-    def _vote(self, late: dict[int, Tensor], *, aborted: bool) -> Exchange:
+    def _vote(self, late: dict[int, Tensor], status: int) -> Exchange:
         """Ask all ranks, beside the last bucket, what came late and who gave up."""
         mask = bytearray(self._nothing)
         for i in late:
             mask[i] = 1
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.consensus.ask(mask, aborted, may_differ=True)
+        return self.consensus.ask(mask, status, may_differ=True)
 
     def _land(self, backward: Backward, round_: Round) -> Steps:
         world_size = self._groups.world_size

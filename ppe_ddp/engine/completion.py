@@ -102,14 +102,19 @@ class Completion:
         finally:
             del error  # whose traceback holds this frame
 
-    def finish_at_end_of_backward(self) -> None:
-        """The same, together with all that ask for this while autograd ends the backward of this thread."""
+    def finish_at_end_of_backward(self, *, shares_parameters: bool) -> None:
+        """The same, together with all that ask for this while autograd ends the backward of this thread.
+
+        Args:
+            shares_parameters: Whether another wrapper has some of the same: then one goes after the other.
+        """
         last = self._threads.last()
         if last is None:
             last = _AfterCallbacks()
             self._threads.last = weakref.ref(last)
             Variable._execution_engine.queue_callback(last)
         last.completions.append(self)
+        last.shares_parameters |= shares_parameters
 
     def advance(self, *, to_end: bool = False) -> None:
         """Go on to where it has to wait next, or to its end; waits first for what is not there yet."""
@@ -165,14 +170,18 @@ Completion._threads = _Thread()
 class _AfterCallbacks:
     """Queued by the first callback at the end of a backward, so that it comes after all that were there."""
 
-    __slots__ = ("__weakref__", "completions")
+    __slots__ = ("__weakref__", "completions", "shares_parameters")
 
     def __init__(self) -> None:
         self.completions: list[Completion] = []
+        self.shares_parameters = False
 
     def __call__(self) -> None:
         Completion._threads.last = lambda: None  # a backward inside one of the steps has an end of its own
-        finish_and_conclude(self.completions)
+        # Wrappers that share parameters pass gradients on from one to the next.
+        for group in [[one] for one in self.completions] if self.shares_parameters else [self.completions]:
+            finish(group)
+        conclude(self.completions)
 
 
 def finish(completions: Sequence[Completion]) -> None:
@@ -194,6 +203,11 @@ def finish(completions: Sequence[Completion]) -> None:
 def finish_and_conclude(completions: Sequence[Completion]) -> None:
     """Drive these to their ends, and conclude each, also after an error; one error comes out."""
     finish(completions)
+    conclude(completions)
+
+
+def conclude(completions: Sequence[Completion]) -> None:
+    """Conclude each, also after an error; one error comes out."""
     with ExitStack() as stack:
         for completion in completions:
             stack.callback(completion.conclude)

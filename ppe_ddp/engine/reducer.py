@@ -21,13 +21,14 @@ from torch.autograd import Variable
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
+from ppe_ddp.engine.forwards import Forwards
 from ppe_ddp.engine.posthooks import Landings, UserHooks
 from ppe_ddp.engine.presence import Reach
 from ppe_ddp.engine.streams import LandingStreams
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -76,6 +77,7 @@ class Reducer(Generic[C]):
         self._backward: Backward | None = None
         self._standby: Callable[[], EndOfBackward | None] = lambda: None
         self._started: Completion | None = None
+        self._forwards = Forwards()
         self._last: Recorder | None = None
         self._has_failed = False  # something may still be on its way in the groups
         self._landings: Landings | None = None
@@ -133,11 +135,11 @@ class Reducer(Generic[C]):
         """Find hooks that the user has added since the last forward."""
         self._user_hooks.keep_back()
 
-    def watch(self, output: Tensor) -> None:
-        """Let backward begin when it gets to ``output``, a differentiable output of the module."""
-        output.register_hook(self._sign)
+    def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
+        """Let backward begin when it gets to any of ``outputs``, those of one forward of the module."""
+        self._forwards.watch(outputs, self._sign, counts=is_training and self.enabled)
 
-    def _sign(self, _gradient: Tensor) -> None:
+    def _sign(self) -> None:
         if self.enabled:
             with self._lock:
                 if self._running() is None:
@@ -271,7 +273,7 @@ class Reducer(Generic[C]):
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward is self._backward and backward.phase is not Phase.FAILED:
-            self._completion(backward).finish_at_end_of_backward()
+            self._completion(backward).finish_at_end_of_backward(shares_parameters=self.is_displaced)
 
     def _completion(self, backward: Backward) -> Completion:
         then = None if backward.silent else lambda: self._user_hooks.run(backward.averaged)
@@ -279,7 +281,6 @@ class Reducer(Generic[C]):
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put back what there was and let the error out."""
-        backward.recorder.backward_at = perf_counter_ns()
         try:
             self._wake(backward)
             if backward.phase is Phase.BEGUN:
@@ -297,6 +298,7 @@ class Reducer(Generic[C]):
             raise
 
     def _complete(self, backward: Backward) -> Steps:
+        backward.dropped = self._forwards.settle(excuses=backward.is_manual)
         try:
             yield from self.communication.complete(backward)
         except PeerAbortedError:
@@ -313,12 +315,11 @@ class Reducer(Generic[C]):
         self._backward = None
 
     def _wake(self, backward: Backward) -> None:
-        """Count what has landed quietly, and listen to every landing again."""
+        """Backward is over: count what has landed quietly, and listen to every landing again."""
+        backward.recorder.backward_at = perf_counter_ns()
         if self._landings is not None and not backward.is_manual:
             self._landings.wake()
             self._count(backward)
-
-    # ------------------------------------------------------------------ the user's hooks
 
     def _call_sync_hooks(self) -> None:
         wrapper = self._wrapper()
@@ -354,9 +355,9 @@ class Reducer(Generic[C]):
             if self._started is None and backward is None:
                 self.start(silent=silent)
             completion, self._started = self._started, None
-            if completion is None:  # called from inside a backward
-                assert backward is not None
+            if backward is not None and completion is None:  # called from inside a backward
                 completion = self._completion(backward)
+        assert completion is not None
         completion.finish()
 
     # ------------------------------------------------------------------ when something goes wrong
@@ -366,7 +367,6 @@ class Reducer(Generic[C]):
         backward.phase = Phase.FAILED
         self._has_failed = True
         self.communication.put_back(backward)
-        backward.round = None
 
     def _recover(self) -> None:
         """Let the other ranks finish what one error has ended here, in this module and any other."""
@@ -382,7 +382,6 @@ class Reducer(Generic[C]):
             self._backward = None  # the communication itself failed, here as on every rank
             return
         backward.silent = backward.aborted = True
-        backward.recorder.backward_at = perf_counter_ns()
         try:
             self._wake(backward)
             if backward.phase is Phase.BEGUN:

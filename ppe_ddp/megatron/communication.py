@@ -20,6 +20,7 @@ from ppe_ddp.engine.arena import Arena
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.forwards import Comparison, said
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.round import Departures, Round
 from ppe_ddp.megatron.bucket import is_finite
@@ -67,6 +68,7 @@ class BufferCommunication(Carrier):
         check_finite: bool,
     ) -> None:
         self._lanes = lanes
+        self._comparisons = [Comparison(lane.groups.rank) for lane in lanes]
         self._layout = layout
         self._buckets = buckets
         self._specs = specs
@@ -150,7 +152,8 @@ class BufferCommunication(Carrier):
         mask = bytearray(len(self._parameters))
         for i in late:
             mask[i] = 1
-        votes = [lane.consensus.ask(lane.local(mask), status, may_differ=True) for lane in self._lanes]
+        word = said(status, backward.dropped)
+        votes = [lane.consensus.ask(lane.local(mask), word, may_differ=True) for lane in self._lanes]
         way = _OnTheWay(backward, round_, votes, late)
         self._settling = Completion(self._settle(way), self._lanes[0].groups, threading.RLock())
         self._settling.keep_open()
@@ -161,6 +164,7 @@ class BufferCommunication(Carrier):
         """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
         for bucket in self._buckets:
             bucket.abandon()
+        backward.round = None
 
     # ------------------------------------------------------------------ afterwards
 
@@ -191,7 +195,8 @@ class BufferCommunication(Carrier):
         for lane, outcome in zip(self._lanes, outcomes, strict=True):
             if any(outcome.mask):
                 yield from self._repair(way, lane, outcome.mask)
-        self.verdict.heard([outcome.extra for outcome in outcomes], aborted_here=way.backward.aborted)
+        statuses = [heard.heard(outcome.extra) for heard, outcome in zip(self._comparisons, outcomes, strict=True)]
+        self.verdict.heard(statuses, aborted_here=way.backward.aborted)
         self._holds_averages = True
         way.backward.recorder.done_at = perf_counter_ns()
 

@@ -153,9 +153,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
     def _leave(self, outputs: Any) -> None:
         if torch.is_grad_enabled() and self.ddp_config.overlap_grad_reduce:
-            for output in tensors_in(outputs):
-                if output.grad_fn is not None:
-                    self._reducer.watch(output)
+            self._reducer.watch(tensors_in(outputs), is_training=self.training)
 
     def _ready(self) -> Reducer[BufferCommunication]:
         """The engine, after it has cleared away what an aborted backward has left."""

@@ -1,0 +1,136 @@
+"""Counts the forwards whose graph has gone without a backward: what shows that one rank has skipped a step.
+
+A rank whose loss raises in backward above the outputs of the module, and goes on, has said nothing to the others. They
+wait, and average its next gradients with theirs of the step before. The same numbers of forwards and backwards can be
+quite right (an evaluation with gradients enabled), so this is no error; but numbers that differ between the ranks are
+worth a warning on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+logger = logging.getLogger("ppe_ddp")
+
+_STATUS_BITS = 2
+_MODULUS = 1 << (8 - _STATUS_BITS)
+
+
+class Forwards:
+    """The forwards of one module on this rank."""
+
+    def __init__(self) -> None:
+        self._dropped = 0
+        self._recent = 0
+        self._count = 0
+        self._excused = 0
+
+    def watch(self, outputs: Iterable[Tensor], sign: Callable[[], None], *, counts: bool) -> None:
+        """Call ``sign`` when a backward gets to any of ``outputs``, those of one forward.
+
+        Args:
+            outputs: Those that are not differentiable are passed over.
+            sign: Called with every gradient of them.
+            counts: Whether it is to be counted if none does.
+        """
+        hook = None
+        for output in outputs:
+            if output.grad_fn is not None:
+                if hook is None:
+                    self._count += 1
+                    # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
+                    is_repeated = not counts or torch._C._current_graph_task_id() != -1
+                    hook = _OutputHook(self, self._count, sign, is_reached=is_repeated)
+                output.register_hook(hook)
+
+    def settle(self, *, excuses: bool) -> int:
+        """A synchronization comes; one without autograd (``excuses``) stands for all forwards before it.
+
+        Returns:
+            How many forwards so far no backward has reached, and none can any more.
+        """
+        if excuses:
+            self._excused = self._count
+        else:
+            self._dropped += self._recent
+        self._recent = 0
+        return self._dropped
+
+    def _drop(self, number: int) -> None:
+        if number > self._excused:
+            self._recent += 1
+
+
+class _OutputHook:
+    """On the outputs of one forward; lives as long as their graph, or they themselves."""
+
+    __slots__ = ("_forwards", "_is_reached", "_number", "_sign")
+
+    def __init__(self, forwards: Forwards, number: int, sign: Callable[[], None], *, is_reached: bool) -> None:
+        self._forwards = forwards
+        self._number = number
+        self._sign = sign
+        self._is_reached = is_reached
+
+    def __call__(self, _gradient: Tensor) -> None:
+        """A backward has come here."""
+        self._is_reached = True
+        self._sign()
+
+    def __del__(self) -> None:
+        if not self._is_reached:
+            self._forwards._drop(self._number)
+
+
+class Comparison:
+    """What all ranks have dropped, from one synchronization to the next.
+
+    Args:
+        rank: This one, for the message.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._has_differed = False
+        self._has_warned = False
+
+    def heard(self, extra: bytes) -> bytes:
+        """Compare what :func:`said` has packed, one byte a rank; warn once where it stays different.
+
+        Returns:
+            The statuses.
+        """
+        if not extra or max(extra) < 1 << _STATUS_BITS:
+            self._has_differed = False
+            return extra
+        counts = [byte >> _STATUS_BITS for byte in extra]
+        differ = min(counts) != max(counts)
+        # Once is not enough: a graph in a reference cycle goes when the garbage is collected, on each rank in its time.
+        if differ and self._has_differed and not self._has_warned:
+            self._has_warned = True
+            logger.warning(_warning(self._rank, counts))
+        self._has_differed = differ
+        return bytes(byte % (1 << _STATUS_BITS) for byte in extra)
+
+
+def said(status: int, dropped: int) -> int:
+    """The byte in which a rank tells its status, below 4, and how many forwards it has dropped, of which 64 are 0."""
+    return status | (dropped % _MODULUS) << _STATUS_BITS
+
+
+def _warning(rank: int, counts: Sequence[int]) -> str:
+    by_rank = ", ".join(f"rank {other}: {count}" for other, count in enumerate(counts))
+    return (
+        f"rank {rank}: the ranks may be averaging gradients of different steps: they differ in how many forwards in "
+        f"training mode have had no backward ({by_rank}). A rank that skips its backward, or goes on after its loss "
+        "raised above the outputs of the module, must call ddp.finish_grad_sync() in that step. If these ranks only "
+        "ran more forwards than the others, nothing is wrong: run those under torch.no_grad() or after eval()"
+    )

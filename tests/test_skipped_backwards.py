@@ -1,0 +1,208 @@
+"""A rank that skips a backward is a step behind: every rank is told; what is quite right stays silent."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import test_megatron_graphs as graphs
+from one_process import data, mlp, seeded
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_three_ranks, on_two_ranks
+from test_graphs_broken import Broken, Fuse
+
+
+class Heard(logging.Handler):
+    """What the library warns about on this rank."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("ppe_ddp").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("ppe_ddp").removeHandler(self)
+
+
+def wrap(**options):
+    return DistributedDataParallel(seeded(mlp, 3, 4, 2), **options)
+
+
+def backward(wrapper, *, blows=False):
+    Fuse.apply(wrapper(data(4, 3)), blows).sum().backward()
+
+
+def raises_above_the_outputs(wrapper):
+    with pytest.raises(Broken):
+        backward(wrapper, blows=True)
+
+
+def skips(wrapper):
+    wrapper(data(4, 3)).sum()
+
+
+def let_the_others_end(wrapper):
+    """One synchronization for the others' last backward, which this rank is behind with."""
+    wrapper.finish_grad_sync()
+
+
+def hold(loses_step, wrapper, steps=4):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    with Heard() as heard:
+        if rank == last:
+            loses_step(wrapper)
+        for _ in range(steps - (rank == last)):
+            backward(wrapper)
+        if rank == last:
+            let_the_others_end(wrapper)
+    (text,) = heard.texts
+    counts = ", ".join(f"rank {other}: {int(other == last)}" for other in range(last + 1))
+    assert text.startswith(f"rank {rank}: the ranks may be averaging gradients of different steps")
+    assert f"({counts})" in text
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=["overlap", "after"])
+@pytest.mark.parametrize("loses_step", [raises_above_the_outputs, skips])
+@on_two_ranks
+def test_one_rank_goes_on_without_a_backward(loses_step, options):
+    hold(loses_step, wrap(**options))
+
+
+@pytest.mark.parametrize("loses_step", [raises_above_the_outputs, skips])
+@on_three_ranks
+def test_one_of_three_ranks_does(loses_step):
+    hold(loses_step, wrap())
+
+
+@on_two_ranks
+def test_over_buffers_of_megatron():
+    rank = dist.get_rank()
+    wrapper = graphs.wrap(overlap_grad_reduce=True)
+    with Heard() as heard:
+        if rank == 1:
+            graphs.loss(wrapper, rank, 0, taken=[0])
+        for step in range(3):
+            graphs.loss(wrapper, rank, step, taken=[0]).backward()
+            wrapper.finish_grad_sync()
+    (text,) = heard.texts
+    assert "(rank 0: 0, rank 1: 1)" in text
+
+
+def evaluates(wrapper):
+    wrapper.eval()
+    wrapper(data(4, 3))
+    wrapper.train()
+    backward(wrapper)
+
+
+def evaluates_without_gradients(wrapper):
+    with torch.no_grad():
+        wrapper(data(4, 3))
+    backward(wrapper)
+
+
+def sums_forwards(wrapper):
+    sum(wrapper(data(4, 3)).sum() for _ in range(3)).backward()
+
+
+def accumulates(wrapper):
+    with wrapper.no_sync():
+        for _ in range(3):
+            backward(wrapper)
+        wrapper(data(4, 3))
+    backward(wrapper)
+
+
+def only_synchronizes(wrapper):
+    wrapper.finish_grad_sync()
+
+
+def synchronizes_instead_of_its_backward(wrapper):
+    loss = wrapper(data(4, 3)).sum()
+    wrapper.finish_grad_sync()
+    del loss
+
+
+def differentiates_inputs(wrapper):
+    x = data(4, 3).requires_grad_()
+    torch.autograd.grad(wrapper(x).sum(), x)
+    backward(wrapper)
+
+
+def computes_twice(wrapper):
+    x = data(4, 3).requires_grad_()
+    checkpoint(wrapper, x, use_reentrant=False).sum().backward()
+
+
+LEGAL = [
+    evaluates,
+    evaluates_without_gradients,
+    sums_forwards,
+    accumulates,
+    only_synchronizes,
+    synchronizes_instead_of_its_backward,
+    differentiates_inputs,
+    computes_twice,
+]
+
+
+@pytest.mark.parametrize("step", LEGAL)
+@on_two_ranks
+def test_what_one_rank_may_do_alone(step):
+    wrapper = wrap()
+    with Heard() as heard:
+        for _ in range(4):
+            (step if dist.get_rank() else backward)(wrapper)
+    assert heard.texts == []
+
+
+@on_two_ranks
+def test_what_all_ranks_do():
+    wrapper = wrap()
+    with Heard() as heard:
+        for _ in range(4):
+            skips(wrapper)
+            loss = wrapper(data(4, 3)).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert heard.texts == []
+
+
+@on_two_ranks
+def test_join():
+    wrapper = wrap()
+    with Heard() as heard, wrapper.join():
+        for _ in range(2 + 3 * dist.get_rank()):
+            backward(wrapper)
+    assert heard.texts == []
+
+
+def test_a_graph_that_is_kept_may_still_have_its_backward():
+    from ppe_ddp.engine.forwards import Forwards
+
+    forwards, layer = Forwards(), nn.Linear(2, 2)
+
+    def forward():
+        output = layer(torch.ones(2))
+        forwards.watch([output], lambda: None, counts=True)
+        return output
+
+    first, second = forward(), forward()
+    second.sum().backward()
+    assert forwards.settle(excuses=False) == 0
+    first.sum().backward()
+    del first, second
+    assert forwards.settle(excuses=False) == 0
+    forward()
+    assert forwards.settle(excuses=False) == 1
+    forward()
+    assert forwards.settle(excuses=True) == 1
