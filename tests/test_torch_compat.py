@@ -80,7 +80,6 @@ def test_hints_that_are_never_needed(hint):
         {"dim": 1},
         {"delay_all_reduce_named_params": [("a", None)]},
         {"param_to_hook_all_reduce": nn.Parameter(torch.zeros(1))},
-        {"mixed_precision": object},
     ],
     ids=lambda ignored: next(iter(ignored)),
 )
