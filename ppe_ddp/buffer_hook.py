@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ppe_ddp.engine.torch_internals import preserve_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ class BufferHook:
         if not self._is_due or not buffers:
             return
         # Autograd has saved some of them (batch norm's), and takes their versions for a sign that it must not use them.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers.values())):
+        with torch.no_grad(), preserve_versions(list(buffers.values())):
             self._pending += self._hook(self._state, buffers) or ()
 
     def finish(self, _tensors: Sequence[Tensor], _group: ProcessGroup | None, /) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from ppe_ddp.engine.tensors import mapped, tensors_in
+from ppe_ddp.engine.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,11 @@ class Precision:
         if self._param_dtype is None and self._reduce_dtype is None:
             return ""
         return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"
+
+    @property
+    def casts_parameters(self) -> bool:
+        """Whether a forward begins by casting all parameters."""
+        return self._param_dtype is not None
 
     def cast_buffers(self, module: nn.Module) -> None:
         """Cast buffers, for good."""
@@ -113,14 +118,15 @@ class _Copies:
         self._is_installed = False
         for owner, key, parameter, copy in self._slots:
             if owner._parameters.get(key) is copy:
-                owner._parameters[key] = parameter
                 if isinstance(owner, nn.RNNBase):
-                    owner._init_flat_weights()  # a list of its own, which it looks through at its next forward only
+                    setattr(owner, key, parameter)  # which also puts it into the list that it computes with
+                else:
+                    owner._parameters[key] = parameter
 
     def reinstall(self, _gradient: Tensor) -> None:
         """Put the copies in place until the backward that has come to an output is over, or has failed."""
         if not self._is_installed:
-            Variable._execution_engine.queue_callback(_UntilEndOfBackward(self))
+            at_end_of_backward(_UntilEndOfBackward(self))
 
 
 class _UntilEndOfBackward:

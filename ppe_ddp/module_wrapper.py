@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ppe_ddp.engine.torch_internals import IGNORED_NAMES
 from ppe_ddp.naming import add_prefix, without_prefix
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ class ModuleWrapper(nn.Module):
             module: What will be wrapped; marked in place.
             params_and_buffers_to_ignore: Qualified names. They are neither broadcast nor averaged nor cast.
         """
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        setattr(module, IGNORED_NAMES, params_and_buffers_to_ignore)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
     def _ignored(self) -> list[str]:
-        return list(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        return list(getattr(self.module, IGNORED_NAMES, ()))
