@@ -53,11 +53,6 @@ class Precision:
             return ""
         return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"
 
-    @property
-    def casts_parameters(self) -> bool:
-        """Whether a forward begins by casting all parameters."""
-        return self._param_dtype is not None
-
     def cast_buffers(self, module: nn.Module) -> None:
         """Cast buffers, for good."""
         for buffer in module.buffers():

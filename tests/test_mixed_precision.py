@@ -276,7 +276,7 @@ def test_a_distributed_optimizer_steps_with_the_same_gradients():
     module, twin = seeded(Routes), seeded(Routes)
     reference = torch.optim.SGD(twin.parameters(), lr=0.1)
     wrapper = DistributedDataParallel(module, mixed_precision=config)
-    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), wrapper)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), wrapper, overlap=True)
     for step in range(3):
         expected = expected_gradients(twin, config, step)
         for name, parameter in twin.named_parameters():
@@ -284,7 +284,7 @@ def test_a_distributed_optimizer_steps_with_the_same_gradients():
         reference.step()
         optimizer.zero_grad()
         loss(wrapper, dist.get_rank(), step).backward()
-        optimizer.step()  # sends the parameters, which arrive in the next forward: before that casts them
+        optimizer.step()  # the parameters arrive in the next forward, before that casts them
     optimizer.synchronize()
     for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
