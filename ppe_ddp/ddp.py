@@ -133,8 +133,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             logger.warning("torch.distributed is not initialized: the module is not synchronized with any other")
         self._precision.cast_buffers(module)
 
-    # ------------------------------------------------------------------ set-up
-
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
         groups = Groups.duplicate(self._group.group())
@@ -194,8 +192,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 reducer.arm(self._census)
         reducer.before_forward()
         return reducer
-
-    # ------------------------------------------------------------------ forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with tensors on its device; any structure of inputs and outputs."""
