@@ -164,3 +164,17 @@ class SyncHook(Protocol):
     def __call__(self, module: Any, /) -> None:
         """Called before synchronization; sees every local ``.grad`` and may change, set or remove it."""
         ...
+
+
+class MixedPrecision(Protocol):
+    """The dtypes that a wrapper computes and communicates in: torch's ``_MixedPrecision``, or what is like it."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """Of parameters and inputs, and so of the computation; None to leave them as they are."""
+        ...
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Of gradients while they are averaged; None for ``param_dtype``."""
+        ...

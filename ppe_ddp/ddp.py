@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.utils.hooks import RemovableHandle
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from ppe_ddp.buffer_hook import BufferHook
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.census import Census
 from ppe_ddp.engine.communication import Communication, Policy
@@ -21,31 +21,35 @@ from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.sender import FunctionSender, HookSender
-from ppe_ddp.engine.tensors import mapped, tensors_in
+from ppe_ddp.engine.tensors import tensors_in
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
+from ppe_ddp.hooks import NOT_GIVEN, Hooks
+from ppe_ddp.inputs import Inputs
 from ppe_ddp.joining import Shadow, announce
-from ppe_ddp.naming import add_prefix, without_prefix
-from ppe_ddp.options import Options, check_arguments, check_device_ids, group_of
+from ppe_ddp.mixed_precision import Precision
+from ppe_ddp.module_wrapper import ModuleWrapper
+from ppe_ddp.options import Options, check_arguments, check_ignored, first_given
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.algorithms.join import JoinHook
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Unpack
 
-    from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction, SyncHook
-    from ppe_ddp.engine.sender import Sender
+    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
     from ppe_ddp.engine.shards import ShardedModel
     from ppe_ddp.engine.trace import Trace
+    from ppe_ddp.options import IgnoredByUs
 
 logger = logging.getLogger("ppe_ddp")
 
-_UNSET: Any = object()
 
-
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(ModuleWrapper, Joinable):
     """Data parallelism for modules whose graphs change from step to step and from rank to rank.
 
     After a synchronized backward each ``.grad`` is the mean over the ranks of ``process_group`` (a rank
@@ -69,54 +73,68 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: The ranks to average over; None for all. The wrapper talks in duplicates of it.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce.
         broadcast_function: Broadcasts from rank 0; see :class:`ppe_ddp.BroadcastFunction`.
-        **kwargs: See :class:`ppe_ddp.Options`.
+        bucket_cap_mb: This one and the further keywords are described in :class:`ppe_ddp.Options`.
+        **ignored: torch's keywords that have no effect here; see :class:`ppe_ddp.options.IgnoredByUs`.
 
     Raises:
         DisagreementError: On every rank, if their parameters, buffers or options differ; names the first.
-        TypeError: An unknown keyword, or torch's positional ``device_ids``.
+        TypeError: An unknown keyword (the message names the nearest), or torch's positional ``device_ids``.
         ValueError: A lazy, DTensor or expanded parameter, an expanded buffer, or contradictory arguments.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         negotiate_grads: bool = True,
         process_group: ProcessGroup | None = None,
         reduce_function: ReduceFunction | None = None,
         broadcast_function: BroadcastFunction | None = None,
-        **kwargs: Any,
+        *,
+        bucket_cap_mb: float | Sequence[float] | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        gradient_as_bucket_view: bool = True,
+        init_sync: bool = True,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        forward_sync_buffers: bool | None = None,
+        overlap: bool = True,
+        record_function: bool = False,
+        **ignored: Unpack[IgnoredByUs],
     ) -> None:
-        super().__init__()
-        Joinable.__init__(self)
         check_arguments(module, broadcast_buffers)
-        options = Options.parse(kwargs)
-        self.module = module
-        self._options = options
-        self._broadcasts_buffers = bool(broadcast_buffers)
+        check_ignored(ignored, DistributedDataParallel.__init__)
+        super().__init__(module)
+        Joinable.__init__(self)
+        self._options = Options(
+            bucket_cap_mb=bucket_cap_mb_list or bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            init_sync=init_sync,
+            device_ids=device_ids,
+            device_mesh=device_mesh,
+            mixed_precision=mixed_precision,
+            forward_sync_buffers=first_given(forward_sync_buffers, broadcast_buffers, default=True),
+            overlap=overlap,
+            record_function=record_function,
+        )
         self._negotiate = bool(negotiate_grads)
-        self._group = GroupHandle(group_of(process_group, options))
-        self._reduce_function: ReduceFunction = reduce_function or average
+        self._group = GroupHandle(self._options.group(process_group))
         self._broadcast_function: BroadcastFunction = broadcast_function or broadcast
-        self._sync_hooks: OrderedDict[int, SyncHook] = OrderedDict()
-        self._comm_hook: tuple[Any, CommHook] | None = None
-        self._has_warned_of_move = False
+        self._hooks = Hooks()
+        self._precision = Precision(mixed_precision)
+        self._reduce_function = self._precision.reducing(reduce_function or average)
+        self._synchronizes = True
+        self._is_copy = False
         self._reducer: Reducer[Communication] | None = None
         self._census = Census(module, self._ignored())
-        self._device = _only_device(module)
-        check_device_ids(options, self._device)
+        self._inputs = Inputs(module)
+        self._options.check_device(self._inputs.device)
         if dist.is_initialized():
-            self._start(synchronize=options.init_sync)
+            self._start(synchronize=self._options.init_sync)
         else:
             logger.warning("torch.distributed is not initialized: the module is not synchronized with any other")
-        # not a method, which would keep the wrapper, and so its hooks, alive until the garbage is collected
-        self._register_load_state_dict_pre_hook(add_prefix, with_module=True)  # type: ignore[no-untyped-call]
-
-    # ------------------------------------------------------------------ set-up
-
-    def _ignored(self) -> list[str]:
-        """Names that torch's ``_set_params_and_buffers_to_ignore_for_model`` has left on the module."""
-        return list(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._precision.cast_buffers(module)
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
@@ -125,37 +143,43 @@ class DistributedDataParallel(nn.Module, Joinable):
             negotiate=self._negotiate,
             overlap=self._options.overlap,
             views=self._options.gradient_as_bucket_view,
-            broadcast_buffers=self._broadcast_function if self._broadcasts_buffers else None,
+            broadcast_buffers=self._broadcast_function if self.forward_sync_buffers else None,
             ranges=self._options.record_function,
+            agreed=str(self._precision),
         )
-        sender = FunctionSender(self._reduce_function, groups)
         self._reducer = Reducer(
             groups,
-            Communication(groups, sender, self._packing(), policy),
+            Communication(groups, FunctionSender(self._reduce_function, groups), self._packing(), policy),
             overlap=policy.overlap,
             wrapper=weakref.ref(self),
-            sync_hooks=self._sync_hooks,
+            sync_hooks=self._hooks.sync,
         )
         self._reducer.arm(self._census)
-        if self._comm_hook is not None:
-            self._use(HookSender(*self._comm_hook, groups))
+        self._reducer.enabled = self._synchronizes
+        self._use_hooks()
         if synchronize:
             self._reducer.communication.consensus.check()
             state = [*self._census.buffers().values(), *self._census.parameters]
             broadcast_all(self._broadcast_function, state, groups)
 
-    def _use(self, sender: Sender) -> None:
-        assert self._reducer is not None
+    def _use_hooks(self) -> None:
+        if self._reducer is None:
+            return
         self._reducer.recover()
-        self._reducer.communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
+        communication = self._reducer.communication
+        if self._hooks.comm is not None:
+            sender = HookSender(*self._hooks.comm, self._reducer.groups)
+            communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
+        if self._hooks.buffers is not None:
+            communication.broadcast_buffers_by(self._hooks.buffers.finish)
 
     def _packing(self, *, fixed: bool = False) -> Packing:
-        return Packing.of(self._options.bucket_cap_mb, self._census.specs, fixed=fixed)
+        return Packing.of(self._options.bucket_caps_mb, self._census.specs, fixed=fixed)
 
     def _ready(self) -> Reducer[Communication] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
         if self._reducer is None:
-            if not dist.is_initialized() or not self._was_copied():
+            if not dist.is_initialized() or not self._is_copy:
                 return None
             self._start(synchronize=False)
         reducer = self._reducer
@@ -166,25 +190,20 @@ class DistributedDataParallel(nn.Module, Joinable):
                 census = Census(self.module, self._ignored())
                 reducer.arm(census)
                 self._census = census
-                self._device = _only_device(self.module)
+                self._inputs.look(self.module)
             elif reducer.is_displaced:
                 reducer.arm(self._census)
         reducer.before_forward()
         return reducer
 
-    def _was_copied(self) -> bool:
-        return bool(self.__dict__.get("_is_copy"))
-
-    # ------------------------------------------------------------------ forward
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with tensors on its device; any structure of inputs and outputs."""
         if torch.compiler.is_compiling():
             # The engine is Python that must run at every call, not once when the graph is traced.
-            args, kwargs = _enter_uncompiled(self, args, kwargs)
-            return _leave_uncompiled(self, self.module(*args, **kwargs))
+            args, kwargs = _uncompiled(self._enter, args, kwargs)
+            return _uncompiled(self._leave, self._precision.call(self.module, args, kwargs))
         args, kwargs = self._enter(args, kwargs)
-        return self._leave(self.module(*args, **kwargs))
+        return self._leave(self._precision.call(self.module, args, kwargs))
 
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         synchronizes = torch.is_grad_enabled()
@@ -192,23 +211,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         if reducer is not None and self._join_config.enable:
             Join.notify_join_context(self)
             announce(reducer, synchronizes=synchronizes and reducer.enabled)
-        if self._device is not None:
-            args, kwargs = mapped(self._to_device, args), mapped(self._to_device, kwargs)
-        return args, kwargs
+        if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
+            self._hooks.buffers.before_forward(self._census.buffers())
+        return self._inputs.moved(args, kwargs)
 
     def _leave(self, outputs: Any) -> Any:
-        if self._reducer is not None and torch.is_grad_enabled():
-            self._reducer.watch(tensors_in(outputs), is_training=self.training)
+        reducer, synchronizes = self._reducer, torch.is_grad_enabled()
+        if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
+            self._hooks.buffers.after_forward(self._census.buffers(), synchronizes=synchronizes and reducer.enabled)
+        if reducer is not None and synchronizes:
+            reducer.watch(tensors_in(outputs), is_training=self.training)
         return outputs
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        device = self._device
-        if tensor.device == device:
-            return tensor
-        if not self._has_warned_of_move:
-            self._has_warned_of_move = True
-            logger.warning("inputs are moved from %s to %s, where the module is", tensor.device, device)
-        return tensor.to(device)
 
     # ------------------------------------------------------------------ synchronization
 
@@ -218,20 +231,22 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         What counts is where ``backward()`` is called. The next one outside averages all that has accumulated.
         """
-        reducer = self._reducer
-        if reducer is None:
-            yield
-            return
-        before, reducer.enabled = reducer.enabled, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            reducer.enabled = before
+            self.require_backward_grad_sync = before
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward that is called now synchronizes; torch's name for it."""
-        return self._reducer is not None and self._reducer.enabled
+        """Whether a backward that is called now synchronizes; torch's name for it. May be set."""
+        return self._synchronizes
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, synchronizes: bool) -> None:
+        self._synchronizes = bool(synchronizes)
+        if self._reducer is not None:
+            self._reducer.enabled = self._synchronizes
 
     def start_grad_sync(self) -> None:
         """Start to synchronize what is in ``.grad`` now, without a backward.
@@ -249,7 +264,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if reducer is not None:
             reducer.finish()
 
-    def register_comm_hook(self, state: Any = _UNSET, hook: Any = _UNSET) -> RemovableHandle | None:
+    def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a communication hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
 
         ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
@@ -265,25 +280,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         Returns:
             For the first kind, a handle that removes the hook.
         """
-        if hook is _UNSET and callable(state):
-            return self._register_sync_hook(state)
-        if state is _UNSET:
-            if callable(hook):
-                return self._register_sync_hook(hook)
-            raise TypeError("register_comm_hook(hook) or register_comm_hook(state, hook)")
-        if not callable(hook):
-            raise TypeError(f"a communication hook must be callable, not {type(hook).__name__}")
-        if self._comm_hook is not None:
-            raise RuntimeError("a wrapper takes one hook of torch's kind, and has one already")
-        self._comm_hook = (state, hook)
-        if self._reducer is not None:
-            self._use(HookSender(state, hook, self._reducer.groups))
-        return None
-
-    def _register_sync_hook(self, hook: SyncHook) -> RemovableHandle:
-        handle = RemovableHandle(self._sync_hooks)
-        self._sync_hooks[handle.id] = hook
+        handle = self._hooks.add(state, hook)
+        if handle is None:
+            self._use_hooks()
         return handle
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, buffers)`` synchronize the buffers, not the broadcast; the same on all ranks."""
+        self._hooks.buffers = BufferHook(state, hook, comm_hook_location)
+        self._use_hooks()
 
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""
@@ -308,10 +318,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     # ------------------------------------------------------------------ uneven inputs
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context in which ranks may have different numbers of inputs; see torch's class of this name.
 
@@ -333,12 +340,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.module,
             divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
             before=self._ready,
+            with_buffer_hook=self._hooks.buffers is not None,
         )
 
     @property
     def join_device(self) -> torch.device:
         """Where ``Join`` keeps its own small tensors."""
-        return self._device or torch.device("cpu")
+        return self._inputs.device or torch.device("cpu")
 
     @property
     def join_process_group(self) -> ProcessGroup:
@@ -355,25 +363,29 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def device(self) -> torch.device | None:
         """The device of the module; None if it has none, or several."""
-        return self._device
+        return self._inputs.device
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's ``state_dict``, without a prefix; takes the same arguments."""
-        return self.module.state_dict(*args, **kwargs)
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The device mesh that was given."""
+        return self._options.device_mesh
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are synchronized; torch's name for it, though here they are after backward."""
+        return self._options.forward_sync_buffers
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
         if self._reducer is not None:
             self._reducer.recover()  # while buffers are what the other ranks take them for
-        if any(key.startswith("module.") for key in state_dict):
-            state_dict = without_prefix(state_dict, self.module.state_dict(keep_vars=True).keys())
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but connections; the copy makes its own at its first forward, on all ranks together."""
         state = self.__dict__.copy()
         state["_reducer"] = None
-        state["_is_copy"] = self._reducer is not None or self._was_copied()
+        state["_is_copy"] = self._reducer is not None or self._is_copy
         del state["_census"]
         return state
 
@@ -384,16 +396,5 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _enter_uncompiled(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return ddp._enter(args, kwargs)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _leave_uncompiled(ddp: DistributedDataParallel, outputs: Any) -> Any:
-    return ddp._leave(outputs)
-
-
-def _only_device(module: nn.Module) -> torch.device | None:
-    """The device of all parameters (of all buffers if there are none); None if there is not exactly one."""
-    devices = {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
-    return devices.pop() if len(devices) == 1 else None
+def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)

@@ -42,6 +42,7 @@ class Shadow(JoinHook):
         divide_by_initial_world_size: Whether gradients are still divided by the number of all ranks, rather
             than by that of the ranks that have inputs.
         before: Called before each step, to bring the reducer up to date.
+        with_buffer_hook: Whether a hook of the user's communicates in the forwards of the others.
     """
 
     def __init__(
@@ -51,8 +52,14 @@ class Shadow(JoinHook):
         *,
         divide_by_initial_world_size: bool,
         before: Callable[[], object],
+        with_buffer_hook: bool = False,
     ) -> None:
         super().__init__()
+        if with_buffer_hook:
+            raise RuntimeError(
+                "join() is not for a wrapper with a buffer hook, which a rank that has run out does not call: give "
+                "that rank finish_grad_sync() and a call of the hook instead"
+            )
         if reducer is not None and reducer.communication.scattering is not None:
             raise RuntimeError(
                 f"rank {reducer.groups.rank}: join() is not for a model with a DistributedOptimizer, since a rank that "

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ppe_ddp.contracts import MixedPrecision
 
 logger = logging.getLogger("ppe_ddp")
 
-# Hints that torch needs and this library does not: accepted in silence, since nothing is lost.
-_NEVER_NEEDED = frozenset(
-    {
-        "find_unused_parameters",
-        "static_graph",
-        "check_reduction",
-        "skip_all_reduce_unused_params",
-        "batched_grad_copy",
-        "lazy_bucket_allocation",
-    }
-)
-_PPE = frozenset({"broadcast_buffers", "negotiate_grads", "process_group", "reduce_function", "broadcast_function"})
-# What a user of torch may have meant, and why it has no effect here.
+
+class IgnoredByUs(TypedDict, total=False):
+    """torch's keywords that are accepted and have no effect; for type checkers, so that any other is an error."""
+
+    find_unused_parameters: bool
+    static_graph: bool
+    check_reduction: bool
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+    lazy_bucket_allocation: bool
+    output_device: int | torch.device | None
+    dim: int
+    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None
+    param_to_hook_all_reduce: nn.Parameter | None
+
+
+# What a user of torch may have meant, and why it has no effect here. The rest are hints that torch needs and this
+# library does not: accepted in silence, since nothing is lost.
 _WITHOUT_EFFECT = {
     "dim": "inputs are not scattered",
     "output_device": "outputs stay where the module puts them",
     "delay_all_reduce_named_params": "buckets leave when their gradients are there",
     "param_to_hook_all_reduce": "buckets leave when their gradients are there",
-    "mixed_precision": "use torch.autocast, or cast the module",
-    "bucket_cap_mb_list": "use bucket_cap_mb",
-    "forward_sync_buffers": "buffers are broadcast after backward; use broadcast_buffers=False to do without",
 }
 
 
@@ -46,51 +54,97 @@ class Options:
     Attributes:
         bucket_cap_mb: Size of a bucket in MiB. Smaller ones leave earlier and leave less to wait for at the
             end; larger ones pay the latency of a message less often. None: 4, as measured on CPUs; on GPUs
-            25, which is torch's.
+            25, which is torch's. Several: one a bucket in the order in which they leave, the last for all further
+            ones; so that a small first bucket is on its way early. ``bucket_cap_mb_list``, torch's keyword for
+            several, takes precedence.
         gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory. One
             ``.grad`` that is kept keeps the memory of its bucket; it is never overwritten.
         init_sync: Compare parameters across ranks and broadcast those of rank 0 when wrapping. Without it,
             the user answers for both.
         device_ids: As torch has it: None, or the one device that the module is on.
         device_mesh: A 1-D ``DeviceMesh`` instead of ``process_group``.
+        mixed_precision: As torch has it (``torch.nn.parallel.distributed._MixedPrecision``): compute in
+            ``param_dtype``, reduce gradients in ``reduce_dtype``; parameters and ``.grad`` keep their own dtype.
+        forward_sync_buffers: torch's name for ``broadcast_buffers``, which it overrides where it is not None.
         overlap: Communicate while backward is running. Without it, all of it comes after: slower, but
             easier to profile; results are the same.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
+
+    Raises:
+        ValueError: A value that cannot be meant.
     """
 
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | Sequence[float] | None = None
     gradient_as_bucket_view: bool = True
     init_sync: bool = True
-    device_ids: Any = None
-    device_mesh: Any = None
+    device_ids: Sequence[int | str | torch.device] | None = None
+    device_mesh: DeviceMesh | None = None
+    mixed_precision: MixedPrecision | None = None
+    forward_sync_buffers: bool = True
     overlap: bool = True
     record_function: bool = False
 
-    @classmethod
-    def parse(cls, keywords: dict[str, Any]) -> Options:
-        """Take the keywords of a call apart.
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be meant."""
+        caps = self.bucket_caps_mb
+        if caps is not None and not (caps and all(cap > 0 for cap in caps)):
+            raise ValueError(f"bucket_cap_mb must be positive (MiB), not {self.bucket_cap_mb!r}")
 
-        Raises:
-            TypeError: A keyword that neither torch nor this library has; names the nearest one.
-            ValueError: A value that cannot be meant.
-        """
-        known = {option.name for option in fields(cls)}
-        own = {name: value for name, value in keywords.items() if name in known}
-        for name, value in keywords.items():
-            if name in known or name in _NEVER_NEEDED:
-                continue
-            if name not in _WITHOUT_EFFECT:
-                raise TypeError(_unknown(name, known | _NEVER_NEEDED | _WITHOUT_EFFECT.keys()))
-            if value is not None and not (name == "dim" and value == 0):
-                logger.warning("ppe_ddp.DistributedDataParallel ignores %s: %s", name, _WITHOUT_EFFECT[name])
-        options = cls(**own)
-        if options.bucket_cap_mb is not None and not options.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive (MiB), not {options.bucket_cap_mb!r}")
-        return options
+    @property
+    def bucket_caps_mb(self) -> tuple[float, ...] | None:
+        """Sizes of the buckets in MiB, in the order in which they leave, the last for all further ones."""
+        cap = self.bucket_cap_mb
+        if cap is None:
+            return None
+        return (cap,) if isinstance(cap, int | float) else tuple(cap)
+
+    def group(self, process_group: ProcessGroup | None) -> ProcessGroup | None:
+        """The process group that is named, directly or by the device mesh; None for the default group."""
+        mesh = self.device_mesh
+        if mesh is None:
+            return process_group
+        if process_group is not None:
+            raise ValueError("give process_group or device_mesh, not both")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh must have one dimension, not {mesh.ndim}: pass the data-parallel part, mesh['dp']"
+            )
+        return mesh.get_group(mesh_dim=0)
+
+    def check_device(self, device: torch.device | None) -> None:
+        """Refuse ``device_ids`` that do not name ``device``, that of the module."""
+        if not self.device_ids:
+            return
+        if len(self.device_ids) != 1:
+            raise ValueError(f"device_ids must name one device, not {self.device_ids!r}: one process a device")
+        named = self.device_ids[0]
+        wanted = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+        if device is not None and device.type != "cpu" and wanted != device:
+            raise ValueError(f"device_ids names {wanted}, but the module is on {device}: move it there first")
 
 
-def _unknown(name: str, known: frozenset[str] | set[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known | _PPE), n=1, cutoff=0.5)
+def check_ignored(ignored: Mapping[str, Any], call: Callable[..., None]) -> None:
+    """Warn of keywords without an effect.
+
+    Args:
+        ignored: Those that ``call`` does not name.
+        call: The constructor.
+
+    Raises:
+        TypeError: A keyword that neither torch nor this library has; names the nearest one.
+    """
+    accepted = IgnoredByUs.__annotations__
+    for name, value in ignored.items():
+        if name not in accepted:
+            known = {*inspect.signature(call).parameters, *accepted} - {"self", "ignored"}
+            raise TypeError(unknown_keyword(name, known))
+        if name in _WITHOUT_EFFECT and value is not None and not (name == "dim" and value == 0):
+            logger.warning("ppe_ddp.DistributedDataParallel ignores %s: %s", name, _WITHOUT_EFFECT[name])
+
+
+def unknown_keyword(name: str, known: set[str]) -> str:
+    """What to say of a keyword that is none of ``known``."""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{meant}"
 
@@ -106,28 +160,6 @@ def check_arguments(module: object, broadcast_buffers: object) -> None:
         )
 
 
-def group_of(process_group: ProcessGroup | None, options: Options) -> ProcessGroup | None:
-    """The process group that is named, directly or by a device mesh; None for the default group."""
-    mesh = options.device_mesh
-    if mesh is None:
-        return process_group
-    if process_group is not None:
-        raise ValueError("give process_group or device_mesh, not both")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"device_mesh must have one dimension, not {mesh.ndim}: pass the data-parallel part, mesh['dp']"
-        )
-    group: ProcessGroup = mesh.get_group(mesh_dim=0)
-    return group
-
-
-def check_device_ids(options: Options, device: torch.device | None) -> None:
-    """Refuse ``device_ids`` that do not name the device of the module."""
-    if not options.device_ids:
-        return
-    if len(options.device_ids) != 1:
-        raise ValueError(f"device_ids must name one device, not {options.device_ids!r}: one process a device")
-    named = options.device_ids[0]
-    wanted = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
-    if device is not None and device.type != "cpu" and wanted != device:
-        raise ValueError(f"device_ids names {wanted}, but the module is on {device}: move it there first")
+def first_given(*values: bool | None, default: bool) -> bool:
+    """The first of several keywords for the same that is not None."""
+    return next((bool(value) for value in values if value is not None), default)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DisagreementError, DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -80,7 +81,6 @@ def test_hints_that_are_never_needed(hint):
         {"dim": 1},
         {"delay_all_reduce_named_params": [("a", None)]},
         {"param_to_hook_all_reduce": nn.Parameter(torch.zeros(1))},
-        {"mixed_precision": object},
     ],
     ids=lambda ignored: next(iter(ignored)),
 )
@@ -110,6 +110,131 @@ def test_bucket_cap_mb():
     assert sum(sizes[None]) == sum(sizes[1e-6]) == sum(p.nbytes for p in module.parameters())
 
 
+@pytest.mark.parametrize("name", ["bucket_cap_mb", "bucket_cap_mb_list"])
+@on_two_ranks
+def test_buckets_of_several_sizes(name):
+    module = seeded(mlp, *[8] * 9)  # eight layers of 288 bytes
+    expected = mean_gradients(module, lambda m, rank: m(data(5, 8, rank=rank)).sum().backward())
+    caps = [bytes_ / 2**20 for bytes_ in (256, 800, 500)]
+    wrapper = DistributedDataParallel(module, **{name: caps})
+    wrapper(data(5, 8, rank=dist.get_rank())).sum().backward()
+    assert_gradients(module, expected)
+    sizes = [bucket.nbytes for bucket in wrapper.trace().buckets]
+    # A bucket is closed when it has reached its size; weights have 256 bytes, biases 32.
+    assert sizes[0] < 256 + 288
+    assert 800 <= sizes[1] < 800 + 256
+    assert all(500 <= nbytes < 500 + 256 for nbytes in sizes[2:-1])
+    assert sum(sizes) == 8 * 288
+
+
+@on_two_ranks
+def test_ranks_must_choose_the_same_sizes():
+    first = 1 + dist.get_rank()
+    with pytest.raises(
+        DisagreementError, match=r"bucket_cap_mb 2\.0, 4\.0 .* where rank 0 has bucket_cap_mb 1\.0, 4\.0"
+    ):
+        DistributedDataParallel(mlp(2, 2), bucket_cap_mb=[first, 4])
+
+
+@pytest.mark.parametrize("caps", [[], [1, 0], (2, -1)], ids=str)
+def test_bad_sizes_are_refused(caps):
+    with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
+        DistributedDataParallel(mlp(2, 2), bucket_cap_mb=caps)
+
+
+@pytest.mark.parametrize(
+    ("options", "synchronizes"),
+    [
+        ({"forward_sync_buffers": False}, False),
+        ({"forward_sync_buffers": True, "broadcast_buffers": False}, True),
+        ({"forward_sync_buffers": None, "broadcast_buffers": None}, True),
+        ({"broadcast_buffers": False}, False),
+    ],
+    ids=str,
+)
+@on_two_ranks
+def test_forward_sync_buffers(options, synchronizes):
+    wrapper = DistributedDataParallel(nn.BatchNorm1d(4), **options)
+    square(wrapper, dist.get_rank())
+    means = [None] * 2
+    dist.all_gather_object(means, wrapper.module.running_mean)
+    assert torch.equal(*means) == synchronizes
+    assert wrapper.forward_sync_buffers is synchronizes
+
+
+@on_two_ranks
+def test_require_backward_grad_sync_may_be_set():
+    module = seeded(mlp, 4, 2)
+    expected = mean_gradients(module, lambda m, rank: [square(m, rank, step) for step in range(2)])
+    wrapper = DistributedDataParallel(module)
+    for model in (wrapper, copy.deepcopy(wrapper)):  # which makes its connections at its first forward
+        assert model.require_backward_grad_sync
+        model.require_backward_grad_sync = False
+        square(model, dist.get_rank())
+        assert model.trace() is None
+        with model.no_sync():
+            pass
+        assert not model.require_backward_grad_sync
+        model.require_backward_grad_sync = True
+        square(model, dist.get_rank(), 1)
+        assert_gradients(model.module, expected)
+
+
+@on_two_ranks
+def test_no_sync_of_a_copy_holds_from_its_first_forward():
+    twin = copy.deepcopy(DistributedDataParallel(seeded(mlp, 4, 2)))
+    with twin.no_sync():
+        square(twin, dist.get_rank())
+    assert twin.trace() is None
+
+
+# A hook before the forward has to wait itself, as the forward uses the buffers.
+@pytest.mark.parametrize(
+    ("location", "waits"),
+    [
+        (_BufferCommHookLocation.PRE_FORWARD, False),
+        (_BufferCommHookLocation.POST_FORWARD, False),
+        (_BufferCommHookLocation.POST_FORWARD, True),
+    ],
+)
+@on_two_ranks
+def test_a_buffer_hook_takes_the_place_of_the_broadcast(location, waits):
+    def average_means(state, buffers):
+        state.append(sorted(buffers))
+        work = dist.all_reduce(buffers["running_mean"].div_(2), async_op=True)
+        if not waits:
+            work.wait()
+            return None
+        return [work.get_future()]
+
+    module = nn.BatchNorm1d(4)
+    wrapper = DistributedDataParallel(module)
+    calls = []
+    wrapper._register_buffer_comm_hook(calls, average_means, comm_hook_location=location)
+    rank, before = dist.get_rank(), location is _BufferCommHookLocation.PRE_FORWARD
+    module.running_mean.fill_(rank)
+    square(wrapper, rank)  # batch norm has saved the buffer that the hook changes
+    assert calls == [["num_batches_tracked", "running_mean", "running_var"]]
+    moved = [0.9 * (0.5 if before else r) + 0.1 * data(5, 4, rank=r).mean(0) for r in range(2)]
+    torch.testing.assert_close(module.running_mean, moved[rank] if before else (moved[0] + moved[1]) / 2)
+    with wrapper.no_sync():
+        square(wrapper, rank)
+        assert len(calls) == 2
+        square(wrapper, rank)  # the one before was not to be synchronized
+    assert len(calls) == 2
+    with pytest.raises(RuntimeError, match="buffer hook"), wrapper.join():
+        pass
+
+
+@on_two_ranks
+def test_no_buffer_hook_is_called_without_synchronization_of_buffers():
+    wrapper = DistributedDataParallel(nn.BatchNorm1d(4), forward_sync_buffers=False)
+    wrapper._register_buffer_comm_hook([], lambda state, buffers: pytest.fail("called"))
+    square(wrapper, dist.get_rank())
+    with pytest.raises(TypeError, match="buffer hook must be callable, not int"):
+        wrapper._register_buffer_comm_hook(None, 3)
+
+
 @on_two_ranks
 def test_gradient_as_bucket_view():
     for views in (False, True):
@@ -134,11 +259,15 @@ def test_init_sync():
         assert (module.running_mean == value).all()
 
 
+@pytest.mark.parametrize("library", [TorchDDP, DistributedDataParallel])
 @on_two_ranks
-def test_parameters_and_buffers_to_ignore():
+def test_parameters_and_buffers_to_ignore(library):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     ignored = ["0.weight", "1.running_mean"]
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    library._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    assert module._ddp_params_and_buffers_to_ignore == ignored
+    assert module[0].weight._ddp_ignored
+    assert module[1].running_mean._ddp_ignored
     with torch.no_grad():
         module[0].weight.fill_(dist.get_rank())
     wrapper = DistributedDataParallel(module)
@@ -182,7 +311,9 @@ def test_optimizers_of_apply_optimizer_in_backward():
 def test_device_mesh():
     module = seeded(mlp, 4, 2)
     expected = mean_gradients(module, square)
-    wrapper = DistributedDataParallel(module, device_mesh=init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2,))
+    wrapper = DistributedDataParallel(module, device_mesh=mesh)
+    assert wrapper.device_mesh is mesh
     square(wrapper, dist.get_rank())
     assert_gradients(module, expected)
     assert dist.get_world_size(wrapper.process_group) == 2

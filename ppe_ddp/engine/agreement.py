@@ -152,9 +152,10 @@ class Consensus:
     def _lines(self, local: bytes | bytearray = b"") -> list[str]:
         """What all ranks must agree on, a line each."""
         packing = self._packing
+        caps = ", ".join(str(size / 2**20) for size in (*packing.first_bytes, packing.bucket_bytes))
         lines = [f"parameter {spec.described()}" for spec in self._census.specs]
         lines.append(
-            f"bucket_cap_mb {packing.bucket_bytes / 2**20} (alone from {packing.adopt_bytes} bytes, "
+            f"bucket_cap_mb {caps} (alone from {packing.adopt_bytes} bytes, "
             f"fixed {packing.fixed}), negotiate_grads {self._negotiate}, broadcast_buffers {self._with_buffers}"
         )
         lines.append(f"order of arrival {self.planner.order}")

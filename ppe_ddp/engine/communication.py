@@ -6,7 +6,7 @@ in the same order, whatever its own graph does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -56,6 +56,7 @@ class Policy:
         views: ``.grad`` may be a view of the arena: no copy back, but a kept one keeps its whole bucket.
         broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
         ranges: Mark launches for torch's profiler, at a few microseconds each.
+        agreed: What else must be the same on every rank, for people to read.
     """
 
     negotiate: bool = True
@@ -63,6 +64,7 @@ class Policy:
     views: bool = False
     broadcast_buffers: BroadcastFunction | None = None
     ranges: bool = False
+    agreed: str = ""
 
 
 class Communication(Carrier):
@@ -81,7 +83,11 @@ class Communication(Carrier):
         self._packing = packing
         self.sender = sender
         self.consensus = Consensus(
-            groups, packing, negotiate=policy.negotiate, with_buffers=policy.broadcast_buffers is not None
+            groups,
+            packing,
+            negotiate=policy.negotiate,
+            with_buffers=policy.broadcast_buffers is not None,
+            options=policy.agreed,
         )
         self._comparison = Comparison(groups.rank)
         self.scale_by_active = False
@@ -117,6 +123,11 @@ class Communication(Carrier):
         """Reduce by ``sender`` from the next backward on. All ranks must do so together."""
         self.sender, self._packing = sender, packing
         self.consensus.repack(packing if self.scattering is None else self.scattering.packing(packing))
+
+    def broadcast_buffers_by(self, function: BroadcastFunction) -> None:
+        """Broadcast buffers by ``function`` from now on, if at all. All ranks must do so together."""
+        if self._policy.broadcast_buffers is not None:
+            self._policy = replace(self._policy, broadcast_buffers=function)
 
     def scatter(self) -> Scattering:
         """Let every rank keep only its shards from now on. All ranks must call this together."""

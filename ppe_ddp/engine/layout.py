@@ -86,20 +86,32 @@ class Packing:
         adopt_bytes: A gradient of at least this size travels alone and is reduced where it lies.
         fixed: Whether a bucket always carries the same parameters and is sent whole if any of them has a
             gradient. Costs bytes; needed by hooks that keep state by bucket index.
+        first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that leave first.
     """
 
     bucket_bytes: int
     adopt_bytes: int
     fixed: bool = False
+    first_bytes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, bucket_cap_mb: float | None, specs: Sequence[ParameterSpec] = (), *, fixed: bool = False) -> Packing:
-        """That of buckets of ``bucket_cap_mb`` MiB; None for the default, which depends on where parameters are."""
-        if bucket_cap_mb is None:
+    def of(
+        cls, caps_mb: Sequence[float] | None, specs: Sequence[ParameterSpec] = (), *, fixed: bool = False
+    ) -> Packing:
+        """That of buckets of these sizes in MiB, as they leave, the last one for all further ones.
+
+        None is the default, which depends on where parameters are.
+        """
+        if caps_mb is None:
             on_gpu = any(spec.device.type == "cuda" for spec in specs)
-            bucket_cap_mb = _GPU_BUCKET_CAP_MB if on_gpu else _BUCKET_CAP_MB
-        bucket_bytes = int(bucket_cap_mb * 2**20)
-        return cls(bucket_bytes, _ADOPTED_FROM * bucket_bytes, fixed)
+            caps_mb = (_GPU_BUCKET_CAP_MB if on_gpu else _BUCKET_CAP_MB,)
+        *first_bytes, bucket_bytes = (int(cap * 2**20) for cap in caps_mb)
+        largest = max(bucket_bytes, *first_bytes, 0)
+        return cls(bucket_bytes, _ADOPTED_FROM * largest, fixed, tuple(first_bytes))
+
+    def capacity(self, index: int) -> int:
+        """The size at which the bucket that leaves as number ``index`` is closed."""
+        return self.first_bytes[index] if index < len(self.first_bytes) else self.bucket_bytes
 
 
 @dataclass(frozen=True)
@@ -186,7 +198,7 @@ def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packin
         open_groups.setdefault(key, []).append(i)
         open_groups.move_to_end(key)
         sizes[key] = sizes.get(key, 0) + spec.nbytes
-        if sizes[key] >= packing.bucket_bytes:
+        if sizes[key] >= packing.capacity(len(groups)):
             groups.append(open_groups.pop(key))
             sizes[key] = 0
     groups.extend(open_groups.values())

@@ -6,6 +6,7 @@ A bucket is whatever exists in a step, so no buffer is laid out beforehand: each
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
@@ -15,7 +16,6 @@ from ppe_ddp.engine.collectives import ReduceScatter
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gathering import Gather
 from ppe_ddp.engine.groups import allocator
-from ppe_ddp.engine.layout import Packing
 from ppe_ddp.engine.pool import Pool
 from ppe_ddp.engine.scatter_flight import ScatterFlight
 from ppe_ddp.engine.shards import Shard, ShardedModel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.layout import BucketPlan, Packing, ParameterSpec
     from ppe_ddp.engine.round import MakeFlight
     from ppe_ddp.engine.sender import Sender
 
@@ -72,7 +72,7 @@ class Scattering(ShardedModel):
         """How to pack the gradients that are scattered, where they were packed in this way to be averaged."""
         if packing.fixed:
             return packing  # for hooks, which average all of it
-        return Packing(packing.bucket_bytes, min(packing.adopt_bytes, _ALONE_BYTES), packing.fixed)
+        return replace(packing, adopt_bytes=min(packing.adopt_bytes, _ALONE_BYTES))
 
     # ------------------------------------------------------------------ what the engine calls
 

@@ -32,7 +32,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, PackedSequence):
         moved = function(value.data)
-        return value if moved is value.data else value.to(moved.device)  # type: ignore[arg-type]
+        return value if moved is value.data else value.to(moved.device, moved.dtype)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
         items = {key: mapped(function, item) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.census import Census
@@ -20,7 +21,7 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.base import DistributedDataParallelBase
 from ppe_ddp.megatron.buffers import GradientBuffers
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
-from ppe_ddp.megatron.signature import setup_of
+from ppe_ddp.megatron.signature import setup_of, showing_both_forms
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -111,8 +112,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
         reduce_function: ReduceFunction | None = None,
     ) -> None: ...
 
+    @showing_both_forms
     def __init__(self, config: object, *args: Any, **kwargs: Any) -> None:
-        setup = setup_of(args, kwargs)
+        setup = setup_of(DistributedDataParallel.__init__, args, kwargs)
         super().__init__(setup.module)
         self.config = config
         self.ddp_config = setup.ddp_config

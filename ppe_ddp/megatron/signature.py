@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
+from typing_extensions import get_overloads  # in typing from Python 3.11 on; comes with torch
 
 from ppe_ddp.functions import average
 from ppe_ddp.megatron.config import DistributedDataParallelConfig
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
+from ppe_ddp.options import unknown_keyword
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import ReduceFunction
+
+F = TypeVar("F", bound=Callable[..., None])
+# The old form's arguments, and what they are in a DistributedDataParallelConfig.
+_FIELDS = {
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "check_for_nan_in_grad": "check_for_nan_in_grad",
+}
 
 
 @dataclass(frozen=True)
@@ -36,15 +49,65 @@ class Setup:
     reduce_function: ReduceFunction = average
 
 
-def setup_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
-    """Tell from what follows ``config`` which form a call has.
+def showing_both_forms(constructor: F) -> F:
+    """Let ``inspect.signature`` show what the overloads of ``constructor`` take, instead of ``*args, **kwargs``.
+
+    The new form's parameters stand as they are; what only the old form has follows, by name.
+    """
+    new, old = _forms(constructor)
+    added = [
+        parameter.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=f"{parameter.annotation} | None"
+        )
+        for name, parameter in old.parameters.items()
+        if name not in new.parameters
+    ]
+    constructor.__signature__ = new.replace(parameters=[*new.parameters.values(), *added])  # type: ignore[attr-defined]
+    return constructor
+
+
+def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
+    """Tell which form a call has, and what is meant.
+
+    Args:
+        constructor: Its overloads are the new form and the old one.
+        args: What follows ``config`` by position.
+        kwargs: What is given by name.
 
     Raises:
-        TypeError: A keyword or a number of arguments that neither form has.
+        TypeError: A keyword or a number of arguments that this form does not have.
         ValueError: Contradictory arguments.
     """
     is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
-    setup = _new(*args, **kwargs) if is_new else _old(*args, **kwargs)
+    new, old = _forms(constructor)
+    form = new if is_new else old
+    for name in kwargs:
+        if name not in form.parameters:
+            raise TypeError(unknown_keyword(name, {*form.parameters} - {"self"}))
+    call = form.bind(None, None, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    if not is_new:
+        given["ddp_config"] = DistributedDataParallelConfig(**{field: given[name] for name, field in _FIELDS.items()})
+    return _checked(
+        Setup(
+            given["module"],
+            given["ddp_config"],
+            given["disable_bucketing"],
+            _groups(given["groups"], given["data_parallel_group"], given["expert_data_parallel_group"]),
+            given["reduce_function"] or average,
+        )
+    )
+
+
+def _forms(constructor: Callable[..., None]) -> tuple[inspect.Signature, inspect.Signature]:
+    new, old = get_overloads(constructor)
+    return inspect.signature(new), inspect.signature(old)
+
+
+def _checked(setup: Setup) -> Setup:
+    if not isinstance(setup.ddp_config, DistributedDataParallelConfig):
+        raise TypeError(f"ddp_config must be a DistributedDataParallelConfig, not {type(setup.ddp_config).__name__}")
     if not isinstance(setup.module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(setup.module).__name__}")
     if setup.ddp_config.use_distributed_optimizer and setup.reduce_function is not average:
@@ -53,52 +116,6 @@ def setup_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
             "leave one of the two out"
         )
     return setup
-
-
-def _new(
-    ddp_config: DistributedDataParallelConfig,
-    module: nn.Module,
-    disable_bucketing: bool = False,
-    groups: ParallelGroups | None = None,
-    *,
-    data_parallel_group: ProcessGroup | None = None,
-    expert_data_parallel_group: ProcessGroup | None = None,
-    reduce_function: ReduceFunction | None = None,
-) -> Setup:
-    if not isinstance(ddp_config, DistributedDataParallelConfig):
-        raise TypeError(f"ddp_config must be a DistributedDataParallelConfig, not {type(ddp_config).__name__}")
-    groups = _groups(groups, data_parallel_group, expert_data_parallel_group)
-    return Setup(module, ddp_config, disable_bucketing, groups, reduce_function or average)
-
-
-def _old(
-    module: nn.Module,
-    data_parallel_group: ProcessGroup | None,
-    accumulate_allreduce_grads_in_fp32: bool,
-    overlap_grad_reduce: bool,
-    use_distributed_optimizer: bool,
-    disable_bucketing: bool = False,
-    check_for_nan_in_grad: bool = False,
-    *,
-    groups: ParallelGroups | None = None,
-    expert_data_parallel_group: ProcessGroup | None = None,
-    reduce_function: ReduceFunction | None = None,
-) -> Setup:
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=overlap_grad_reduce,
-        use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=check_for_nan_in_grad,
-    )
-    return _new(
-        config,
-        module,
-        disable_bucketing,
-        groups,
-        data_parallel_group=data_parallel_group,
-        expert_data_parallel_group=expert_data_parallel_group,
-        reduce_function=reduce_function,
-    )
 
 
 def _groups(groups: ParallelGroups | None, data: ProcessGroup | None, expert: ProcessGroup | None) -> ParallelGroups:

@@ -1,0 +1,73 @@
+"""A function of the user's that synchronizes buffers in the place of the broadcast, as torch's wrapper has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ppe_ddp.engine.torch_internals import preserve_versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+    from ppe_ddp.contracts import Waitable
+
+
+class BufferHook:
+    """What ``_register_buffer_comm_hook`` was given, and what it has started.
+
+    As in torch, it is called in a forward if the one before it was to be synchronized, and in the first.
+
+    Args:
+        state: Passed to ``hook``.
+        hook: Called as ``hook(state, buffers)`` with the buffers by name; changes them in place. It may return
+            Futures, which are waited for at the end of the next synchronized backward.
+        location: Whether to call it before the module's forward or after it.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
+        location: _BufferCommHookLocation,
+    ) -> None:
+        if not callable(hook):
+            raise TypeError(f"a buffer hook must be callable, not {type(hook).__name__}")
+        self._state = state
+        self._hook = hook
+        self._is_before = location.name == "PRE_FORWARD"
+        self._is_due = True
+        self._pending: list[Waitable] = []
+
+    def before_forward(self, buffers: Mapping[str, Tensor]) -> None:
+        """A forward begins."""
+        if self._is_before:
+            self._call(dict(buffers))
+
+    def after_forward(self, buffers: Mapping[str, Tensor], *, synchronizes: bool) -> None:
+        """A forward is over; ``synchronizes`` says whether its backward is to be synchronized."""
+        if not self._is_before:
+            self._call(dict(buffers))
+        self._is_due = synchronizes
+
+    def _call(self, buffers: dict[str, Tensor]) -> None:
+        if not self._is_due or not buffers:
+            return
+        # Autograd has saved some of them (batch norm's), and takes their versions for a sign that it must not use them.
+        with torch.no_grad(), preserve_versions(list(buffers.values())):
+            self._pending += self._hook(self._state, buffers) or ()
+
+    def finish(self, _tensors: Sequence[Tensor], _group: ProcessGroup | None, /) -> None:
+        """Wait for what the hook has started; called in the place of the broadcast function."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is on its way."""
+        return {**self.__dict__, "_pending": []}

@@ -1,0 +1,46 @@
+"""What a wrapped module is called with: tensors on its device, wherever the user has them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ppe_ddp.engine.tensors import mapped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+logger = logging.getLogger("ppe_ddp")
+
+
+class Inputs:
+    """Moves inputs of any structure to the device of a module; warns of the first one that was elsewhere.
+
+    Args:
+        module: The module. Where it is not on exactly one device, inputs stay where they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.device: torch.device | None = None
+        self._has_warned = False
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Take note of the device: of all parameters, or of all buffers if there are none."""
+        devices = {tensor.device for tensor in module.parameters()} or {tensor.device for tensor in module.buffers()}
+        self.device = devices.pop() if len(devices) == 1 else None
+
+    def moved(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs on the module's device; the same objects where they are there already."""
+        if self.device is None:
+            return args, kwargs
+        return mapped(self._moved, args), mapped(self._moved, kwargs)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self.device:
+            return tensor
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("inputs are moved from %s to %s, where the module is", tensor.device, self.device)
+        return tensor.to(self.device)

@@ -1,0 +1,173 @@
+"""Mixed precision as torch's wrapper has it: a module computes in one dtype and keeps its parameters in another.
+
+    forward      parameter ── cast ──> copy in param_dtype, in the parameter's place while the module runs
+    backward     .grad     <── cast ── gradient of the copy
+    reduction    bucket    ── cast ──> message in reduce_dtype ── cast ──> bucket
+
+torch changes the data of the parameters and changes it back when their bucket has been reduced. Here the cast is a
+part of the graph, so a gradient lands in ``.grad`` in the parameter's dtype whatever the graph, gradients of several
+backwards add up in that dtype, and after an error or a forward without a backward there is nothing to change back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ppe_ddp.engine.tensors import mapped, tensors_in
+from ppe_ddp.engine.torch_internals import at_end_of_backward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import GradBucket, MixedPrecision, ReduceFunction, Waitable
+
+
+class Precision:
+    """The dtypes of one wrapper.
+
+    Args:
+        config: torch's ``_MixedPrecision``, or what has its attributes; None to cast nothing. Only floating-point
+            tensors are cast, and none that ``_set_params_and_buffers_to_ignore_for_model`` has marked.
+
+    Raises:
+        TypeError: ``config`` has no dtypes.
+        ValueError: It asks for low-precision gradients or for another dtype of the outputs.
+    """
+
+    def __init__(self, config: MixedPrecision | None) -> None:
+        if config is not None:
+            _check(config)
+        self._param_dtype: torch.dtype | None = getattr(config, "param_dtype", None)
+        self._reduce_dtype: torch.dtype | None = getattr(config, "reduce_dtype", None) or self._param_dtype
+        self._buffer_dtype: torch.dtype | None = getattr(config, "buffer_dtype", None)
+        self._casts_inputs: bool = getattr(config, "cast_forward_inputs", True)
+
+    def __str__(self) -> str:
+        """What all ranks must have the same of; nothing, where nothing is cast."""
+        if self._param_dtype is None and self._reduce_dtype is None:
+            return ""
+        return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"
+
+    def cast_buffers(self, module: nn.Module) -> None:
+        """Cast buffers, for good."""
+        for buffer in module.buffers():
+            if _is_cast(buffer, self._buffer_dtype):
+                buffer.data = buffer.to(self._buffer_dtype)
+
+    def reducing(self, function: ReduceFunction) -> ReduceFunction:
+        """``function``, with buckets in the dtype that gradients are reduced in."""
+        return function if self._reduce_dtype is None else _Reducing(function, self._reduce_dtype)
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call ``module`` with inputs and parameters in low precision."""
+        dtype = self._param_dtype
+        if dtype is None:
+            return module(*args, **kwargs)
+        if self._casts_inputs:
+            cast = partial(_cast, dtype=dtype)
+            args, kwargs = mapped(cast, args), mapped(cast, kwargs)
+        copies = _Copies(module, dtype)
+        copies.install()
+        try:
+            outputs = module(*args, **kwargs)
+        finally:
+            copies.remove()
+        if torch.is_grad_enabled():
+            for output in tensors_in(outputs):
+                if output.grad_fn is not None:
+                    output.register_hook(copies.reinstall)
+        return outputs
+
+
+class _Copies:
+    """The parameters of a module in another dtype, for one forward and its backward.
+
+    A checkpoint computes parts of the forward again while backward is running, so they are put back in place then.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._is_installed = False
+        self._slots: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
+        copies: dict[int, Tensor] = {}  # one of a shared parameter, so that its gradients are added before the cast
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if isinstance(parameter, nn.Parameter) and _is_cast(parameter, dtype):
+                    if id(parameter) not in copies:
+                        copies[id(parameter)] = parameter.to(dtype)
+                    self._slots.append((owner, key, parameter, copies[id(parameter)]))
+
+    def install(self) -> None:
+        """Put the copies in the place of the parameters; where another forward's are, they stay."""
+        self._is_installed = True
+        for owner, key, parameter, copy in self._slots:
+            if owner._parameters.get(key) is parameter:
+                owner._parameters[key] = copy  # type: ignore[assignment]  # functional_call does so as well
+
+    def remove(self) -> None:
+        """Put the parameters back."""
+        self._is_installed = False
+        for owner, key, parameter, copy in self._slots:
+            if owner._parameters.get(key) is copy:
+                if isinstance(owner, nn.RNNBase):
+                    setattr(owner, key, parameter)  # which also puts it into the list that it computes with
+                else:
+                    owner._parameters[key] = parameter
+
+    def reinstall(self, _gradient: Tensor) -> None:
+        """Put the copies in place until the backward that has come to an output is over, or has failed."""
+        if not self._is_installed:
+            at_end_of_backward(_UntilEndOfBackward(self))
+
+
+class _UntilEndOfBackward:
+    """Keeps copies in place. Autograd calls it at the end, or drops it with a graph task that has failed."""
+
+    def __init__(self, copies: _Copies) -> None:
+        self._copies = copies
+        copies.install()
+
+    def __call__(self) -> None:
+        self._copies.remove()
+
+    def __del__(self) -> None:
+        self._copies.remove()
+
+
+class _Reducing:
+    """Calls a reduce function with buckets in another dtype; what is in the bucket then is cast back by the engine."""
+
+    def __init__(self, function: ReduceFunction, dtype: torch.dtype) -> None:
+        self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)  # for messages
+        self._function = function
+        self._dtype = dtype
+
+    def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
+        buffer = gradients.buffer()
+        if buffer.is_floating_point() and buffer.dtype is not self._dtype:
+            gradients.set_buffer(buffer.to(self._dtype))
+        return self._function(gradients, group)
+
+
+def _check(config: MixedPrecision) -> None:
+    if not hasattr(config, "param_dtype") or not hasattr(config, "reduce_dtype"):
+        raise TypeError(
+            "mixed_precision must have param_dtype and reduce_dtype, as torch's _MixedPrecision has, and "
+            f"{type(config).__name__} has not"
+        )
+    for name in ("keep_low_precision_grads", "output_dtype"):
+        if getattr(config, name, None):
+            raise ValueError(f"mixed_precision with {name}={getattr(config, name)!r} is not supported: leave it out")
+
+
+def _is_cast(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    is_other = dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype
+    return is_other and not getattr(tensor, "_ddp_ignored", False)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
