@@ -89,9 +89,11 @@ class Gradients:
         for i, gradient in zip(indices, gradients, strict=True):
             parameter = parameters[i]
             there = parameter.grad
-            # shards are those of an optimizer that another wrapper had: this one averages all of it
-            is_fresh = there is None or type(there) is ShardedGradient
-            parameter.grad = gradient if is_fresh else there.add_(gradient)
+            # Shards are those of an optimizer that another wrapper had: this one hands over all of it.
+            if there is None or type(there) is ShardedGradient:
+                parameter.grad = gradient
+            else:
+                there.add_(gradient)
 
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """Give gradients back to parameters that have none."""

@@ -106,9 +106,11 @@ class ShardedGradient(Tensor):
     content: GradientShard
 
     @staticmethod
-    def __new__(cls, content: GradientShard, like: Tensor, dtype: torch.dtype | None = None) -> ShardedGradient:
+    def __new__(
+        cls: type[ShardedGradient], content: GradientShard, like: Tensor, dtype: torch.dtype | None = None
+    ) -> ShardedGradient:
         """A tensor that looks like ``like``."""
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
         )
         made.content = content
@@ -118,7 +120,7 @@ class ShardedGradient(Tensor):
         return f"{type(self).__name__}({self.content.title})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -131,7 +133,7 @@ class ShardedGradient(Tensor):
             for gradient in first:
                 gradient.zero_()
             return None
-        if not isinstance(first, cls) or len(args) > 1 and isinstance(args[1], cls):
+        if not isinstance(first, cls) or (len(args) > 1 and isinstance(args[1], cls)):
             raise _refusal(func, args)
         if func in (_ATEN.add_.Tensor, _ATEN.add.Tensor) and not kwargs and args[1].shape == first.shape:
             first.content.accumulate(args[1])
@@ -227,6 +229,6 @@ def _refusal(func: object, args: Sequence[Any]) -> UnusableError:
     given = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
     found = next(one for one in given if isinstance(one, ShardedGradient))
     return UnusableError(
-        f"{func} needs a whole gradient, and this rank has only {found.content.title}: with a DistributedOptimizer clip by "
-        "its clip_grad_norm_(), step by its step(), and look at gradients in its param_groups"
+        f"{func} needs a whole gradient, and this rank has only {found.content.title}: with a DistributedOptimizer "
+        "clip by its clip_grad_norm_(), step by its step(), and look at gradients in its param_groups"
     )

@@ -218,8 +218,9 @@ class _Fit:
         start, stop = bounds_of(shard.parameter.numel(), self._rank, self._world_size)
         if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
             raise ValueError(
-                f"the state of {shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's shards, "
-                "which fit that rank only. Save and load by torch.distributed.checkpoint to change the number of ranks"
+                f"the state of {shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
+                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
+                "of ranks"
             )
         return own.to(self.master.weight.device, copy=True)
 

@@ -37,10 +37,18 @@ class DistributedOptimizer(Optimizer):
 
     A step updates this rank's shard of each parameter with its shard of the averaged gradient, which has come by
     reduce-scatter during backward, and gathers the parameters; with ``overlap`` that goes on during the next forward.
-    ``.grad`` of the model's parameters is None after a synchronized backward: what there is of it is in this optimizer.
+
+    ``.grad`` of a parameter is None after a synchronized backward where no rank has a gradient, else a
+    :class:`ppe_ddp.optim.ShardedGradient`: a tensor without elements, since each rank has its shard of them, in the
+    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared:
+    by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
+    by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
+    (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
+    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
-    ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D.
+    ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D;
+    what is done to their ``.grad`` there counts in the step.
     Instead of ``torch.nn.utils.clip_grad_norm_``, call :meth:`clip_grad_norm_`.
 
     All ranks of the model's group must construct it together, with the same groups, and call :meth:`step`,
@@ -238,7 +246,11 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``."""
+        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``.
+
+        Args:
+            set_to_none: Whether they are gone, or zero.
+        """
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
