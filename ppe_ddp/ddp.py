@@ -302,7 +302,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def sharded(self) -> ShardedModel:
         """Let every rank keep only its shards of the averages, for a distributed optimizer; on all ranks together.
 
-        From here on ``.grad`` is None after a synchronized backward.
+        From here on ``.grad`` is a ``ShardedGradient`` after a synchronized backward, or None.
         """
         reducer = self._ready()
         if reducer is None:

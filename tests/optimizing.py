@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from one_process import data, seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp.optim import ShardedGradient
 
 
 class Everything(nn.Module):
@@ -104,7 +105,7 @@ class Distributed:
             with self.wrapper.no_sync():
                 loss_of(self.wrapper, step + 100 * batch, self._rank).backward()
         loss_of(self.wrapper, step + 100 * (micro_batches - 1), self._rank).backward()
-        assert all(parameter.grad is None for parameter in self.wrapper.parameters())
+        assert all(type(parameter.grad) in (type(None), ShardedGradient) for parameter in self.wrapper.parameters())
         norm = None if max_norm is None else self.optimizer.clip_grad_norm_(max_norm, norm_type)
         self.optimizer.step()
         self.schedule.step()

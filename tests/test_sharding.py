@@ -294,6 +294,15 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, suffix):
         load_state_dict(tmp_path / "list.pt")
 
 
+@pytest.mark.parametrize("content", [b"", b"hello, I am a text", b"{}", b"\x80\x02hello", b"\x80", b"\x89PNG\r\n"])
+def test_a_file_that_is_no_checkpoint_is_called_so(tmp_path, content):
+    file = tmp_path / "notes.bin"
+    file.write_bytes(content)
+    for read in (Checkpoint, load_state_dict):
+        with pytest.raises(CheckpointError, match=r"notes\.bin: .*no checkpoint"):
+            read(file)
+
+
 def test_devices_by_the_names_of_modules(tmp_path):
     torch.save({name: torch.ones(1) for name in ("a.x", "a.b.x", "ab.x", "c")}, tmp_path / "x.pt")
     mapped = load_state_dict(str(tmp_path / "x.pt"), {"a": "meta", "a.b": "cpu", "c": "disk"})

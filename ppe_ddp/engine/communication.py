@@ -146,6 +146,8 @@ class Communication(Carrier):
 
         One rank alone has nothing to agree on: its own are averages as they land.
         """
+        if self.scattering is not None:
+            self.scattering.release()
         if self.sender.idle:
             landed = bytearray(self._nothing)
             for i in backward.arrivals:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.arena import Arena
+from ppe_ddp.engine.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.engine.torch_internals import storage_users
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ class Gradients:
         """Whether somebody else used the memory of a gradient then, and shall find the average there."""
 
     def existing(self, reached: bytes | bytearray) -> bytes:
-        """One byte a parameter: whether it is in ``reached``, or has a gradient already."""
+        """One byte a parameter: whether it is in ``reached``, or has a gradient already that is not averaged shards."""
         mask = bytearray(reached)
-        held = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
+        grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
+        held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
         self.shared, self.stay = [], False
         if held:
             self._look_at(held)
@@ -63,16 +65,13 @@ class Gradients:
             self.shared = [i for (i, _), address in zip(dense, addresses, strict=True) if counts[address] > 1]
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Take gradients out of ``.grad``, which is None from then on; None where there is none."""
+        """Take gradients out of ``.grad``, which is None or averaged shards from then on; None where there is none."""
         parameters = self._parameters
         taken: list[Tensor | None] = []
         for i in indices:
-            parameter = parameters[i]
-            gradient = parameter.grad
-            if gradient is not None:
-                parameter.grad = None
-                if i in self.shared:  # the averages may differ, and each needs a place of its own
-                    gradient = gradient.clone()
+            gradient = take_local(parameters[i])
+            if gradient is not None and i in self.shared:  # averages may differ, and each needs a place of its own
+                gradient = gradient.clone()
             taken.append(gradient)
         if self._streams is not None:
             self._streams.follow(taken)
@@ -89,10 +88,18 @@ class Gradients:
             torch._foreach_mul_(gradients, scale)
         for i, gradient in zip(indices, gradients, strict=True):
             parameter = parameters[i]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            there = parameter.grad
+            # Shards are those of an optimizer that another wrapper had: this one hands over all of it.
+            if there is None or type(there) is ShardedGradient:
+                parameter.grad = gradient
+            else:
+                there.add_(gradient)
 
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """Give gradients back to parameters that have none."""
         for i, gradient in gradients:
-            if self._parameters[i].grad is None:
+            there = self._parameters[i].grad
+            if there is None:
                 self._parameters[i].grad = gradient
+            elif local_of(there) is None:
+                there.add_(gradient)

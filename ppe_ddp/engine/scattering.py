@@ -18,6 +18,7 @@ from ppe_ddp.engine.gathering import Gather
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.pool import Pool
 from ppe_ddp.engine.scatter_flight import ScatterFlight
+from ppe_ddp.engine.sharded_gradient import GradientSlot
 from ppe_ddp.engine.shards import Shard, ShardedModel
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Scattering(ShardedModel):
         self._gathers: dict[int, Gather] = {}
         self._under_way: dict[int, tuple[Gather, Waitable | None]] = {}
         self._written: list[set[int]] = [set() for _ in self.units]
-        self._held: list[Tensor | None] = [None] * len(self.shards)
+        self._gradients = [GradientSlot(shard) for shard in self.shards]
         self.arm(census)
 
     @staticmethod
@@ -120,7 +121,7 @@ class Scattering(ShardedModel):
         )
 
     def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
-        """Keep this rank's shards; add them to those that are there.
+        """Keep this rank's shards; add them to those that were not cleared.
 
         Args:
             averages: By parameter, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
@@ -132,8 +133,7 @@ class Scattering(ShardedModel):
                 average = self._cut(k, average)
             if scale != 1.0:
                 average.mul_(scale)
-            held = self._held[k]
-            self._held[k] = average if held is None else held.add_(average)
+            self._gradients[k].add(average)
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
         flat = flattened(whole, self._specs[k])
@@ -141,25 +141,51 @@ class Scattering(ShardedModel):
             return flat
         return flat[self.shards[k].start : self.shards[k].stop].clone()  # the rest of it is not to live on
 
+    def release(self) -> None:
+        """Give up the memory of gradients that were cleared."""
+        for gradient in self._gradients:
+            gradient.release()
+
     def trim(self) -> None:
         """Give up memory that the last step had no use for."""
         self._pool.trim()
 
     # ------------------------------------------------------------------ what the optimizer calls
 
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all gradients are averages."""
+        return all(gradient.is_synchronized for gradient in self._gradients)
+
+    def attach(self, index: int, weight: Tensor) -> None:
+        """Put the gradient of the shard at ``index`` into ``weight.grad`` from now on, as soon as it is averaged."""
+        self._gradients[index].attach(weight)
+
     def gradients(self) -> list[Tensor | None]:
-        """The averages that were kept since the last :meth:`zero_grad`; None for a parameter that no rank used."""
-        return list(self._held)
+        """The averages since ``.grad`` was cleared; None for a parameter that no rank used.
+
+        Raises:
+            RuntimeError: Some gradients were never averaged.
+        """
+        for gradient in self._gradients:
+            if not gradient.is_synchronized:
+                raise RuntimeError(
+                    f"rank {self._groups.rank}: the gradient of {gradient.name!r} has parts that no "
+                    "synchronization has averaged; run the last backward outside no_sync(), or call "
+                    "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
+                )
+        self.release()
+        return [gradient.value for gradient in self._gradients]
+
+    def assign_gradients(self) -> list[bool]:
+        """Nothing to do but to forget what was cleared: averages come into ``.grad`` of the weights by themselves."""
+        self.gradients()
+        return [gradient.exists for gradient in self._gradients]
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
-        """Forget what was kept, and what has accumulated in ``.grad``."""
-        super().zero_grad(indices, set_to_none=set_to_none)
+        """Forget the averages, and what has accumulated in ``.grad``."""
         for index in indices:
-            held = self._held[index]
-            if set_to_none:
-                self._held[index] = None
-            elif held is not None:
-                held.zero_()
+            self._gradients[index].clear(set_to_none=set_to_none)
 
     def write(self, index: int, values: Tensor) -> None:
         """Set this rank's shard; ``values`` may be that very memory."""

@@ -70,8 +70,28 @@ class ShardedModel(ABC):
         """The averaged gradients after a synchronized backward, one for each shard.
 
         Returns:
-            1-D tensors of ``shard.numel`` elements, which the optimizer may change in place (to clip, to unscale),
-            or None where no rank has a gradient: the same entries are None on every rank.
+            1-D tensors of ``shard.numel`` elements, or None where there is none.
+        """
+
+    @abstractmethod
+    def attach(self, index: int, weight: Tensor) -> None:
+        """Take ``weight`` (1-D, ``shard.numel``) for what the optimizer updates of the shard at ``index``.
+
+        Its gradient is in ``weight.grad`` from now on, in its dtype; see :meth:`assign_gradients`.
+        """
+
+    @abstractmethod
+    def assign_gradients(self) -> list[bool]:
+        """Bring ``.grad`` of all attached weights up to date, before they are looked at.
+
+        There is one such gradient, and the optimizer's changes to it (to unscale, to clip), in place or by another
+        tensor in its place, stay until the next synchronization, which adds to it unless it was cleared.
+
+        Returns:
+            For each shard, whether there is a gradient on some rank: the same on every rank.
+
+        Raises:
+            RuntimeError: There are gradients that no synchronization has averaged.
         """
 
     @abstractmethod

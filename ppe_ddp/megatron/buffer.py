@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.engine.groups import Allocator
+    from ppe_ddp.engine.layout import ParameterSpec
     from ppe_ddp.megatron.layout import BucketRange, Kind
 
 
@@ -23,6 +24,7 @@ class ParamAndGradBuffer:
         size: Elements, padding included.
         buckets: Its buckets.
         parameters: All parameters of the module.
+        specs: Theirs.
         allocate: Makes the memory of the gradients.
         with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
 
@@ -38,6 +40,7 @@ class ParamAndGradBuffer:
         size: int,
         buckets: Sequence[BucketRange],
         parameters: Sequence[nn.Parameter],
+        specs: Sequence[ParameterSpec],
         allocate: Allocator,
         *,
         with_params: bool,
@@ -49,14 +52,14 @@ class ParamAndGradBuffer:
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
         if with_params:
             self.param_data = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
-            self._move_in(parameters, self.param_data)
+            self._move_in(parameters, specs, self.param_data)
 
     @torch.no_grad()
-    def _move_in(self, parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
+    def _move_in(self, parameters: Sequence[nn.Parameter], specs: Sequence[ParameterSpec], memory: Tensor) -> None:
         for bucket in self.buckets:
             for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
-                parameter = parameters[i]
-                slot = memory.narrow(0, bucket.start + offset, parameter.numel()).view(parameter.shape)
+                parameter, spec = parameters[i], specs[i]
+                slot = memory.as_strided(spec.shape, spec.stride, bucket.start + offset)
                 slot.copy_(parameter)
                 parameter.data = slot
 

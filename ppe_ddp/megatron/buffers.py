@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -69,6 +68,7 @@ class GradientBuffers:
                 size,
                 [bucket for bucket in self.layout.buckets if bucket.buffer == number],
                 parameters,
+                self.specs,
                 allocator(self.lanes[kind.lane].groups.buckets),
                 with_params=config.use_distributed_optimizer,
             )
@@ -122,7 +122,8 @@ class GradientBuffers:
         for i, parameter in enumerate(self.census.parameters):
             if parameter.requires_grad:
                 kind = Kind(_lane_of(parameter), parameter.dtype, self.specs[i].dtype, parameter.device)
-                items.append(Item(i, parameter.numel(), kind, id(parameter) in alone))
+                is_alone, is_row_major = id(parameter) in alone, self.specs[i].is_row_major
+                items.append(Item(i, parameter.numel(), kind, is_alone, is_row_major))
         return items
 
     def _buckets(self, *, scatter: bool) -> list[Bucket]:
@@ -155,10 +156,9 @@ def _lane_of(parameter: nn.Parameter) -> int:
 
 
 def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
-    """The form of ``main_grad``: row-major, and in fp32 where that is asked for."""
+    """The form of ``main_grad``: that of the parameter, dense, and in fp32 where that is asked for."""
     dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
-    strides = tuple(math.prod(spec.shape[k + 1 :]) for k in range(len(spec.shape)))
-    return replace(spec, dtype=dtype, stride=strides, sparse=False)
+    return replace(spec, dtype=dtype, sparse=False)
 
 
 def _duplicates(setup: Setup, default_group: ProcessGroup, census: Census) -> list[Groups]:

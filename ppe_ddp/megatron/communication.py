@@ -183,6 +183,7 @@ class BufferCommunication(Carrier):
             settling.finish()
 
     def _settle(self, way: _OnTheWay) -> Steps:
+        self.gradients.revision += 1
         for k, plan in enumerate(way.round.plan.buckets):
             bucket = self._buckets[plan.index]
             if bucket.is_under_way:

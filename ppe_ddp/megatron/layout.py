@@ -10,7 +10,7 @@ of the gradient, and the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ppe_ddp.engine.layout import BucketPlan, Plan
@@ -49,12 +49,14 @@ class Item:
         numel: Its number of elements.
         kind: Which buffer it belongs to.
         alone: Whether it needs a bucket of its own, so that other pipeline stages shard it in the same way.
+        row_major: Whether its gradient is.
     """
 
     index: int
     numel: int
     kind: Kind
     alone: bool = False
+    row_major: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,17 +165,13 @@ def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> B
         device=kind.device,
         adopted=False,
         sparse=False,
-        row_major=True,
+        row_major=all(item.row_major for item in members),
     )
     return BucketRange(plan, buffer, kind.lane, start, -(-numel // divisor) * divisor)
 
 
 def _numbered(bucket: BucketRange, index: int) -> BucketRange:
-    plan = bucket.plan
-    numbered = BucketPlan(
-        index, plan.members, plan.offsets, plan.numel, plan.dtype, plan.device, plan.adopted, plan.sparse, True
-    )
-    return BucketRange(numbered, bucket.buffer, bucket.lane, bucket.start, bucket.padded)
+    return replace(bucket, plan=replace(bucket.plan, index=index))
 
 
 def _ticks(reverse: Sequence[Item], buckets: Sequence[BucketRange]) -> Iterator[int]:

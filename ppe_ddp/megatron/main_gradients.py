@@ -25,6 +25,7 @@ class MainGradients:
         accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
         averaged: One byte a parameter: whether some rank had it when it was synchronized.
         is_dirty: Whether something was added that is not synchronized yet.
+        revision: Another number after each synchronization and each zeroing.
         streams: Those that gradients land on; None on CPUs.
     """
 
@@ -33,6 +34,7 @@ class MainGradients:
         self._main = main
         self._index = {id(parameters[i]): i for i in main}
         self.streams: LandingStreams | None = None
+        self.revision = 0
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -44,6 +46,7 @@ class MainGradients:
         self.accumulated = bytearray(len(self._parameters))
         self.averaged = bytearray(len(self._parameters))
         self.is_dirty = False
+        self.revision += 1
 
     def discard(self) -> None:
         """Drop what is in ``.grad``, and the marks of kernels that add to ``main_grad`` by themselves."""

@@ -8,6 +8,7 @@ A cut may go through a parameter.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ppe_ddp.engine.collectives import all_gather
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
     from ppe_ddp.megatron.lane import Lane
     from ppe_ddp.megatron.layout import BucketRange
     from ppe_ddp.megatron.main_gradients import MainGradients
+
+
+@dataclass(frozen=True, eq=False)
+class _Assigned:
+    """What a weight was given for its gradient.
+
+    Attributes:
+        revision: That of the averages.
+        source_version: That of the buffer: it changes where somebody writes into ``main_grad``.
+        gradient: A view of the buffer, or where the dtypes differ a copy.
+        version: That of the copy; it changes where the optimizer unscales or clips it.
+    """
+
+    revision: int
+    source_version: int
+    gradient: Tensor
+    version: int
 
 
 class ShardedBuffers(ShardedModel):
@@ -71,6 +89,8 @@ class ShardedBuffers(ShardedModel):
         position = {i: k for k, i in enumerate(self._indices)}
         self.units = [[position[i] for i in reversed(bucket.plan.members)] for bucket in self._buckets]
         self.shards: list[Shard] = []
+        self._weights: dict[int, Tensor] = {}
+        self._assigned: dict[int, _Assigned] = {}
         self._starts: list[tuple[int, int]] = []
         for i in self._indices:
             bucket, offset = places[i]
@@ -114,6 +134,54 @@ class ShardedBuffers(ShardedModel):
             self._slice(self._buffers[self._starts[k][0]].grad_data, k) if self._gradients.averaged[i] else None
             for k, i in enumerate(self._indices)
         ]
+
+    def attach(self, index: int, weight: Tensor) -> None:
+        """Let ``weight.grad`` be the average: a view of the buffer, or where the dtypes differ a copy."""
+        self._weights[index] = weight
+        self._assigned.pop(index, None)
+
+    def assign_gradients(self) -> list[bool]:
+        """Give the weights what was averaged since, and what was written into ``main_grad``.
+
+        Raises:
+            RuntimeError: Gradients were accumulated and not synchronized; or a copy was unscaled or clipped, and
+                then ``main_grad`` was changed.
+        """
+        gradients = self.gradients()
+        for index, weight in self._weights.items():
+            gradient = gradients[index]
+            if gradient is None:
+                weight.grad = None
+                self._assigned.pop(index, None)
+            elif self._is_news(index, weight, gradient):
+                weight.grad = gradient.to(weight.dtype)
+                self._assigned[index] = _Assigned(
+                    self._gradients.revision, gradient._version, weight.grad, weight.grad._version
+                )
+        return [gradient is not None for gradient in gradients]
+
+    def _is_news(self, index: int, weight: Tensor, gradient: Tensor) -> bool:
+        """Whether the average is another than the weight was given."""
+        assigned = self._assigned.get(index)
+        if assigned is None or assigned.revision != self._gradients.revision:
+            return True
+        if gradient.dtype == weight.dtype or gradient._version == assigned.source_version:
+            return False
+        held = weight.grad
+        if held is None or held.data_ptr() != assigned.gradient.data_ptr() or held._version != assigned.version:
+            raise RuntimeError(
+                f"rank {self._lane.groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
+                "optimizer (unscaled or clipped), and then in main_grad, which has another dtype: change main_grad "
+                "before the optimizer sees it, or the gradients in the optimizer's param_groups"
+            )
+        return True
+
+    def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
+        """Forget what is in ``.grad``; ``main_grad`` has ``zero_grad_buffer()`` for that."""
+        super().zero_grad(indices, set_to_none=set_to_none)
+        for index in indices:
+            if index in self._weights:
+                self._weights[index].grad = None
 
     def write(self, index: int, values: Tensor) -> None:
         """Set the shard at ``index`` in the parameter buffer, on this rank only.

@@ -21,6 +21,7 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.engine.chunks import bounds_of
+from ppe_ddp.optim.agreement import agree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +58,9 @@ def collect(optimizer: Optimizer, masters: Sequence[Master], model: ShardedModel
     groups: list[dict[str, Any]] = []
     for options in optimizer.param_groups:
         members = [by_weight[id(weight)] for weight in options["params"]]
-        groups.append({**options, "params": [member.shard.name for member in members]})
+        # copies: torch gives all groups one tensor where the learning rate is one
+        own = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
+        groups.append({"params": [member.shard.name for member in members], **own})
         template: dict[str, Any] | None = None
         for member in members:
             held = optimizer.state.get(member.weight)
@@ -86,17 +89,14 @@ def restore(
         ValueError: It does not fit, here or on another rank.
     """
     found: _Found | None = None
-    group = model.group
-    try:
+    error: Exception | None = None
+    try:  # no collective in here: a rank that fails would leave the others in it
         found = _Found(optimizer, masters, model, checkpoint)
-    finally:  # an error here must not leave the others waiting
-        refused = torch.tensor(int(found is None), device=masters[0].weight.device if masters else None)
-        dist.all_reduce(refused, dist.ReduceOp.MAX, group=group)
-    if found is None or refused.item():
-        raise ValueError(
-            f"rank {dist.get_rank(group)}: the checkpoint does not fit on another rank, whose error says why; nothing "
-            "was loaded on any"
-        )
+    except Exception as failure:
+        error = failure
+    agree(error, [] if found is None else found.collectives, model.group)
+    assert found is not None
+    found.complete()
     for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
         options.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
     for master in masters:
@@ -109,7 +109,7 @@ def restore(
 
 
 class _Found:
-    """What a checkpoint has for this rank.
+    """What a checkpoint has for this rank. All that can be wrong with it is found out when this is made.
 
     Attributes:
         state: By index of the master, this rank's part of its state, copied.
@@ -123,20 +123,39 @@ class _Found:
         rank, world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self.state: dict[int, dict[str, Any]] = {}
         self.weights: dict[int, Tensor] = {}
+        self._others: list[tuple[dict[Any, Any], Any, Any, Master]] = []
         for master in masters:
             name = master.shard.name
             expected, saved = _layout(master.shard.parameter), checkpoint["layout"][name]
             if saved != expected:
                 raise ValueError(
-                    f"rank {rank}: the state of {name!r} is of elements in the order {saved}, and the parameter has "
-                    f"{expected}: give it the shape and memory format with which it was saved"
+                    f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
+                    "give it the shape and memory format with which it was saved"
                 )
             fit = _Fit(master, rank, world_size, even=model.has_even_shards)
             if int(checkpoint["exists"][name]):
-                entries = checkpoint["state"][name]
-                self.state[master.index] = {key: fit.local(value) for key, value in entries.items()}
+                self.state[master.index] = {}
+                for key, value in checkpoint["state"][name].items():
+                    self._take(fit, self.state[master.index], key, value)
             if not master.is_alias:
-                self.weights[master.index] = fit.local(checkpoint["master"].get(name, master.weight.detach()))
+                value = checkpoint["master"].get(name, master.weight.detach())
+                self._take(fit, self.weights, master.index, value)
+
+    def _take(self, fit: _Fit, table: dict[Any, Any], key: Any, value: Any) -> None:
+        table[key] = fit.own(value)
+        if fit.lies_elsewhere(value):
+            self._others.append((table, key, value, fit.master))
+
+    @property
+    def collectives(self) -> list[str]:
+        """What :meth:`complete` does, in its order: the same on every rank, or not to be begun."""
+        return [f"{master.shard.name} {key}" for _, key, _, master in self._others]
+
+    def complete(self) -> None:
+        """Get this rank's part of what other ranks hold; every rank must call this."""
+        for table, key, value, master in self._others:
+            whole = value.full_tensor()
+            table[key] = whole[master.shard.start : master.shard.stop].to(master.weight.device, copy=True)
 
 
 class _Shards:
@@ -181,16 +200,16 @@ class _Fit:
     """Takes the local shards out of a checkpoint, and refuses those of other ranks."""
 
     def __init__(self, master: Master, rank: int, world_size: int, *, even: bool) -> None:
+        self.master = master
         self._even = even
-        self._master = master
         self._rank = rank
         self._world_size = world_size
 
-    def local(self, value: Any) -> Any:
-        """A copy of this rank's part of ``value``."""
+    def own(self, value: Any) -> Any:
+        """A copy of what this rank has of ``value``."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        shard = self._master.shard
+        shard = self.master.shard
         if not hasattr(value, "placements"):
             return value.detach().clone()
         ranks = value.device_mesh.size()  # type: ignore[attr-defined]
@@ -199,13 +218,15 @@ class _Fit:
         start, stop = bounds_of(shard.parameter.numel(), self._rank, self._world_size)
         if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
             raise ValueError(
-                f"rank {self._rank} of {self._world_size}: the state of {shard.name!r} was saved by rank {place} of "
-                f"{ranks}: torch.save keeps one rank's shards, which fit that rank only. Save and load by "
-                "torch.distributed.checkpoint to change the number of ranks"
+                f"the state of {shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
+                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
+                "of ranks"
             )
-        if not self._even:
-            own = value.full_tensor()[shard.start : shard.stop]  # type: ignore[attr-defined]
-        return own.to(self._master.weight.device, copy=True)
+        return own.to(self.master.weight.device, copy=True)
+
+    def lies_elsewhere(self, value: Any) -> bool:
+        """Whether this rank's shard is not the chunk that it has of ``value``."""
+        return not self._even and hasattr(value, "placements")
 
 
 def _names(optimizer: Optimizer, masters: Sequence[Master]) -> list[list[str]]:
@@ -242,8 +263,11 @@ def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _empty(template: Mapping[str, Any], master: Master) -> dict[str, Any]:
+    """Tensors of this parameter's own: what is loaded is loaded into them."""
     return {
-        key: value.new_zeros(master.shard.numel) if isinstance(value, torch.Tensor) and value.dim() else value
+        key: value.new_zeros(master.shard.numel)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
         for key, value in template.items()
     }
 

@@ -35,8 +35,6 @@ class Master:
         self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
         self._version = shard.parameter._version
         self._address = shard.parameter.data_ptr()
-        self._gradient: Tensor | None = None
-        self._seen: tuple[int, int] | None = None
 
     def _own(self) -> Tensor:
         """This rank's part of the parameter as it is now: its memory where that is dense, else a copy."""
@@ -44,16 +42,6 @@ class Master:
         if _lies_flat(parameter):
             return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
-
-    def bind(self, gradient: Tensor | None) -> Tensor | None:
-        """Make ``gradient`` the weight's own, in its dtype; a cast one stays the same until the original changes."""
-        if gradient is not None and gradient.dtype != self.dtype:
-            seen = (id(gradient), gradient._version)
-            if seen != self._seen:
-                self._seen, self._gradient = seen, gradient.to(self.dtype)
-            gradient = self._gradient
-        self.weight.grad = gradient
-        return gradient
 
     def refresh(self) -> None:
         """Take over what somebody else has made of the parameter since the last step."""

@@ -37,10 +37,18 @@ class DistributedOptimizer(Optimizer):
 
     A step updates this rank's shard of each parameter with its shard of the averaged gradient, which has come by
     reduce-scatter during backward, and gathers the parameters; with ``overlap`` that goes on during the next forward.
-    ``.grad`` of the model's parameters is None after a synchronized backward: what there is of it is in this optimizer.
+
+    ``.grad`` of a parameter is None after a synchronized backward where no rank has a gradient, else a
+    :class:`ppe_ddp.optim.ShardedGradient`: a tensor without elements, since each rank has its shard of them, in the
+    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared:
+    by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
+    by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
+    (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
+    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
-    ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D.
+    ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D;
+    what is done to their ``.grad`` there counts in the step.
     Instead of ``torch.nn.utils.clip_grad_norm_``, call :meth:`clip_grad_norm_`.
 
     All ranks of the model's group must construct it together, with the same groups, and call :meth:`step`,
@@ -115,6 +123,7 @@ class DistributedOptimizer(Optimizer):
                 )
             master = Master(index, self._model.shards[index], self._dtype)
             self._masters.append(master)
+            self._model.attach(index, master.weight)
             weights.append(master.weight)
             if parameter in self._inner.state:
                 state = self._inner.state.pop(parameter)
@@ -148,7 +157,8 @@ class DistributedOptimizer(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups: its hyper-parameters, and master weights whose ``.grad`` is their shard's."""
         if self._model.is_synchronized:  # between micro-batches there is only something to look at
-            self._bind(shared=True)
+            self._model.assign_gradients()
+            self._share_verdicts()
         return self._inner.param_groups
 
     @property
@@ -176,21 +186,26 @@ class DistributedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ a step
 
-    def _bind(self, *, shared: bool = False) -> list[Tensor]:
-        """Give each master weight its gradient, if there is one on any rank; those gradients."""
-        gradients = self._model.gradients()
-        bound: list[Tensor] = []
+    def _share_verdicts(self) -> None:
+        """Let the scaler, which makes one call for each device and dtype, agree with all ranks in each."""
         kinds: set[tuple[torch.device, torch.dtype]] = set()
         for master in self._masters:
-            gradient = master.bind(gradients[master.index])
+            gradient = master.weight.grad
+            if gradient is not None and (kind := (gradient.device, gradient.dtype)) not in kinds:
+                kinds.add(kind)
+                master.weight.grad = SharedVerdict.of(gradient, self._model.group)
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of the master weights as they are now, as plain tensors."""
+        gradients: list[Tensor] = []
+        for master in self._masters:
+            gradient = master.weight.grad
             if gradient is None:
                 continue
-            bound.append(gradient)
-            kind = (gradient.device, gradient.dtype)
-            if shared and kind not in kinds:
-                kinds.add(kind)  # the scaler makes one call for each
-                master.weight.grad = SharedVerdict.of(gradient, self._model.group)
-        return bound
+            if isinstance(gradient, SharedVerdict):
+                master.weight.grad = gradient = gradient.as_subclass(torch.Tensor)
+            gradients.append(gradient)
+        return gradients
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -207,12 +222,13 @@ class DistributedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._gather.finish()
-        self._bind()
-        moved = [master for master in self._masters if master.weight.grad is not None]
+        exists = self._model.assign_gradients()
+        self._gradients()
         for master in self._masters:
             master.refresh()
         self._inner.step()
-        self._send(moved)
+        # by what all ranks have, whatever a user has made of this rank's gradients
+        self._send(master for master in self._masters if exists[master.index])
         return loss
 
     def _send(self, masters: Iterable[Master]) -> None:
@@ -220,7 +236,6 @@ class DistributedOptimizer(Optimizer):
         indices = set()
         for master in masters:
             self._model.write(master.index, master.weight.detach())
-            master.weight.grad = None
             indices.add(master.index)
         units = self._model.units
         moved = [unit for unit, members in enumerate(units) if not indices.isdisjoint(members)]
@@ -231,10 +246,12 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``."""
+        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``.
+
+        Args:
+            set_to_none: Whether they are gone, or zero.
+        """
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
-        for master in self._masters:
-            master.weight.grad = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
@@ -249,7 +266,8 @@ class DistributedOptimizer(Optimizer):
         Returns:
             The norm before clipping, 0-dimensional, the same on every rank.
         """
-        gradients = self._bind()
+        self._model.assign_gradients()
+        gradients = self._gradients()
         device = self._masters[0].weight.device if self._masters else torch.device("cpu")
         with torch.no_grad():
             norm = total_norm(gradients, float(norm_type), device, self._model.group)

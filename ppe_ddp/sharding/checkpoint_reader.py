@@ -25,6 +25,7 @@ Device: TypeAlias = "int | str | torch.device"
 DeviceMap: TypeAlias = "Device | Mapping[str, Device] | None"
 
 _ARCHIVE = b"PK\x03\x04"
+_PICKLE = b"\x80"
 _SAFE = ".safetensors"
 _INDEX = ".index.json"
 _NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -136,8 +137,15 @@ def _open(file: Path) -> Mapping[str, Any]:
 def _torch_file(file: Path) -> Mapping[str, Any]:
     # Old files are no archives, which alone can be mapped.
     with file.open("rb") as start:
-        mapped = start.read(len(_ARCHIVE)) == _ARCHIVE
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        head = start.read(len(_ARCHIVE))
+    mapped = head == _ARCHIVE
+    if not mapped and not head.startswith(_PICKLE):  # torch would take the text for instructions: "KeyError: 101"
+        raise ValueError(f"it is no checkpoint: it begins with {head!r}, and nothing that torch.save writes does")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except (LookupError, TypeError, AttributeError, EOFError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"it is damaged, or no checkpoint: the unpickler has failed with {kind}: {error}") from error
     if not isinstance(content, Mapping):
         raise TypeError(f"it holds a {type(content).__name__}, not a state_dict")
     return content

@@ -1,0 +1,188 @@
+"""Checkpoints of a distributed optimizer: what each parameter has is its own, and all ranks load or none does."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from one_process import data, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, megatron
+from rank_tests import on_two_ranks
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, x, head):
+        return self.heads[head](x)
+
+
+def two_heads(wrapper, make):
+    module = seeded(TwoHeads)
+    if wrapper == "plain":
+        model = DistributedDataParallel(module)
+    else:
+        config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = megatron.DistributedDataParallel(None, config, module)
+    parameters = list(module.parameters())
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    return model, DistributedOptimizer(make(groups), model)
+
+
+def train(model, optimizer, heads):
+    for step, head in enumerate(heads):
+        if hasattr(model, "zero_grad_buffer"):
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        model(data(5, 4, step=step), head).square().sum().backward()
+        if hasattr(model, "zero_grad_buffer"):
+            model.finish_grad_sync()
+        optimizer.step()
+
+
+def save(path, wrapper, make):
+    model, optimizer = two_heads(wrapper, make)
+    train(model, optimizer, [0, 0, 0, 1])
+    optimizer.param_groups[0]["lr"] *= 2
+    _quietly(dcp.save, {"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
+    train(model, optimizer, [1, 0])
+    optimizer.synchronize()
+    return [parameter.detach() for parameter in model.module.parameters()]
+
+
+def load(path, wrapper, make):
+    model, optimizer = two_heads(wrapper, make)
+    state = model.state_dict()
+    _quietly(dcp.load, {"model": state, "optimizer": optimizer}, checkpoint_id=path)
+    model.load_state_dict(state)
+    steps = [int(entries["step"]) for entries in optimizer.state_dict()["state"].values()]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    train(model, optimizer, [1, 0])
+    optimizer.synchronize()
+    return steps, rates, [parameter.detach() for parameter in model.module.parameters()]
+
+
+def _quietly(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own
+        function(*args, **kwargs)
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=torch.tensor(0.01), foreach=False)
+
+
+def nadam(groups):
+    return torch.optim.NAdam(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@pytest.mark.parametrize("make", [adamw, nadam])
+def test_every_parameter_gets_its_own_step_and_every_group_its_own_rate(tmp_path, two_ranks, wrapper, make):
+    expected = two_ranks.run(save, str(tmp_path), wrapper, make)[0]
+    steps, rates, trained = two_ranks.run(load, str(tmp_path), wrapper, make)[0]
+    assert steps == [3, 3, 1, 1]
+    assert rates == pytest.approx([0.02, 0.01], rel=1e-6)  # one is a float32 tensor
+    torch.testing.assert_close(trained, expected, rtol=0.0, atol=0.0)
+
+
+@on_two_ranks
+def test_no_two_entries_are_one_tensor():
+    model, optimizer = two_heads("plain", adamw)
+    train(model, optimizer, [0])
+    for saved in (optimizer.state_dict(), two_heads("plain", adamw)[1].state_dict()):
+        tensors = [value for part in ("state", "exists", "master") for value in _tensors(saved[part])]
+        tensors += [group["lr"] for group in saved["param_groups"]]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        assert len(set(addresses)) == len(tensors) >= 18
+    assert not {group["lr"].data_ptr() for group in optimizer.param_groups} & set(addresses)
+
+
+def _tensors(tree):
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _tensors(value)
+        else:
+            yield value.to_local() if hasattr(value, "to_local") else value
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@on_two_ranks
+def test_the_error_of_one_rank_is_told_on_all(wrapper):
+    """Though with Megatron's wrapper the others have shards to ask for."""
+    model, optimizer = two_heads(wrapper, adamw)
+    train(model, optimizer, [0, 1])
+    good = optimizer.state_dict()
+    before = {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
+    bad = copy.copy(good)
+    if dist.get_rank():
+        bad["layout"] = {**good["layout"], "heads.1.bias": "another"}
+    with pytest.raises(ValueError, match=r"nothing was loaded on any rank: rank 1 of 2: the state of 'heads\.1\.bias'"):
+        optimizer.load_state_dict(bad)
+    bad = {**good, "exists": {}} if dist.get_rank() else {"state": {}}
+    text = r"rank 0 of 2: this is no state_dict of a Dist.*; rank 1 of 2: KeyError: 'heads\.0\.weight'"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(bad)
+    if wrapper == "megatron":
+        bad = copy.deepcopy(good) if not dist.get_rank() else good
+        if not dist.get_rank():
+            del bad["state"]["heads.0.bias"]["exp_avg"]
+        with pytest.raises(ValueError, match=re.escape("differ in ['heads.0.bias exp_avg']")):
+            optimizer.load_state_dict(bad)
+    optimizer.load_state_dict(good)
+    for name, parameter in model.module.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+# --- memory formats in Megatron's buffers
+
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolve = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.read = nn.Linear(4, 3)
+        self.strided = nn.Parameter(torch.randn(3, 6)[:, ::2])
+
+    def forward(self, x):
+        return self.read(self.convolve(x).mean((2, 3))) @ self.strided
+
+
+def images(group, options, checkpoint=None):
+    module, twin = seeded(Image), seeded(Image)
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True, **options)
+    model = megatron.DistributedDataParallel(None, config, module, data_parallel_group=group)
+    assert module.convolve.weight.is_contiguous(memory_format=torch.channels_last)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model, lr=0.01)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    for step in range(4):
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+        model.zero_grad_buffer()
+        model(data(2, 3, 5, 5, rank=rank, step=step)).square().mean().backward()
+        model.finish_grad_sync()
+        plain.zero_grad()
+        for other in range(world_size):
+            (twin(data(2, 3, 5, 5, rank=other, step=step)).square().mean() / world_size).backward()
+        optimizer.clip_grad_norm_(0.1)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        optimizer.step()
+        plain.step()
+        optimizer.synchronize()
+        for parameter, want in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_grad_reduce": True, "bucket_size": 20}])
+@on_two_ranks
+def test_a_parameter_that_is_not_row_major(options):
+    images(None, options)
+    images([dist.new_group([rank]) for rank in range(2)][dist.get_rank()], options)

@@ -1,0 +1,278 @@
+"""The gradients of a distributed optimizer: cleared, kept, edited and cast as in one process."""
+
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from one_process import data, mlp, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, megatron
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.optim import ShardedGradient
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+def alone():
+    """This rank by itself."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+class Setup:
+    """Weights that begin at zero and fall by their gradient, which is one."""
+
+    def __init__(self, group=None):
+        self.net = nn.Linear(5, 1, bias=False)
+        nn.init.zeros_(self.net.weight)
+        self.ddp = DistributedDataParallel(self.net, process_group=group)
+        self.inner = torch.optim.SGD(self.net.parameters(), lr=1.0)
+        self.ours = DistributedOptimizer(self.inner, self.ddp)
+        self.another = torch.optim.SGD(self.net.parameters(), lr=1.0)
+
+    def backward(self):
+        self.ddp(torch.ones(1, 5)).sum().backward()
+
+    def weight(self):
+        self.ours.synchronize()
+        (value,) = set(self.net.weight.flatten().tolist())
+        return value
+
+
+def in_a_loop(setup):
+    for parameter in setup.net.parameters():
+        parameter.grad = None
+
+
+CLEARINGS = [
+    in_a_loop,
+    *(
+        lambda setup, name=name, to_none=to_none: getattr(setup, name).zero_grad(set_to_none=to_none)
+        for name in ("net", "ddp", "ours", "another")
+        for to_none in (True, False)
+    ),
+]
+
+
+def clear_in_every_way(group):
+    for clear in CLEARINGS:  # each with what was averaged and what was not
+        before, after, skipped, micro = (Setup(group) for _ in range(4))
+        seen = []
+        for _ in range(3):
+            clear(before)
+            before.backward()
+            before.ours.step()
+
+            after.backward()
+            after.ours.step()
+            clear(after)
+
+            skipped.backward()  # which is thrown away, as where a loss is bad
+            clear(skipped)
+            skipped.backward()
+            skipped.ours.step()
+            clear(skipped)
+
+            with micro.ddp.no_sync():
+                micro.backward()
+            clear(micro)
+            micro.backward()
+            micro.ours.step()
+            clear(micro)
+            seen.append([setup.weight() for setup in (before, after, skipped, micro)])
+        assert seen == [[-1.0] * 4, [-2.0] * 4, [-3.0] * 4]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@on_two_ranks
+def test_the_wrapped_optimizer_clears_what_is_averaged(to_none):
+    setup = Setup()
+    for step in range(3):
+        setup.inner.zero_grad(set_to_none=to_none)
+        setup.backward()
+        setup.ours.step()
+        assert setup.weight() == -step - 1.0
+        setup.inner.zero_grad(set_to_none=to_none)
+        setup.ours.step()
+        assert setup.weight() == -step - 1.0
+
+
+@on_three_ranks
+def test_a_user_who_clears_in_any_way_begins_from_zero():
+    clear_in_every_way(None)
+
+
+@on_two_ranks
+def test_one_rank_alone_begins_from_zero():
+    clear_in_every_way(alone())
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@on_two_ranks
+def test_without_clearing_gradients_add_up(by_itself):
+    setup = Setup(alone() if by_itself else None)
+    seen = []
+    for _ in range(3):
+        setup.backward()
+        setup.ours.step()
+        seen.append(setup.weight())
+    assert seen == [-1.0, -3.0, -6.0]
+    with setup.ddp.no_sync():
+        setup.backward()
+    with pytest.raises(RuntimeError, match="'weight' has parts that no synchronization has averaged"):
+        setup.ours.step()
+    setup.backward()  # 3 + 2
+    setup.net.weight.grad.mul_(2)
+    setup.net.weight.grad /= 4
+    setup.ours.step()
+    assert setup.weight() == -8.5
+
+
+@on_two_ranks
+def test_what_grad_is():
+    setup = Setup()
+    other = Setup()
+    other.net.weight.grad = None
+    setup.backward()
+    gradient = setup.net.weight.grad
+    assert isinstance(gradient, ShardedGradient)
+    assert gradient.shape == (1, 5)
+    assert "of 5 of the gradient of 'weight'" in repr(gradient)
+    for use in (gradient.norm, lambda: nn.utils.clip_grad_norm_(setup.net.parameters(), 1.0), setup.another.step):
+        with pytest.raises(UnusableError, match="clip by its clip_grad_norm_"):
+            use()
+    with pytest.warns(UserWarning, match="create_graph"):
+        setup.ddp(torch.ones(1, 5)).sum().backward(create_graph=True)
+    setup.ours.step()
+    assert setup.weight() == -2.0
+    # another wrapper begins anew
+    plain = DistributedDataParallel(setup.net)
+    plain(torch.ones(1, 5)).sum().backward()
+    assert torch.equal(setup.net.weight.grad, torch.ones(1, 5))
+    torch.save(setup.net, io.BytesIO())
+    other.backward()
+    assert other.net.double().weight.grad.dtype is torch.float64
+
+
+@on_two_ranks
+def test_a_gradient_keeps_no_model_alive():
+    setup = Setup()
+    setup.backward()
+    gone = weakref.ref(setup.net.weight)
+    del setup
+    gc.collect()
+    assert gone() is None
+
+
+# --- gradients that the optimizer casts
+
+
+def halves(group, wrapper):
+    """A bf16 ``Linear(8, 8)`` whose weights begin at zero, and its optimizer."""
+    net = nn.Linear(8, 8, bias=False).bfloat16()
+    nn.init.zeros_(net.weight)
+    if wrapper == "plain":
+        ddp = DistributedDataParallel(net, process_group=group)
+    else:
+        config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = megatron.DistributedDataParallel(None, config, net, data_parallel_group=group)
+    return net, ddp, DistributedOptimizer(torch.optim.SGD, ddp, lr=1.0)
+
+
+def unscale_and_clip(group, wrapper):
+    net, ddp, optimizer = halves(group, wrapper)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def backward():
+        if wrapper == "megatron":
+            ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum()).backward()
+        if wrapper == "megatron":
+            ddp.finish_grad_sync()
+
+    for step in range(3):
+        backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.synchronize()
+        assert torch.equal(net.weight, torch.full_like(net.weight, -step - 1.0))
+    for _ in range(2):
+        backward()
+        scaler.unscale_(optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [1.0]
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), torch.tensor(8.0))
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), torch.tensor(1.0))
+        before = [weight.detach().clone() for weight in optimizer.param_groups[0]["params"]]
+        scaler.step(optimizer)
+        scaler.update()
+        for weight, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
+            torch.testing.assert_close(old - weight.detach(), torch.full_like(old, 1 / 8))
+        optimizer.synchronize()
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@on_three_ranks
+def test_unscaling_and_clipping_halves(wrapper):
+    unscale_and_clip(None, wrapper)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@on_two_ranks
+def test_unscaling_and_clipping_halves_alone(wrapper):
+    unscale_and_clip(alone(), wrapper)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_two_ranks
+def test_no_gradient_of_another_step_is_used(dtype):
+    """Tensors come and go, and one is where another was before."""
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 5, 3).to(dtype))
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.0, master_dtype=torch.float64)
+    twin = seeded(mlp, 6, 5, 3).to(dtype)
+    for step in range(60):
+        optimizer.zero_grad()
+        wrapper(data(3, 6, step=step, dtype=dtype)).sum().backward()
+        expected = 0.0
+        sums = [torch.zeros_like(p, dtype=torch.float64) for p in twin.parameters()]
+        for rank in range(2):
+            twin.zero_grad()
+            twin(data(3, 6, rank=rank, step=step, dtype=dtype)).sum().backward()
+            for total, parameter in zip(sums, twin.parameters(), strict=True):
+                total += parameter.grad.double() / 2
+        expected = torch.stack([total.norm() for total in sums]).norm()
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), expected, rtol=1e-6, atol=0.0)
+        optimizer.step()
+
+
+@on_two_ranks
+def test_what_is_written_into_main_grad_counts_wherever_it_can_be_seen():
+    net, ddp, optimizer = halves(None, "megatron")
+    ddp(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum().backward()
+    ddp.finish_grad_sync()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    net.weight.main_grad.mul_(2)
+    ddp.scale_gradients(2.0)
+    optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(net.weight, torch.full_like(net.weight, -4.0))
+    optimizer.clip_grad_norm_(1.0)
+    net.weight.main_grad.mul_(2)
+    with pytest.raises(RuntimeError, match=r"'weight' was changed by its optimizer .* and then in main_grad"):
+        optimizer.step()
+
+
+@on_two_ranks
+def test_gradients_that_a_user_puts_into_the_groups_are_used():
+    setup = Setup()
+    setup.backward()
+    (weight,) = setup.ours.param_groups[0]["params"]
+    weight.grad = weight.grad * 3
+    setup.ours.step()
+    assert setup.weight() == -3.0
+    weight.grad = None if dist.get_rank() else weight.grad
+    setup.ours.step()  # the other rank's part stays where it is, and nobody waits
+    setup.ours.synchronize()
+    assert setup.net.weight[0].tolist() == [-6.0, -6.0, -6.0, -3.0, -3.0]
