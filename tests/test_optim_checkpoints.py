@@ -50,7 +50,8 @@ def train(model, optimizer, heads):
 def save(path, wrapper, make):
     model, optimizer = two_heads(wrapper, make)
     train(model, optimizer, [0, 0, 0, 1])
-    optimizer.param_groups[0]["lr"] *= 2
+    group = optimizer.param_groups[0]
+    group["lr"] = group["lr"] * 2  # not in place: torch gives all groups one tensor
     _quietly(dcp.save, {"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
     train(model, optimizer, [1, 0])
     optimizer.synchronize()
