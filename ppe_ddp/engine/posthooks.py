@@ -63,7 +63,7 @@ class LandingHook(functools.partial[None]):
 
 
 class _Notes(list[nn.Parameter]):
-    """The quiet parameters that have landed. Its ``append`` stands in hook tables, and is known there as ours by this."""
+    """The quiet parameters that have landed. Its ``append`` stands in hook tables, and is known there as ours."""
 
     def __init__(self, owner: weakref.ref[Any]) -> None:
         super().__init__()
