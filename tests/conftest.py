@@ -1,6 +1,7 @@
 """Ranks that every test file shares, started when the first test asks for them."""
 
 import os
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from ppe_ddp.testing import Ranks
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("ppe_ddp")
 
+# torch.optim and torch.utils.checkpoint import torch._dynamo where they are used first, which takes two seconds.
+IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesis", "pytest"]
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -19,6 +23,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(request):
+    """Ranks are forked from a process that has imported what each of them would import for seconds."""
+    if any("Ranks" in vars(item.module) or _needs_ranks(item) for item in request.session.items):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # as Ranks does
+            forkserver.set_forkserver_preload(["ppe_ddp.testing.rank_process", *IMPORTED_BY_TESTS])
+            forkserver.ensure_running()
+
+
+def _needs_ranks(item):
+    return any(name.endswith("_ranks") for name in item.fixturenames)
 
 
 @pytest.fixture(scope="session")
