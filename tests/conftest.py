@@ -2,6 +2,7 @@
 
 import os
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +18,34 @@ settings.load_profile("ppe_ddp")
 IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesis", "pytest"]
 
 
+# Two runs under mpirun beside each other would spin in each other's way: these are one after another.
+UNDER_MPIRUN = ["test_mpi_backend", "test_sharding", "test_mpi_laws", "test_megatron_mpi"]
+# What takes longest comes first, so that all workers are busy to the end.
+LONGEST = ["test_laws", "test_cli", "test_examples", "test_conformance", "test_bad_input", "test_torch_hooks"]
+
+
 def pytest_collection_modifyitems(items):
+    first = {name: place for place, name in enumerate([*UNDER_MPIRUN, *LONGEST])}
+    items.sort(key=lambda item: first.get(item.path.stem, len(first)))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The workers take file by file; those under mpirun are one to them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class InOrder(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "mpirun" if Path(file).stem in UNDER_MPIRUN else file
+
+    config.option.loadscopereorder = False  # by the number of tests, which tells nothing of the time
+    return InOrder(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
