@@ -35,6 +35,7 @@ CHANGES = {
     "a submodule more": lambda net: net.add_module("more", nn.Identity()),
     "a parameter deep down": lambda net: net.first.register_parameter("more", nn.Parameter(torch.ones(1))),
     "one fewer": lambda net: delattr(net.first, "bias"),
+    "the last one gone": lambda net: delattr(net.last, "weight"),
     "one is None": lambda net: put(net.first, "bias", None),
     "another of the same shape": same_shape,
     "another submodule": lambda net: put(net, "first", nn.Linear(3, 4)),
@@ -54,6 +55,13 @@ def test_a_change_is_noticed(kind):
     CHANGES[kind](net)
     assert not census.is_current()
     assert Census(net).is_current()
+
+
+def test_another_dtype_at_the_same_address_is_noticed():
+    net = Net().half()
+    census = Census(net)
+    net.last.weight.data = net.last.weight.data.view(torch.bfloat16)
+    assert not census.is_current()
 
 
 def step(net):

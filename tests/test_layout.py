@@ -146,6 +146,12 @@ def test_a_plan_by_example():
     assert plan.last == 3
 
 
+def test_what_is_left_stands_where_its_last_member_stands():
+    specs = [spec(1), spec(1, torch.float64), spec(1)]
+    plan = make_plan(bytes([1, 1, 1]), specs, [0, 1, 2], Packing(10**6, 10**6))
+    assert [bucket.members for bucket in plan.buckets] == [(1,), (0, 2)]
+
+
 # --- what is planned for
 
 
