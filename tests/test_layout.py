@@ -181,11 +181,11 @@ def test_a_description_has_what_ranks_must_agree_on():
 
 
 def test_the_size_of_a_bucket_is_given_in_mebibytes_and_by_default_follows_the_device():
-    assert Packing.of(0.5).bucket_bytes == 1 << 19
-    assert Packing.of(0.5).adopt_bytes > Packing.of(0.5).bucket_bytes
+    assert Packing.of([0.5]).bucket_bytes == 1 << 19
+    assert Packing.of([0.5]).adopt_bytes > Packing.of([0.5]).bucket_bytes
     on_gpu = Packing.of(None, [spec(1), spec(1, device=torch.device("cuda", 0))])
     assert on_gpu.bucket_bytes > Packing.of(None, [spec(1)]).bucket_bytes
-    assert Packing.of(1, fixed=True) == dataclasses.replace(Packing.of(1), fixed=True)
+    assert Packing.of([1], fixed=True) == dataclasses.replace(Packing.of([1]), fixed=True)
 
 
 @given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
