@@ -1,6 +1,8 @@
 """Ranks that every test file shares, started when the first test asks for them."""
 
 import os
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,52 @@ from ppe_ddp.testing import Ranks
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("ppe_ddp")
 
+# torch.optim and torch.utils.checkpoint import torch._dynamo where they are used first, which takes two seconds.
+IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesis", "pytest"]
+
+
+# Two runs under mpirun beside each other would spin in each other's way: these are one after another.
+UNDER_MPIRUN = ["test_mpi_backend", "test_sharding", "test_mpi_laws"]
+# What takes longest comes first, so that all workers are busy to the end.
+LONGEST = ["test_laws", "test_cli", "test_examples", "test_conformance", "test_bad_input", "test_torch_hooks"]
+
 
 def pytest_collection_modifyitems(items):
+    first = {name: place for place, name in enumerate([*UNDER_MPIRUN, *LONGEST])}
+    items.sort(key=lambda item: first.get(item.path.stem, len(first)))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The workers take file by file; those under mpirun are one to them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class InOrder(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "mpirun" if Path(file).stem in UNDER_MPIRUN else file
+
+    config.option.loadscopereorder = False  # by the number of tests, which tells nothing of the time
+    return InOrder(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(request):
+    """Ranks are forked from a process that has imported what each of them would import for seconds."""
+    if any("Ranks" in vars(item.module) or _needs_ranks(item) for item in request.session.items):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # as Ranks does
+            forkserver.set_forkserver_preload(["ppe_ddp.testing.rank_process", *IMPORTED_BY_TESTS])
+            forkserver.ensure_running()
+
+
+def _needs_ranks(item):
+    return any(name.endswith("_ranks") for name in item.fixturenames)
 
 
 @pytest.fixture(scope="session")

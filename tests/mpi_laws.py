@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+import mpi_megatron
 import ppe_ddp
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
@@ -95,6 +96,8 @@ def main():
     if MPI.COMM_WORLD.Get_size() in (2, 3):
         hold_the_optimizer()
         hold_random_training()
+    if MPI.COMM_WORLD.Get_size() == 2:
+        reports["megatron"] = mpi_megatron.report()
     if MPI.COMM_WORLD.Get_rank() == 0:
         print(json.dumps(reports))
 

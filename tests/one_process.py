@@ -101,6 +101,11 @@ def check(module, step, *, rounds=3, tolerance=None, **options):
     return wrapper
 
 
+def square(model, rank, step=0):
+    """Forward and backward of a model with four inputs, with the data of that rank and step."""
+    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
+
+
 def mlp(*sizes):
     """Linear layers of these sizes with tanh between them."""
     layers = []

@@ -1,11 +1,15 @@
-"""Tests whose body runs on every rank: the decorators that turn such a body into a test."""
+"""Tests whose body runs on every rank: the decorators that turn such a body into a test, and one for options."""
 
 import functools
 import importlib
 import inspect
 
+import pytest
 import torch
 import torch.distributed as dist
+
+VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
 
 
 def on_two_ranks(body):

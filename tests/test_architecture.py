@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import conftest
 import ppe_ddp
 
 ROOT = Path(ppe_ddp.__file__).parent
@@ -98,3 +99,8 @@ def test_importing_is_light():
 @pytest.mark.parametrize("name", [name for name in ppe_ddp.__all__])
 def test_public_names_are_documented(name):
     assert getattr(ppe_ddp, name).__doc__
+
+
+def test_the_order_of_tests_names_files_that_exist():
+    here = Path(__file__).parent
+    assert all((here / f"{name}.py").exists() for name in (*conftest.UNDER_MPIRUN, *conftest.LONGEST))

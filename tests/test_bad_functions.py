@@ -9,17 +9,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, data, mean_gradients, mlp, seeded
+from one_process import assert_gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, FunctionError, average, broadcast, overlapped
-from rank_tests import on_two_ranks
-
-VARIANTS = [
-    {"gradient_as_bucket_view": False},
-    {"bucket_cap_mb": 1e-6},
-    {},
-    {"overlap": False},
-]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
+from rank_tests import each_variant, on_two_ranks
 
 
 class Refused(Exception):
@@ -36,10 +28,6 @@ class Turns:
 
     def __call__(self, *arguments):
         return (self.wrong if self.fails else self.right)(*arguments)
-
-
-def square(model, rank):
-    model(data(5, 4, rank=rank)).pow(2).sum().backward()
 
 
 def hold(wrapper, turns, error, match, named, *, keeps=True):

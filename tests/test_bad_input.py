@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded
+from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import (
     CommunicationError,
     DisagreementError,
@@ -26,10 +26,6 @@ def impatient_ranks():
     """Two ranks with a short timeout, for what leaves their group broken."""
     with Ranks(2, timeout=40, group_timeout=4) as ranks:
         yield ranks
-
-
-def square(model, rank):
-    model(data(5, 4, rank=rank)).pow(2).sum().backward()
 
 
 def raised_everywhere(error):

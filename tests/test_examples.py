@@ -1,27 +1,54 @@
-"""The examples run, on one rank and on two, under mpirun and torchrun, and end with the figures that they promise."""
+"""The examples run, on one rank and on two, and end with the figures that they promise.
 
+One of them is started as people start it, under mpirun. The others run in ranks that have imported what they need once;
+that a script finds its ranks under every launcher is a law of test_mpi_laws.py and test_launch.py.
+"""
+
+import contextlib
 import importlib.util
+import io
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from ppe_ddp.testing import Ranks
 from subprocesses import MPIRUN, run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
-TWO_RANKS = [MPIRUN, "-n", "2"] if MPIRUN else TORCHRUN  # which takes 3 s longer to start
 
 sys.path.insert(0, str(EXAMPLES))
 custom_reduce = pytest.importorskip("custom_reduce", reason="needs the extra [examples]")
 
 
-def printed_by(name, *arguments, launcher=()):
-    code, printed, errors = run([*launcher, sys.executable, EXAMPLES / name, *arguments], timeout=120)
-    assert code == 0, errors
-    return printed
+@pytest.fixture(scope="module")
+def ranks():
+    """Two ranks that meet before the example looks for them, as under a launcher of one's own."""
+    with Ranks(2, timeout=120) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def lone_rank():
+    """A process that no launcher has started."""
+    with Ranks(1, backend=None, timeout=120) as started:
+        yield started
+
+
+def printed_by(ranks, name, *arguments):
+    """What rank 0 prints."""
+    return ranks.run(run_example, name, arguments)[0]
+
+
+def run_example(name, arguments):
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
 
 
 def number(pattern, text):
@@ -31,38 +58,40 @@ def number(pattern, text):
 
 
 def test_digits():
-    text = printed_by("digits.py", "--epochs", "4", launcher=TWO_RANKS)
+    launcher = [MPIRUN, "-n", "2"] if MPIRUN else TORCHRUN
+    code, text, errors = run([*launcher, sys.executable, EXAMPLES / "digits.py", "--epochs", "4"], timeout=120)
+    assert code == 0, errors
     assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
     assert 0.1 < number(r"ratio +│ +([\d.]+)", text) < 0.5
 
 
-def test_syntax_trees():
-    text = printed_by("syntax_trees.py", "--epochs", "1", "--functions", "300", launcher=TWO_RANKS)
+def test_syntax_trees(ranks):
+    text = printed_by(ranks, "syntax_trees.py", "--epochs", "1", "--functions", "300")
     assert number(r"by the network +│ +([\d.]+)%", text) > 50
     sent = number(r"([\d.]+) MiB were sent", text)
     assert 0 < sent < number(r"would have sent (\d+\.\d+)", text)
 
 
-def test_custom_reduce():
-    text = printed_by("custom_reduce.py", "--epochs", "1", launcher=TWO_RANKS)
+def test_custom_reduce(ranks):
+    text = printed_by(ranks, "custom_reduce.py", "--epochs", "1")
     assert number(r"test accuracy +│ +[\d.]+% +│ +([\d.]+)%", text) > 60
     assert number(r"(\d+) times less", text) > 20
 
 
-def test_ppe_trainer_goes_on_where_it_was(tmp_path):
-    first = printed_by("ppe_trainer.py", "--epochs", "1", "--out", str(tmp_path), launcher=TWO_RANKS)
-    second = printed_by("ppe_trainer.py", "--epochs", "2", "--out", str(tmp_path), "--resume", launcher=TWO_RANKS)
+def test_ppe_trainer_goes_on_where_it_was(ranks, tmp_path):
+    first = printed_by(ranks, "ppe_trainer.py", "--epochs", "1", "--out", str(tmp_path))
+    second = printed_by(ranks, "ppe_trainer.py", "--epochs", "2", "--out", str(tmp_path), "--resume")
     rows = [re.findall(r"^ *(\d+) +\d+", text, re.MULTILINE) for text in (first, second)]
     assert rows[0][-1] == "1", first
     assert rows[1][-1] == "2", second
 
 
-def test_gpt_goes_on_with_other_ranks(tmp_path):
+def test_gpt_goes_on_with_other_ranks(ranks, lone_rank, tmp_path):
     arguments = ["--batch", "8", "--out", str(tmp_path)]
-    first = printed_by("gpt.py", "--steps", "30", *arguments, launcher=TWO_RANKS)
+    first = printed_by(ranks, "gpt.py", "--steps", "30", *arguments)
     assert number(r"ratio +│ +([\d.]+)", first) == 0.5
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", first)]
-    second = printed_by("gpt.py", "--steps", "51", "--resume", *arguments)
+    second = printed_by(lone_rank, "gpt.py", "--steps", "51", "--resume", *arguments)
     later = [float(text) for text in re.findall(r"loss ([\d.]+)", second)]
     assert "resumed at step 30 on 1 ranks" in second
     assert losses[0] > max(losses[1:] + later) + 2
@@ -81,7 +110,7 @@ def test_one_bit_keeps_what_it_does_not_send():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
-def test_load_transformer():
-    text = printed_by("load_transformer.py", "--layers", "3", "--width", "64", launcher=TORCHRUN)
+def test_load_transformer(ranks):
+    text = printed_by(ranks, "load_transformer.py", "--layers", "3", "--width", "64")
     assert re.search(r"missing, unexpected +│ +0, 0", text), text
     assert number(r"difference of logits +│ +([\d.e+-]+)", text) < 1e-5

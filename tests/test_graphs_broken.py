@@ -11,10 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from rank_tests import on_three_ranks, on_two_ranks
-
-VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
 class Broken(Exception):

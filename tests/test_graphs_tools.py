@@ -20,16 +20,10 @@ from one_process import (
     mean_gradients,
     mlp,
     seeded,
+    square,
 )
 from ppe_ddp import DistributedDataParallel
-from rank_tests import on_three_ranks, on_two_ranks
-
-VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
-
-
-def square(model, rank, step=0):
-    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
 @each_variant

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
+from ppe_ddp.engine.presence import Channel
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
@@ -151,13 +152,31 @@ class CheckpointedFirst(nn.Module):
 
 
 def keep_gradients_while_one_rank_is_late():
+    """On rank 1 gradients land before the mask is back, on rank 0, which begins after that, when it is."""
     wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False, bucket_cap_mb=0.000001)
-    for _ in range(2):
-        loss = wrapper(torch.ones(2, 3, requires_grad=True)).sum()
-        if dist.get_rank() == 0:
-            time.sleep(0.2)  # so that the other rank's mask is there before the first gradient lands
-            loss.grad_fn.next_functions[0][0].register_prehook(lambda _: time.sleep(0.1))
-        loss.backward()
+    store, begun, exchange = dist.distributed_c10d._get_default_store(), [], Channel.exchange
+
+    def noted(*arguments):
+        begun.append(exchange(*arguments))
+        return begun[-1]
+
+    def wait_for_the_mask(_):
+        deadline = time.monotonic() + 20
+        while len(begun) == before or not begun[-1].done():
+            assert time.monotonic() < deadline
+
+    with mock.patch.object(Channel, "exchange", noted):
+        for step in range(2):
+            loss = wrapper(torch.ones(2, 3, requires_grad=True)).sum()
+            outer = loss.grad_fn.next_functions[0][0]
+            before = len(begun)
+            if dist.get_rank() == 0:
+                store.wait([f"landed in step {step}"])
+                outer.register_prehook(wait_for_the_mask)
+            else:
+                (inner,) = (node for node, _ in outer.next_functions if "Checkpoint" in node.name())
+                inner.register_prehook(lambda _, step=step: store.set(f"landed in step {step}", ""))
+            loss.backward()
     return wrapper.module.inner.bias.grad
 
 

@@ -25,7 +25,7 @@ WAYS = {
 
 @functools.cache
 def reports(ranks):
-    """What each way has come to, by its name; all of them in one run, which holds the distributed optimizer as well."""
+    """What each way has come to, by its name; all of them in one run, which has optimizer and Megatron as well."""
     command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", json.dumps(WAYS[ranks])]
     code, output, errors = run(command, timeout=120)
     assert code == 0, errors
@@ -38,6 +38,10 @@ def test_the_laws_hold_over_mpi(ranks, way):
     assert report["problems"] == []
     assert report["backend"] == "mpi4py"
     assert ranks == 1 or report["cases"] >= 2 * WAYS[ranks][way]
+
+
+def test_megatrons_wrapper_over_mpi():
+    assert reports(2)["megatron"] == {"passed": 25, "backend": "mpi4py"}
 
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
+from one_process import assert_gradients, assert_same_on_all_ranks, gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
 
@@ -158,10 +158,6 @@ def test_functions_get_lists_of_tensors_of_one_dtype_and_the_group():
 class Double(nn.Module):
     def forward(self, x):
         return torch.tanh(x).double()
-
-
-def square(model, rank, step=0):
-    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
 
 
 @both

@@ -12,13 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded
+from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded, square
 from ppe_ddp import DisagreementError, DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
-
-
-def square(model, rank, step=0):
-    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
 
 
 class Warnings(logging.Handler):

@@ -18,12 +18,10 @@ from one_process import (
     mean_of,
     mlp,
     seeded,
+    square,
 )
 from ppe_ddp import DistributedDataParallel
-from rank_tests import on_three_ranks, on_two_ranks
-
-VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
 def train(wrapper, context, count):
@@ -165,10 +163,6 @@ def test_a_disabled_join_does_nothing():
     got = train(wrapper, wrapper.join(enable=False), 2)
     assert len(got) == 2
     assert_same_on_all_ranks(module)
-
-
-def square(model, rank, step=0):
-    model(data(5, 4, rank=rank, step=step)).pow(2).sum().backward()
 
 
 @each_variant

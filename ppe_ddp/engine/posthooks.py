@@ -52,14 +52,22 @@ class LandingHook(functools.partial[None]):
         table.clear()  # not move_to_end(), which changes an order that autograd does not look at
         table[handle.id] = self
         for key, hook in others:
-            if not isinstance(hook, LandingHook):
+            owner = _owner_of(hook)
+            if owner is None:
                 table[key] = hook
                 continue
-            owner: weakref.ref[Owner] = hook.args[0]
             other = owner()
             if other is not None:
                 other.displaced()
         return handle
+
+
+class _Notes(list[nn.Parameter]):
+    """The quiet parameters that have landed. Its ``append`` stands in hook tables, and is known there as ours."""
+
+    def __init__(self, owner: weakref.ref[Any]) -> None:
+        super().__init__()
+        self.owner = owner
 
 
 class Landings:
@@ -77,7 +85,7 @@ class Landings:
     def __init__(
         self, parameters: Sequence[nn.Parameter], landed: Callable[..., None], owner: weakref.ref[Any]
     ) -> None:
-        self._noted: list[nn.Parameter] = []
+        self._noted = _Notes(owner)
         self._note = self._noted.append
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._handles: list[RemovableHandle] = []
@@ -161,7 +169,7 @@ class UserHooks:
                 continue  # ours alone
             self._hooked.append((i, parameter))
             for key, hook in table.items():
-                if not isinstance(hook, LandingHook | _KeptBack):
+                if not isinstance(hook, _KeptBack) and _owner_of(hook) is None:
                     table[key] = _KeptBack(hook, self._waits)
 
     def run(self, averaged: bytes) -> None:
@@ -179,6 +187,15 @@ class UserHooks:
 
 
 _OPTIMIZERS = "_in_backward_optimizers"
+
+
+def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
+    """Who hears of landings by ``hook``; None where it is a user's."""
+    if isinstance(hook, LandingHook):
+        owner: weakref.ref[Owner] = hook.args[0]
+        return owner
+    notes = getattr(hook, "__self__", None)
+    return notes.owner if isinstance(notes, _Notes) else None
 
 
 def _table(parameter: nn.Parameter) -> dict[int, Any]:
