@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 import weakref
 from bisect import insort
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class SharedMemory:
         descriptor = os.memfd_create("ppe_ddp")
         os.ftruncate(descriptor, nbytes)
         self._map = _mapped(descriptor, nbytes)
+        self._lock = threading.Lock()  # a reduce function's thread allocates beside the main thread
         self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self._free = [(0, nbytes)]
         self._given_back: list[tuple[int, int]] = []
@@ -93,19 +95,21 @@ class SharedMemory:
         Raises:
             OSError: It is not on this node, or out of reach.
         """
-        known = self._map if address == self.address else self._peers.get(address)
-        if known is None:
-            known = self._peers[address] = _opened(address)
-        return known
+        with self._lock:
+            known = self._map if address == self.address else self._peers.get(address)
+            if known is None:
+                known = self._peers[address] = _opened(address)
+            return known
 
     def _take(self, nbytes: int) -> int:
-        while self._given_back:  # filled by finalizers, which may run in the middle of anything
-            insort(self._free, self._given_back.pop())
-        self._free = _joined(self._free)
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= nbytes:
-                self._free[index] = (start + nbytes, stop)
-                return start
+        with self._lock:
+            while self._given_back:  # filled by finalizers, which may run in the middle of anything, also of this
+                insort(self._free, self._given_back.pop())
+            self._free = _joined(self._free)
+            for index, (start, stop) in enumerate(self._free):
+                if stop - start >= nbytes:
+                    self._free[index] = (start + nbytes, stop)
+                    return start
         raise MemoryError(f"no {nbytes} bytes in a row are left of {self.address.nbytes} bytes of shared memory")
 
     def _give_back(self, start: int, nbytes: int) -> None:

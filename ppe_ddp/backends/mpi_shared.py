@@ -72,7 +72,10 @@ class SharedGroup:
         self._outstanding = outstanding(os.getpid())
         self._launched = 0
         self._arriving: deque[Step] = deque()
+        # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
+        self._held: deque[Step] = deque()
         self._staging: list[Tensor] = []
+        self._staged = [0] * _STAGES  # the last step that each stage was used for
         self._scratch = Scratch()
 
     @classmethod
@@ -120,7 +123,10 @@ class SharedGroup:
             if len(under_way) == _STAGES:
                 self.finish(under_way.popleft())
             if step.slab is None:
-                step.stage(self._stage(index % _STAGES), self._rank, self._size)
+                stage = index % _STAGES
+                self._wait_for(self._staged[stage])  # an error may have left it under way
+                step.stage(self._stage(stage), self._rank, self._size)
+                self._staged[stage] = self._launched + 1
             under_way.append(self._launch(step))
         while under_way:
             self.finish(under_way.popleft())
@@ -131,7 +137,7 @@ class SharedGroup:
         Raises:
             CommunicationError: The ranks have brought different things.
         """
-        self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= step.number)
+        self._wait_for(step.number)
         if step.complaint:
             raise CommunicationError(step.complaint)
         self._outstanding.fence()
@@ -140,7 +146,7 @@ class SharedGroup:
     def has_ended(self, step: Step) -> bool:
         """Whether a step is complete on all ranks; does what can be done now."""
         self._outstanding.progress()
-        return min(page[_DONE] for page in self._controls) >= step.number
+        return self._done() >= step.number
 
     def wait(self, steps: Sequence[Step]) -> None:
         """Finish ``steps``, under the eyes of the watchdog."""
@@ -157,12 +163,23 @@ class SharedGroup:
             self._act(arriving[0])
             self._outstanding.fence()
             self._own[_DONE] = arriving.popleft().number
-        return not arriving and min(page[_DONE] for page in self._controls) >= self._launched
+        done = self._done()
+        while self._held and self._held[0].number <= done:
+            self._held.popleft()
+        return not self._held
+
+    def _done(self) -> int:
+        """The last step that is complete on all ranks."""
+        return min(page[_DONE] for page in self._controls)
+
+    def _wait_for(self, number: int) -> None:
+        """Wait until a step is complete on all ranks."""
+        if self._done() < number:
+            self._outstanding.wait_until(lambda: self._done() >= number)
 
     def _launch(self, step: Step) -> Step:
         number = self._launched + 1
-        if min(page[_DONE] for page in self._controls) < number - _PLACES:  # its record is still to be read
-            self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= number - _PLACES)
+        self._wait_for(number - _PLACES)  # whose record is still to be read
         self._launched = step.number = number
         self._publish(step)
         self._outstanding.add(self)
@@ -178,6 +195,7 @@ class SharedGroup:
         own[record + 2] = step.brought.numel()
         own[record + 3] = step.code
         self._arriving.append(step)
+        self._held.append(step)
         self._outstanding.fence()
         own[_ARRIVED] = step.number
 
