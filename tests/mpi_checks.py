@@ -14,6 +14,7 @@ import mpi_check_races  # noqa: F401
 import mpi_check_shared  # noqa: F401
 import mpi_check_thread  # noqa: F401
 import mpi_check_torch  # noqa: F401
+import mpi_check_waits  # noqa: F401
 from mpi_check_kit import CHECKS, names_for
 
 

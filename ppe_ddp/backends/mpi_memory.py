@@ -10,10 +10,13 @@ agreement. Nothing lies in the file system: what a killed process leaves behind 
 from __future__ import annotations
 
 import functools
+import hashlib
 import mmap
 import os
 import secrets
+import socket
 import stat
+import struct
 import threading
 import weakref
 from bisect import insort
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _TOKEN_BYTES = 16
+_OFFER = struct.Struct(f"<qqqq{_TOKEN_BYTES}s{_TOKEN_BYTES}s")
+OFFER_BYTES = _OFFER.size
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,24 @@ class Address:
         descriptor: Of its file, in the owner.
         nbytes: The size of the file.
         token: What it begins with: process numbers may mean another process elsewhere (containers).
+        node: A hash of the node's name: on another one, the number means another process for certain.
     """
 
     pid: int
     descriptor: int
     nbytes: int
     token: bytes
+    node: bytes
+
+    def packed(self, position: int) -> bytes:
+        """It and a position in it, in ``OFFER_BYTES`` bytes."""
+        return _OFFER.pack(self.pid, self.descriptor, self.nbytes, position, self.token, self.node)
+
+    @classmethod
+    def unpacked(cls, offer: bytes | bytearray) -> tuple[Address, int]:
+        """What :meth:`packed` was made of."""
+        pid, descriptor, nbytes, position, token, node = _OFFER.unpack(offer)
+        return cls(pid, descriptor, nbytes, token, node), position
 
 
 class SharedMemory:
@@ -64,7 +81,7 @@ class SharedMemory:
         self._free = [(0, nbytes)]
         self._given_back: list[tuple[int, int]] = []
         self._peers: dict[Address, mmap.mmap] = {}
-        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES))
+        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES), _node())
         self._token = self.allocate(_TOKEN_BYTES, torch.uint8)
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
@@ -140,7 +157,16 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NORESERVE)
 
 
+def _node() -> bytes:
+    """What tells this machine from others, and its containers from one another."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        name = f"{file.read()} {socket.gethostname()}"
+    return hashlib.sha256(name.encode()).digest()[:_TOKEN_BYTES]
+
+
 def _opened(address: Address) -> mmap.mmap:
+    if address.node != _node():
+        raise OSError(f"process {address.pid} is on another node")
     descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
