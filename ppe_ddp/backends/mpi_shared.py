@@ -145,9 +145,13 @@ class SharedGroup:
         step.finish(self._rank, self._size)
 
     def has_ended(self, step: Step) -> bool:
-        """Whether a step is complete on all ranks; does what can be done now."""
+        """Whether a step is complete on all ranks, or never will be; does what can be done now."""
         self._outstanding.progress()
-        return self._done() >= step.number
+        return self._done() >= step.number or self._waits.is_over()
+
+    def failure_of(self, step: Step) -> str:
+        """Why a step has not ended well; empty if it has, or is under way."""
+        return step.complaint or (self._waits.failure if self._done() < step.number else "")
 
     def wait(self, steps: Sequence[Step]) -> None:
         """Finish ``steps``."""
@@ -264,7 +268,7 @@ class SharedWork(PythonWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is in place on all ranks."""
+        """Whether the result is in place on all ranks, or never will be."""
         return not self._steps or self._group.has_ended(self._steps[-1])
 
     def is_success(self) -> bool:
@@ -273,8 +277,8 @@ class SharedWork(PythonWork):
 
     def exception(self) -> BaseException | None:
         """What ``wait()`` will raise."""
-        complaints = [step.complaint for step in self._steps if step.complaint]
-        return CommunicationError(complaints[0]) if complaints else None
+        reasons = [reason for reason in map(self._group.failure_of, self._steps) if reason]
+        return CommunicationError(reasons[0]) if reasons else None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future of ``result()``: waits first, since who waits for a future calls no backend."""

@@ -95,14 +95,18 @@ class Waits:
         """Move all that is outstanding, without waiting."""
         self._outstanding.progress()
 
+    def is_over(self) -> bool:
+        """Whether a rank has given the group up."""
+        self._receive_notice()
+        return bool(self.failure)
+
     def check(self, what: str) -> None:
         """See whether a rank has given the group up.
 
         Raises:
             CommunicationError: It has; with that rank and its reason.
         """
-        self._receive_notice()
-        if self.failure:
+        if self.is_over():
             raise CommunicationError(f"{self.place}: {what} over MPI failed: {self.failure}")
 
     def give_up(self, reason: str) -> None:
