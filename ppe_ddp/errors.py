@@ -34,10 +34,15 @@ class CommunicationError(PpeDdpError):
 
 
 class PeerAbortedError(PpeDdpError):
-    """The backward of another rank raised, so this step's gradients lack its share.
+    """The backward of another rank raised, or its part in the communication, so this step's gradients lack its share.
 
     The ranks are in step again: the next forward and backward work.
+
+    Attributes:
+        step: The step in which the communication ended there, by the engine's count; None where it did not end.
     """
+
+    step: int | None = None
 
 
 class NonFiniteGradientError(PpeDdpError):

@@ -151,6 +151,7 @@ class _Overlapped:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._thread: ThreadPoolExecutor | None = None
+        self._failed: tuple[int, int, Exception] | None = None
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
         if self._thread is None:
@@ -170,6 +171,7 @@ class _Overlapped:
         group: ProcessGroup | None,
     ) -> None:
         try:
+            self._check(gradients.index(), id(group))
             with torch.no_grad():
                 if ready is not None:
                     torch.cuda.set_device(gradients.buffer().device)
@@ -178,10 +180,20 @@ class _Overlapped:
                 if pending is not None:
                     pending.wait()
         except Exception as error:
+            self._failed = gradients.index(), id(group), error
+            del group  # the error holds this frame, and connections end with the last reference
             future.set_exception(error)
         else:
             # A Future makes the streams wait only for what is in its value.
             future.set_result(gradients.buffer())
 
+    def _check(self, index: int, group: int) -> None:
+        """Send no bucket after one that has failed: the other ranks would take it for that one."""
+        if self._failed is not None:
+            failed_index, failed_group, error = self._failed
+            if group == failed_group and index > failed_index:
+                raise error
+            self._failed = None  # this is another step
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_function": self._function, "_thread": None}
+        return {"_function": self._function, "_thread": None, "_failed": None}

@@ -9,10 +9,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import mpi_check_collectives  # noqa: F401  # these register their checks
+import mpi_check_failures  # noqa: F401
 import mpi_check_messages  # noqa: F401
+import mpi_check_races  # noqa: F401
 import mpi_check_shared  # noqa: F401
 import mpi_check_thread  # noqa: F401
 import mpi_check_torch  # noqa: F401
+import mpi_check_waits  # noqa: F401
 from mpi_check_kit import CHECKS, names_for
 
 

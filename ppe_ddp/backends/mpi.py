@@ -7,10 +7,9 @@ torch that talks over a process group works: DistributedDataParallel and its hoo
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from functools import partial
 from os import getpid
-from threading import get_ident
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -23,9 +22,9 @@ from ppe_ddp.backends.mpi_collectives import Collectives
 from ppe_ddp.backends.mpi_job import Call, guard_job
 from ppe_ddp.backends.mpi_messages import Messages
 from ppe_ddp.backends.mpi_options import MpiOptions
-from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.backends.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi_thread import communication_thread
+from ppe_ddp.backends.mpi_waits import Waits
 from ppe_ddp.backends.mpi_work import Finished, Together
 from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
 from ppe_ddp.backends.routed_group import RoutedGroup
@@ -96,17 +95,20 @@ class MpiProcessGroup(CollectiveGroup):
     Attributes:
         pg_options: What it was made with, for groups that shall be like it.
 
-    Collectives block in the calling thread and are complete when they return, also with ``async_op=True``; except
+    Collectives wait in the calling thread and are complete when they return, also with ``async_op=True``; except
     all-reduces, reduce-scatters and all-gathers of what lies in memory from ``allocate_tensor``, which go on while
     the caller does other things, and all of them with ``MpiOptions(thread=True)``. ``isend`` and ``irecv`` return at
     once. All ranks make the same collectives in the same order, with the same sizes and dtypes. Not guaranteed: an
-    error where they differ; MPI then hangs, until the watchdog ends the job, or computes wrong numbers.
+    error where they differ; MPI then computes wrong numbers, or the wait ends at the timeout.
+
+    Every wait keeps going what is under way on all groups, and ends with an error when the group's timeout is over,
+    or when another rank gives the group up (``abort()``, an error of MPI, a timeout). The group is of no use then.
 
     Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. What MPI cannot sum
     (float16, bfloat16, float8) is summed in float32 and rounded once.
 
     Raises from any collective:
-        CommunicationError: MPI reports an error.
+        CommunicationError: MPI reports an error, a rank did not come in time, or has given the group up.
         TypeError: The operation is not defined for the dtype, or the tensors are sparse.
         ValueError: The sizes of this rank's own arguments do not fit together.
         UnusableError: The group was destroyed.
@@ -119,11 +121,11 @@ class MpiProcessGroup(CollectiveGroup):
         seconds = self._timeout.total_seconds()
         place = f"rank {comm.Get_rank()} of {comm.Get_size()}, group {self._group_name!r}"
         self._call = Call(place, seconds)
-        self._mpi = Collectives(comm, self._call, options)
+        self._waits = Waits(comm, place, seconds)
+        self._mpi = Collectives(comm, self._waits, options)
         self._over = self._mpi
-        self._outstanding = outstanding(getpid())
         self._thread = communication_thread(getpid()) if options.thread else None
-        self._messages = Messages(comm, self._mpi, place, seconds)
+        self._messages = Messages(comm, self._mpi, self._waits)
         self._coalesced: list[Any] | None = None
         self._closed = False
         guard_job().watch(self._call)
@@ -136,8 +138,6 @@ class MpiProcessGroup(CollectiveGroup):
         """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         self._check_open("monitored_barrier")
-        with self._call.watched("monitored_barrier"):
-            self._outstanding.drain()
         self._messages.monitored_barrier(seconds, wait_all_ranks)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
@@ -186,18 +186,24 @@ class MpiProcessGroup(CollectiveGroup):
 
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
-        if not self._closed:
-            self._closed = True
-            if self._thread is not None:
-                self._thread.flush()
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._thread.flush()
+        with suppress(CommunicationError):  # one that was given up
+            self._mpi.shared.drain()
+            self._waits.check("destroy_process_group")
+        # Another would get the number of the communicator, and what is still under way in this one.
+        if not self._waits.failure and not MPI.Is_finalized():
             with self._call.watched("destroy_process_group"):
-                self._outstanding.drain()
-            if not MPI.Is_finalized():
                 self._mpi.comm.Free()
 
     def abort(self) -> None:
-        """Close the group without talking to the other ranks."""
+        """Give the group up without waiting; the other ranks leave their waits in it with an error."""
         self._closed = True
+        if not MPI.Is_finalized():
+            self._waits.give_up("it has called abort()")
 
     monitoredBarrier = monitored_barrier
 
@@ -217,22 +223,18 @@ class MpiProcessGroup(CollectiveGroup):
         return Finished(result)
 
     def _execute(self, what: str, calls: Sequence[tuple[Any, ...]]) -> None:
-        watched = self._call
-        watched.what = what
-        watched.thread = get_ident()
-        watched.since = monotonic()
+        waits = self._waits
+        waits.what = what
         try:
-            with self._outstanding.blocked():
-                for call, *arguments in calls:
-                    call(*arguments)
+            for call, *arguments in calls:
+                call(*arguments)
         except MPI.Exception as error:
-            raise CommunicationError(f"{watched.place}: {what} over MPI failed: {error}") from error
-        finally:
-            watched.since = 0.0
+            raise CommunicationError(f"{waits.place}: {what} over MPI failed: {error}") from error
 
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise UnusableError(f"{self._call.place}: {what} on a process group that was destroyed")
+        self._waits.check(what)
 
 
 def _only(tensors: list[Tensor]) -> Tensor:

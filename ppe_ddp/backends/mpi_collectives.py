@@ -1,4 +1,4 @@
-"""Collectives on tensors, over one MPI communicator: blocking, in the calling thread.
+"""Collectives on tensors, over one MPI communicator: complete when they return, in the calling thread.
 
 Apart from the process group, which only translates torch's many names, because here is what can be measured
 and what can be numerically wrong. On one node nothing was faster than calling MPI inline: MPI does not progress
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.backends.mpi_job import Call
     from ppe_ddp.backends.mpi_options import MpiOptions
+    from ppe_ddp.backends.mpi_waits import Waits
 
 
 class Collectives:
@@ -34,27 +34,29 @@ class Collectives:
 
     Args:
         comm: Its ranks are the ranks of the group, in order.
-        call: Tells the watchdog what goes on.
+        waits: How to wait for them.
         options: See :class:`MpiOptions`.
 
     Attributes:
         shared: The way through shared memory, for what can go it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, call: Call, options: MpiOptions) -> None:
+    def __init__(self, comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> None:
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._options = options
+        self._wait = waits.request
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self.shared = SharedWay(comm, call, options)
+        self.shared = SharedWay(comm, waits, options)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
         reduction = reduction_of(tensor.dtype, op.op)
         is_small = tensor.nbytes < min(self._options.shared_bytes, self._options.piece_bytes)
         if is_small and reduction.is_direct and self._is_plain(tensor):
-            self.comm.Allreduce(MPI.IN_PLACE, numbers(tensor, reduction.datatype), reduction.op)
+            buffer = numbers(tensor, reduction.datatype)
+            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), tensor)
             return
         host = self.host_of(tensor)
         if self.shared.run("all_reduce", host, op):
@@ -64,7 +66,8 @@ class Collectives:
         for piece in self._pieces(flat, reduction):
             wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
-            self.comm.Allreduce(MPI.IN_PLACE, numbers(wire, reduction.datatype), reduction.op)
+            buffer = numbers(wire, reduction.datatype)
+            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), wire)
             self._divide(wire, reduction)
             if wire is not piece:
                 piece.copy_(wire)
@@ -80,12 +83,12 @@ class Collectives:
             self._premultiply(wire, op)
             buffer = numbers(wire, reduction.datatype)
             if self.rank == root:
-                self.comm.Reduce(MPI.IN_PLACE, buffer, reduction.op, root)
+                self._wait(self.comm.Ireduce(MPI.IN_PLACE, buffer, reduction.op, root), wire)
                 self._divide(wire, reduction)
                 if wire is not piece:
                     piece.copy_(wire)
             else:
-                self.comm.Reduce(buffer, None, reduction.op, root)
+                self._wait(self.comm.Ireduce(buffer, None, reduction.op, root), wire)
         if self.rank == root:
             self.bring_back(tensor, host)
 
@@ -94,7 +97,7 @@ class Collectives:
         host = self.host_of(tensor)
         flat = host.view(-1).view(torch.uint8)
         for piece in flat.split(self._options.piece_bytes):
-            self.comm.Bcast(octets(piece), root)
+            self._wait(self.comm.Ibcast(octets(piece), root), piece)
         if self.rank != root:
             self.bring_back(tensor, host)
 
@@ -111,7 +114,8 @@ class Collectives:
         if not self.shared.run("all_gather", result, host):
             host = host.clone() if overlap(host, result) else host
             # mpi4py wants the count of one rank's block
-            self.comm.Allgather(octets(host), (octets(result)[0], host.nbytes, MPI.BYTE))
+            block = (octets(result)[0], host.nbytes, MPI.BYTE)
+            self._wait(self.comm.Iallgather(octets(host), block), host, result)
         self.bring_back(output, result)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -125,7 +129,7 @@ class Collectives:
             )
         host, result = self.host_of(tensor), self._flat_for(outputs)
         counts = [output.nbytes for output in outputs]
-        self.comm.Allgatherv(octets(host), [octets(result)[0], counts, MPI.BYTE])
+        self._wait(self.comm.Iallgatherv(octets(host), [octets(result)[0], counts, MPI.BYTE]), host, result)
         _unpack(result, outputs)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> None:
@@ -168,7 +172,8 @@ class Collectives:
         _check_same_dtype(output, tensor)
         host, result = self.host_of(tensor), self.room_for(output)
         send, receive = self._row_bytes(host, input_splits), self._row_bytes(result, output_splits)
-        self.comm.Alltoallv([octets(host)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE])
+        there, here = [octets(host)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
+        self._wait(self.comm.Ialltoallv(there, here), host, result)
         self.bring_back(output, result)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -178,37 +183,38 @@ class Collectives:
         _check_same_dtype(*outputs, *tensors)
         flat, result = self._pack(tensors), self._flat_for(outputs)
         send, receive = [tensor.nbytes for tensor in tensors], [output.nbytes for output in outputs]
-        self.comm.Alltoallv([octets(flat)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE])
+        there, here = [octets(flat)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
+        self._wait(self.comm.Ialltoallv(there, here), flat, result)
         _unpack(result, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         host = self.host_of(tensor)
         if self.rank != root:
-            self.comm.Gatherv(octets(host), None, root)
+            self._wait(self.comm.Igatherv(octets(host), None, root), host)
             return
         self._check_count(outputs, "outputs of a gather")
         _check_same_dtype(*outputs, tensor)
         result = self._flat_for(outputs)
         counts = [output.nbytes for output in outputs]
-        self.comm.Gatherv(octets(host), [octets(result)[0], counts, MPI.BYTE], root)
+        self._wait(self.comm.Igatherv(octets(host), [octets(result)[0], counts, MPI.BYTE], root), host, result)
         _unpack(result, outputs)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         result = self.room_for(output)
         if self.rank != root:
-            self.comm.Scatterv(None, octets(result), root)
+            self._wait(self.comm.Iscatterv(None, octets(result), root), result)
         else:
             self._check_count(tensors, "inputs of a scatter")
             _check_same_dtype(output, *tensors)
             flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
-            self.comm.Scatterv([octets(flat)[0], counts, MPI.BYTE], octets(result), root)
+            self._wait(self.comm.Iscatterv([octets(flat)[0], counts, MPI.BYTE], octets(result), root), flat, result)
         self.bring_back(output, result)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.comm.Barrier()
+        self._wait(self.comm.Ibarrier())
 
     def host_of(self, tensor: Tensor) -> Tensor:
         """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""
@@ -277,10 +283,11 @@ class Collectives:
         send, receive = numbers(wire, reduction.datatype), numbers(part, reduction.datatype)
         if counts is None:
             block = (send[0], part.numel(), reduction.datatype)
-            self.comm.Reduce_scatter_block(block, receive, reduction.op)
+            self._wait(self.comm.Ireduce_scatter_block(block, receive, reduction.op), wire, part)
         else:
             width = flat_result.numel() // output.numel() if output.numel() else 0
-            self.comm.Reduce_scatter(send, receive, [count * width for count in counts], reduction.op)
+            numels = [count * width for count in counts]
+            self._wait(self.comm.Ireduce_scatter(send, receive, numels, reduction.op), wire, part)
         self._divide(part, reduction)
         if not direct:
             flat_result.copy_(part)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from ppe_ddp.backends.mpi_progress import outstanding
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
@@ -111,6 +113,7 @@ class _Job:
             _abort(self._code)
         request = self._farewell.Ibarrier()
         while not request.Test():
+            outstanding(self._pid).progress()  # others may still need this rank's part
             time.sleep(_NAP_SECONDS)
 
     def _watch(self) -> None:

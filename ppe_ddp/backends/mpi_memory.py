@@ -10,10 +10,14 @@ agreement. Nothing lies in the file system: what a killed process leaves behind 
 from __future__ import annotations
 
 import functools
+import hashlib
 import mmap
 import os
 import secrets
+import socket
 import stat
+import struct
+import threading
 import weakref
 from bisect import insort
 from dataclasses import dataclass
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _TOKEN_BYTES = 16
+_OFFER = struct.Struct(f"<qqqq{_TOKEN_BYTES}s{_TOKEN_BYTES}s")
+OFFER_BYTES = _OFFER.size
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,24 @@ class Address:
         descriptor: Of its file, in the owner.
         nbytes: The size of the file.
         token: What it begins with: process numbers may mean another process elsewhere (containers).
+        node: A hash of the node's name: on another one, the number means another process for certain.
     """
 
     pid: int
     descriptor: int
     nbytes: int
     token: bytes
+    node: bytes
+
+    def packed(self, position: int) -> bytes:
+        """It and a position in it, in ``OFFER_BYTES`` bytes."""
+        return _OFFER.pack(self.pid, self.descriptor, self.nbytes, position, self.token, self.node)
+
+    @classmethod
+    def unpacked(cls, offer: bytes | bytearray) -> tuple[Address, int]:
+        """What :meth:`packed` was made of."""
+        pid, descriptor, nbytes, position, token, node = _OFFER.unpack(offer)
+        return cls(pid, descriptor, nbytes, token, node), position
 
 
 class SharedMemory:
@@ -58,11 +76,12 @@ class SharedMemory:
         descriptor = os.memfd_create("ppe_ddp")
         os.ftruncate(descriptor, nbytes)
         self._map = _mapped(descriptor, nbytes)
+        self._lock = threading.Lock()  # a reduce function's thread allocates beside the main thread
         self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self._free = [(0, nbytes)]
         self._given_back: list[tuple[int, int]] = []
         self._peers: dict[Address, mmap.mmap] = {}
-        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES))
+        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES), _node())
         self._token = self.allocate(_TOKEN_BYTES, torch.uint8)
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
@@ -93,19 +112,21 @@ class SharedMemory:
         Raises:
             OSError: It is not on this node, or out of reach.
         """
-        known = self._map if address == self.address else self._peers.get(address)
-        if known is None:
-            known = self._peers[address] = _opened(address)
-        return known
+        with self._lock:
+            known = self._map if address == self.address else self._peers.get(address)
+            if known is None:
+                known = self._peers[address] = _opened(address)
+            return known
 
     def _take(self, nbytes: int) -> int:
-        while self._given_back:  # filled by finalizers, which may run in the middle of anything
-            insort(self._free, self._given_back.pop())
-        self._free = _joined(self._free)
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= nbytes:
-                self._free[index] = (start + nbytes, stop)
-                return start
+        with self._lock:
+            while self._given_back:  # filled by finalizers, which may run in the middle of anything, also of this
+                insort(self._free, self._given_back.pop())
+            self._free = _joined(self._free)
+            for index, (start, stop) in enumerate(self._free):
+                if stop - start >= nbytes:
+                    self._free[index] = (start + nbytes, stop)
+                    return start
         raise MemoryError(f"no {nbytes} bytes in a row are left of {self.address.nbytes} bytes of shared memory")
 
     def _give_back(self, start: int, nbytes: int) -> None:
@@ -136,7 +157,16 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NORESERVE)
 
 
+def _node() -> bytes:
+    """What tells this machine from others, and its containers from one another."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        name = f"{file.read()} {socket.gethostname()}"
+    return hashlib.sha256(name.encode()).digest()[:_TOKEN_BYTES]
+
+
 def _opened(address: Address) -> mmap.mmap:
+    if address.node != _node():
+        raise OSError(f"process {address.pid} is on another node")
     descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from ppe_ddp.backends.mpi_datatypes import octets
+from ppe_ddp.backends.mpi_waits import tag_limit
 from ppe_ddp.backends.mpi_work import Message
 from ppe_ddp.errors import CommunicationError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.backends.mpi_collectives import Collectives
+    from ppe_ddp.backends.mpi_waits import Waits
 
 _NAP_SECONDS = 0.001
 
@@ -29,17 +31,18 @@ class Messages:
     Args:
         comm: Its ranks are the ranks of the group, in order.
         collectives: Of the same communicator: it knows how to stage tensors.
-        place: Who and where, for errors.
-        timeout: How long a message may take, in seconds.
+        waits: How to wait.
     """
 
-    def __init__(self, comm: MPI.Intracomm, collectives: Collectives, place: str, timeout: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, collectives: Collectives, waits: Waits) -> None:
         self._comm = comm
         self._stage = collectives
-        self._place = place
-        self._timeout = timeout
+        self._waits = waits
+        self._place = waits.place
+        self._timeout = waits.timeout
         self._flying: deque[Message] = deque()  # a Work that its owner drops must not free what MPI still reads
-        self._farthest_tag = _tag_limit(comm)
+        self._farthest_tag = tag_limit(comm) - 1
+        waits.at_failure.append(self._keep)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
@@ -72,7 +75,7 @@ class Messages:
         end = time.monotonic() + seconds
         if rank > 0:
             self._comm.Isend(octets(nothing), 0, tag).Free()
-            if not _arrives(self._comm.Irecv(octets(nothing), 0, tag), end):
+            if not self._arrives(self._comm.Irecv(octets(nothing), 0, tag), end):
                 raise CommunicationError(
                     f"{self._place}: monitored_barrier had no answer from rank 0 within {seconds:g} s; its error says "
                     "which rank is missing"
@@ -80,7 +83,7 @@ class Messages:
             return
         missing = []
         for peer in range(1, size):
-            if not _arrives(self._comm.Irecv(octets(nothing), peer, tag), end):
+            if not self._arrives(self._comm.Irecv(octets(nothing), peer, tag), end):
                 missing.append(peer)
                 if not all_missing:
                     break
@@ -94,11 +97,26 @@ class Messages:
     def _started(
         self, request: MPI.Request, tensors: list[Tensor], what: str, arrive: Callable[[], None] | None = None
     ) -> Message:
-        message = Message(request, tensors, f"{self._place}: {what}", self._timeout, arrive)
+        message = Message(request, tensors, what, self._waits, arrive)
         while self._flying and self._flying[0].is_completed():
             self._flying.popleft()
         self._flying.append(message)
         return message
+
+    def _keep(self) -> None:
+        """Hold what is under way in a group that was given up."""
+        for message in self._flying:
+            message.keep()
+
+    def _arrives(self, request: MPI.Request, end: float) -> bool:
+        while not request.Test():
+            self._waits.progress()
+            if time.monotonic() > end:
+                request.Cancel()
+                request.Wait()
+                return False
+            time.sleep(_NAP_SECONDS)
+        return True
 
     def _checked(self, tag: int) -> int:
         if not 0 <= tag < self._farthest_tag:
@@ -106,18 +124,3 @@ class Messages:
                 f"{self._place}: tag {tag} is not between 0 and {self._farthest_tag - 1}, what this MPI allows"
             )
         return tag
-
-
-def _tag_limit(comm: MPI.Intracomm) -> int:
-    limit = comm.Get_attr(MPI.TAG_UB)
-    return limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
-
-
-def _arrives(request: MPI.Request, end: float) -> bool:
-    while not request.Test():
-        if time.monotonic() > end:
-            request.Cancel()
-            request.Wait()
-            return False
-        time.sleep(_NAP_SECONDS)
-    return True

@@ -10,13 +10,12 @@ import itertools
 import os
 import threading
 import time
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _SPINS = 64  # between looks at the clock and at MPI
 _SPIN_SECONDS = 0.005  # before the core is given away ...
@@ -36,71 +35,39 @@ class Outstanding:
     """What this process has begun and not ended, on all its groups."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held by who moves things."""
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
-        self._tender: threading.Thread | None = None
-        self._tended = 0
-        self._is_needed = threading.Condition(self._lock)
+        self._kept: list[tuple[MPI.Request, Any]] = []
         is_crowded = MPI.COMM_WORLD.Get_size() > len(os.sched_getaffinity(0))
         self._patience = _CROWDED_SECONDS if is_crowded else _SPIN_SECONDS
 
-    def __bool__(self) -> bool:
-        """Whether there is anything."""
-        return bool(self._groups)
-
     def add(self, group: Advancing) -> None:
         """Keep ``group`` going until it has nothing left."""
-        with self._lock:
+        with self.lock:
             if group not in self._groups:
                 self._groups.append(group)
-            if self._tended:
-                self._is_needed.notify()
+
+    def keep(self, request: MPI.Request, memory: Any) -> None:
+        """Hold what MPI still reads or writes, though nobody waits for it any more."""
+        with self.lock:
+            self._kept = [(one, held) for one, held in self._kept if not one.Test()]
+            self._kept.append((request, memory))
 
     def progress(self) -> None:
         """Do what can be done now, without waiting."""
         if self._groups:
-            with self._lock:
+            with self.lock:
                 self._groups = [group for group in self._groups if not group.advance()]
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Around a call that blocks in MPI, while this thread keeps nothing going.
+    def wait_until(self, arrived: Callable[[], Any], look: Callable[[], None]) -> None:
+        """Keep everything going until ``arrived()``; also MPI's own messages, for which others may wait.
 
-        The main thread first waits until nothing is outstanding. Any other (a reduce function that runs beside
-        backward) must not: the main thread may begin something later and then wait for this one, as those of the other
-        ranks do. Then a thread keeps things going until the call is over.
+        Args:
+            arrived: Whether the wait is over.
+            look: Called now and then; raises what ends the wait.
         """
-        if threading.current_thread() is threading.main_thread():
-            self.drain()
-            yield
-            return
-        with self._lock:
-            if self._tender is None:
-                self._tender = threading.Thread(target=self._tend, name="ppe_ddp-progress", daemon=True)
-                self._tender.start()
-            self._tended += 1
-            self._is_needed.notify()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._tended -= 1
-
-    def _tend(self) -> None:
-        while True:
-            with self._is_needed:
-                self._is_needed.wait_for(lambda: self._tended and self._groups)
-                self.progress()
-            time.sleep(_NAP_SECONDS)
-
-    def drain(self) -> None:
-        """Wait until nothing is outstanding."""
-        if self._groups:
-            self.wait_until(lambda: not self._groups)
-
-    def wait_until(self, arrived: Callable[[], bool]) -> None:
-        """Keep everything going until ``arrived()``; also MPI's own messages, for which others may wait."""
         start = 0.0
         for spins in itertools.count(1):
             self.progress()
@@ -108,7 +75,7 @@ class Outstanding:
                 return
             os.sched_yield()  # another rank may need this core to arrive
             if spins % _SPINS == 0:
-                MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+                look()  # which calls MPI
                 now = time.monotonic()
                 start = start or now
                 if now - start > self._patience:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi_memory import shared_memory
+from ppe_ddp.backends.mpi_memory import OFFER_BYTES, Address, shared_memory
 from ppe_ddp.backends.mpi_progress import outstanding
 from ppe_ddp.backends.mpi_shared_steps import Offer, Scratch, described
 from ppe_ddp.backends.python_work import PythonWork
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.backends.mpi_job import Call
-    from ppe_ddp.backends.mpi_memory import Address, SharedMemory
+    from ppe_ddp.backends.mpi_memory import SharedMemory
     from ppe_ddp.backends.mpi_shared_steps import Step
+    from ppe_ddp.backends.mpi_waits import Waits
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
-_ARRIVED, _DONE, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 64, 4
+_ARRIVED, _DONE, _CLOSED, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 24, 64, 4
 _CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
@@ -48,7 +49,7 @@ class SharedGroup:
         maps: The reservations of all ranks.
         controls: The control pages of all ranks.
         memory: The reservation of this process.
-        call: What the watchdog looks at.
+        waits: How to wait.
         piece_bytes: No step brings more; the same on every rank.
     """
 
@@ -58,7 +59,7 @@ class SharedGroup:
         maps: list[mmap.mmap],
         controls: list[memoryview],
         memory: SharedMemory,
-        call: Call,
+        waits: Waits,
         piece_bytes: int,
     ) -> None:
         self.piece_bytes = piece_bytes
@@ -68,38 +69,41 @@ class SharedGroup:
         self._controls = controls
         self._own = controls[rank]
         self._memory = memory
-        self._call = call
+        self._waits = waits
         self._outstanding = outstanding(os.getpid())
         self._launched = 0
         self._arriving: deque[Step] = deque()
+        # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
+        self._held: deque[Step] = deque()
         self._staging: list[Tensor] = []
+        self._staged = [0] * _STAGES  # the last step that each stage was used for
         self._scratch = Scratch()
+        waits.at_failure.append(self._close)
 
     @classmethod
-    def connect(cls, comm: MPI.Intracomm, call: Call, piece_bytes: int) -> SharedGroup | None:
+    def connect(cls, comm: MPI.Intracomm, waits: Waits, piece_bytes: int) -> SharedGroup | None:
         """Make it for the ranks of ``comm``, which must call this together; None on all where one cannot."""
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        fits = node.Get_size() == comm.Get_size()
-        node.Free()
-        memory = shared_memory() if fits else None
-        offer = None if memory is None else (memory.address, memory.reserve(_CONTROL_BYTES))
-        offers: list[tuple[Address, int] | None] = comm.allgather(offer)
+        memory = shared_memory()
+        control = -1 if memory is None else memory.reserve(_CONTROL_BYTES)
+        own = bytes(OFFER_BYTES) if memory is None else memory.address.packed(control)
+        table = bytearray(OFFER_BYTES * comm.Get_size())
+        waits.request(comm.Iallgather(own, [table, OFFER_BYTES, MPI.BYTE]))
+        offers = [Address.unpacked(table[start : start + OFFER_BYTES]) for start in range(0, len(table), OFFER_BYTES)]
         maps: list[mmap.mmap] = []
-        try:
-            for other in offers:
-                if memory is not None and other is not None:
-                    maps.append(memory.attach(other[0]))
-        except (OSError, ValueError):
-            pass
-        if not comm.allreduce(len(maps) == comm.Get_size(), MPI.LAND):
+        if memory is not None:
+            with suppress(OSError, ValueError):
+                for address, _ in offers:
+                    maps.append(memory.attach(address))
+        reached = bytearray([len(maps) == comm.Get_size()])
+        waits.request(comm.Iallreduce(MPI.IN_PLACE, [reached, MPI.BYTE], MPI.BAND))
+        if not reached[0]:
             return None
         assert memory is not None
-        positions = [other[1] for other in offers if other is not None]
         controls = [
             memoryview(space)[start : start + _CONTROL_BYTES].cast("q")
-            for space, start in zip(maps, positions, strict=True)
+            for space, (_, start) in zip(maps, offers, strict=True)
         ]
-        return cls(comm.Get_rank(), maps, controls, memory, call, piece_bytes)
+        return cls(comm.Get_rank(), maps, controls, memory, waits, piece_bytes)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory of a contiguous tensor is shared already, so that nothing has to be copied."""
@@ -120,7 +124,10 @@ class SharedGroup:
             if len(under_way) == _STAGES:
                 self.finish(under_way.popleft())
             if step.slab is None:
-                step.stage(self._stage(index % _STAGES), self._rank, self._size)
+                stage = index % _STAGES
+                self._wait_for(self._staged[stage], step.title)  # an error may have left it under way
+                step.stage(self._stage(stage), self._rank, self._size)
+                self._staged[stage] = self._launched + 1
             under_way.append(self._launch(step))
         while under_way:
             self.finish(under_way.popleft())
@@ -131,38 +138,72 @@ class SharedGroup:
         Raises:
             CommunicationError: The ranks have brought different things.
         """
-        self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= step.number)
+        self._wait_for(step.number, step.title)
         if step.complaint:
             raise CommunicationError(step.complaint)
         self._outstanding.fence()
         step.finish(self._rank, self._size)
 
     def has_ended(self, step: Step) -> bool:
-        """Whether a step is complete on all ranks; does what can be done now."""
+        """Whether a step is complete on all ranks, or never will be; does what can be done now."""
         self._outstanding.progress()
-        return min(page[_DONE] for page in self._controls) >= step.number
+        return self._done() >= step.number or self._waits.is_over()
+
+    def failure_of(self, step: Step) -> str:
+        """Why a step has not ended well; empty if it has, or is under way."""
+        return step.complaint or (self._waits.failure if self._done() < step.number else "")
 
     def wait(self, steps: Sequence[Step]) -> None:
-        """Finish ``steps``, under the eyes of the watchdog."""
-        if steps:
-            with self._call.watched(steps[0].title):
-                for step in steps:
-                    self.finish(step)
+        """Finish ``steps``."""
+        for step in steps:
+            self.finish(step)
+
+    def drain(self) -> None:
+        """Wait until every step is complete on all ranks."""
+        self._wait_for(self._launched, "destroy_process_group")
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
+        if self._own[_CLOSED]:
+            if all(page[_CLOSED] for page in self._controls):
+                self._held.clear()
+            return not self._held
         arriving = self._arriving
         while arriving and min(page[_ARRIVED] for page in self._controls) >= arriving[0].number:
             self._outstanding.fence()
             self._act(arriving[0])
             self._outstanding.fence()
             self._own[_DONE] = arriving.popleft().number
-        return not arriving and min(page[_DONE] for page in self._controls) >= self._launched
+        done = self._done()
+        while self._held and self._held[0].number <= done:
+            self._held.popleft()
+        return not self._held
+
+    def _done(self) -> int:
+        """The last step that is complete on all ranks."""
+        return min(page[_DONE] for page in self._controls)
+
+    def _wait_for(self, number: int, what: str) -> None:
+        """Wait until a step is complete on all ranks."""
+        if self._done() < number:
+            self._waits.until(lambda: self._done() >= number, what, lambda: self._absent(number))
+
+    def _absent(self, number: int) -> list[int]:
+        """Who has not come to a step; if all have, who has not done its part."""
+        late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
+        return late[0] or late[1]
+
+    def _close(self) -> None:
+        """Take no part any more. What was under way stays in memory until nobody does."""
+        with self._outstanding.lock:
+            self._arriving.clear()
+            self._own[_CLOSED] = 1
 
     def _launch(self, step: Step) -> Step:
+        if self._own[_CLOSED]:
+            self._waits.check(step.title)  # raises
         number = self._launched + 1
-        if min(page[_DONE] for page in self._controls) < number - _PLACES:  # its record is still to be read
-            self._outstanding.wait_until(lambda: min(page[_DONE] for page in self._controls) >= number - _PLACES)
+        self._wait_for(number - _PLACES, step.title)  # whose record is still to be read
         self._launched = step.number = number
         self._publish(step)
         self._outstanding.add(self)
@@ -178,6 +219,7 @@ class SharedGroup:
         own[record + 2] = step.brought.numel()
         own[record + 3] = step.code
         self._arriving.append(step)
+        self._held.append(step)
         self._outstanding.fence()
         own[_ARRIVED] = step.number
 
@@ -200,7 +242,7 @@ class SharedGroup:
 
     def _complaint(self, brought: list[tuple[int, ...]]) -> str:
         each = ", ".join(f"rank {rank} {described(*one)}" for rank, one in enumerate(brought))
-        return f"{self._call.place}: the ranks have brought different tensors to one collective: {each}"
+        return f"{self._waits.place}: the ranks have brought different tensors to one collective: {each}"
 
 
 class SharedWork(PythonWork):
@@ -215,17 +257,18 @@ class SharedWork(PythonWork):
         self._steps = steps
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the result is in place, no longer than the group's timeout, which ends the job.
+        """Wait until the result is in place, no longer than the group's timeout.
 
         Raises:
-            CommunicationError: The ranks have brought different sizes or dtypes; the same error on all.
+            CommunicationError: The ranks have brought different sizes or dtypes; the same error on all. Or a rank
+                did not come in time, or has given the group up.
         """
         steps, self._steps = self._steps, []
         self._group.wait(steps)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is in place on all ranks."""
+        """Whether the result is in place on all ranks, or never will be."""
         return not self._steps or self._group.has_ended(self._steps[-1])
 
     def is_success(self) -> bool:
@@ -234,8 +277,8 @@ class SharedWork(PythonWork):
 
     def exception(self) -> BaseException | None:
         """What ``wait()`` will raise."""
-        complaints = [step.complaint for step in self._steps if step.complaint]
-        return CommunicationError(complaints[0]) if complaints else None
+        reasons = [reason for reason in map(self._group.failure_of, self._steps) if reason]
+        return CommunicationError(reasons[0]) if reasons else None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future of ``result()``: waits first, since who waits for a future calls no backend."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
 
-    from ppe_ddp.backends.mpi_job import Call
     from ppe_ddp.backends.mpi_options import MpiOptions
     from ppe_ddp.backends.mpi_shared_steps import Step
+    from ppe_ddp.backends.mpi_waits import Waits
 
 _Kind: Any = ReduceOp.RedOpType
 # Measured: a message is faster for less than 0.5 to 1 MB, and for an all-gather of less than 4 MB.
@@ -43,15 +43,15 @@ class SharedWay:
 
     Args:
         comm: The communicator.
-        call: Tells the watchdog what goes on.
+        waits: How to wait.
         options: The same on every rank.
     """
 
-    def __init__(self, comm: MPI.Intracomm, call: Call, options: MpiOptions) -> None:
+    def __init__(self, comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> None:
         self._comm = comm
         self._rank = comm.Get_rank()
         self._size = comm.Get_size()
-        self._call = call
+        self._waits = waits
         self._options = options
         self._is_wanted = self._size > 1 and options.shared_memory and not options.gpu_aware
         self._is_connected = False
@@ -71,6 +71,11 @@ class SharedWay:
         memory = shared_memory()
         assert memory is not None
         return memory.allocate(numel, dtype)
+
+    def drain(self) -> None:
+        """Wait until nothing of it is under way."""
+        if self._group is not None:
+            self._group.drain()
 
     def start(self, what: str, result: Any, *arguments: Any) -> Work | None:
         """Begin a collective whose input this process holds in shared memory.
@@ -136,7 +141,7 @@ class SharedWay:
         if not serves(reduction_of(dtype, kind).view, kind):
             return None
         if not self._is_connected:
-            self._group = SharedGroup.connect(self._comm, self._call, self._options.shared_piece_bytes)
+            self._group = SharedGroup.connect(self._comm, self._waits, self._options.shared_piece_bytes)
             self._is_connected = True
         return self._group if all(map(is_plain, tensors)) else None
 

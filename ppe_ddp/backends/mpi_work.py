@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
+    from ppe_ddp.backends.mpi_waits import Waits
+
 # A waiting receiver gives its core away after this long: messages take less, and a peer may need the core.
 _SPIN_SECONDS = 0.005
 _NAP_SECONDS = 50e-6
@@ -108,8 +110,8 @@ class Message(PythonWork):
     Args:
         request: MPI's handle of it.
         tensors: What is sent or received; one tensor.
-        what: The call, for an error's text, such as ``"rank 0 of 4: send to rank 1 (tag 0)"``.
-        timeout: How long a ``wait()`` without its own timeout waits, in seconds.
+        what: The call, for an error's text, such as ``"send to rank 1 (tag 0)"``.
+        waits: Of its group; a ``wait()`` without a timeout of its own has theirs.
         arrive: Called once when it is complete: brings a received copy to its tensor.
     """
 
@@ -118,23 +120,22 @@ class Message(PythonWork):
         request: MPI.Request,
         tensors: list[torch.Tensor],
         what: str,
-        timeout: float,
+        waits: Waits,
         arrive: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(tensors)
         self._request = request
         self._what = what
-        self._timeout = timeout
+        self._waits = waits
         self._arrive = arrive
         self._lock = threading.Lock()  # MPI allows no two threads to test one request
         self._done = False
-        self._outstanding = outstanding(os.getpid())
         self._error: BaseException | None = None
         self._source = -1
 
     def is_completed(self) -> bool:
         """Whether it has arrived, or the local buffer may be used again; also True where it failed."""
-        self._outstanding.progress()
+        self._waits.progress()
         with self._lock:
             if not self._done:
                 self._test()
@@ -158,24 +159,30 @@ class Message(PythonWork):
             True.
 
         Raises:
-            CommunicationError: MPI reports an error, or the time is over; the message names the peer. After a
-                timeout the message may still arrive, and the tensor must be left alone.
+            CommunicationError: MPI reports an error, a rank has given the group up, or the time is over; the
+                message names the peer. After a timeout the message may still arrive, and the tensor must be left alone.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds <= 0.0:
-            seconds = self._timeout
+            seconds = self._waits.timeout
         start = time.monotonic()
         while not self.is_completed():
             waited = time.monotonic() - start
             if waited > seconds:
                 raise CommunicationError(
-                    f"{self._what} has not been matched for {seconds:g} s: the other rank did not call, or died"
+                    f"{self._waits.place}: {self._what} has not been matched for {seconds:g} s: the other rank did "
+                    "not call, or died"
                 )
             if waited > _SPIN_SECONDS:
+                self._waits.check(self._what)
                 time.sleep(_NAP_SECONDS)
         if self._error is not None:
             raise self._error
         return True
+
+    def keep(self) -> None:
+        """Hold its memory as long as MPI may use it, whoever drops this."""
+        outstanding(os.getpid()).keep(self._request, (self, self._result))
 
     def source_rank(self) -> int:
         """Who sent it, as a rank of the group; -1 before it has arrived."""
@@ -210,6 +217,6 @@ class Message(PythonWork):
             if self._arrive is not None:
                 self._arrive()
         except MPI.Exception as error:
-            self._error = CommunicationError(f"{self._what} failed: {error}")
+            self._error = CommunicationError(f"{self._waits.place}: {self._what} failed: {error}")
         self._arrive = None
         self._done = True

@@ -47,9 +47,11 @@ class Consensus:
         self._packing = packing
         self._negotiate = negotiate
         self._with_buffers = with_buffers
+        self._place = "start"
         self._options = [f"options {options}"] if options else []
         self._buffer_lines: list[str] = []
         self._count = 0
+        self._generation = groups.generation
 
     def arm(self, census: Census) -> None:
         """Speak of the parameters of ``census`` from now on."""
@@ -88,17 +90,32 @@ class Consensus:
         """The buffers that the ranks agree on, where they have to."""
         return list(self._census.buffers().values()) if self._with_buffers else []
 
-    def ask(self, local: bytes | bytearray, status: int, *, may_differ: bool = False) -> Exchange:
+    def ask(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> Exchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
             status: A byte about this rank, which all ranks will see.
-            may_differ: Whether ranks may have different gradients here even where they do not negotiate.
+            is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
+                where they do not negotiate.
         """
-        bits = bytearray(self._groups.world_size)
-        bits[self._groups.rank] = status
-        return self._channel.exchange(self._current_digest(None if may_differ else local), local, bytes(bits))
+        groups = self._groups
+        if self._generation != groups.generation:
+            self._begin_anew()
+        if not is_vote:
+            groups.step += 1
+        self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
+        bits = bytearray(groups.world_size)
+        bits[groups.rank] = status
+        digest = fingerprint([self._current_digest(None if is_vote else local).hex(), self._place])
+        return self._channel.exchange(digest, local, bytes(bits))
+
+    def _begin_anew(self) -> None:
+        """Go back to what all ranks know, since a failure may have come before or after something was learned."""
+        self._generation = self._groups.generation
+        self._channel = Channel(self._groups)
+        self._count = 0
+        self.arm(self._census)
 
     def answer(self, exchange: Exchange, local: bytes | bytearray) -> Agreement:
         """Wait for what came of :meth:`ask`.
@@ -108,7 +125,7 @@ class Consensus:
         """
         agreement = exchange.result()
         if not agreement.same:
-            raise _disagreement(self._lines(local), self._groups)
+            raise _disagreement([*self._lines(local), self._place], self._groups)
         return agreement
 
     def learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:

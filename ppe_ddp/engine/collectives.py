@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.pool import Pool
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -26,7 +27,7 @@ class ReduceScatter(ABC):
     """One way to add flat tensors up so that each rank gets its part of the sum.
 
     Args:
-        group: The ranks.
+        groups: The ranks.
         pool: Memory for it.
         from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
 
@@ -34,21 +35,22 @@ class ReduceScatter(ABC):
         from_pool: The same.
     """
 
-    def __init__(self, group: ProcessGroup, pool: Pool, *, from_pool: bool) -> None:
-        self._group = group
+    def __init__(self, groups: Groups, pool: Pool, *, from_pool: bool) -> None:
+        self._groups = groups
         self._pool = pool
-        self._world_size = dist.get_world_size(group)
+        self._world_size = groups.world_size
         self.from_pool = from_pool
 
     @staticmethod
-    def fitting(group: ProcessGroup, pool: Pool, device: torch.device) -> ReduceScatter:
+    def fitting(groups: Groups, pool: Pool, device: torch.device) -> ReduceScatter:
         """The faster one for tensors on ``device``.
 
         gloo's reduce-scatter takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an
         all-to-all and a sum take 2.7 (on four ranks 11.6 and 5.5). Over mpi4py it is the other way around.
         """
+        group = groups.buckets
         kind = Exchanged if backends_of(group).get(device.type) == "gloo" else Reduced
-        return kind(group, pool, from_pool=offers_memory(group, device))
+        return kind(groups, pool, from_pool=offers_memory(group, device))
 
     def start(self, share: Tensor, flat: Tensor, *, factor: float = 1.0, spare: bool = True) -> Waitable | None:
         """Begin to set ``share`` to ``factor`` times the sum over the ranks of this rank's part of ``flat``.
@@ -87,7 +89,7 @@ class Exchanged(ReduceScatter):
         received = self._pool.take(flat.numel(), flat.dtype, flat.device)
         # as bytes, since gloo does not know every dtype
         work = dist.all_to_all_single(
-            received.view(torch.uint8), flat.view(torch.uint8), group=self._group, async_op=True
+            received.view(torch.uint8), flat.view(torch.uint8), group=self._groups.buckets, async_op=True
         )
         return _Then(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
 
@@ -113,7 +115,7 @@ class Reduced(ReduceScatter):
         if flat.dtype is not share.dtype:
             received = self._pool.take(share.numel(), flat.dtype, flat.device)
         function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = function(received, flat, group=self._group, async_op=True)
+        work = function(received, flat, group=self._groups.buckets, async_op=True)
         if received is share and factor == 1.0:
             return work  # type: ignore[no-any-return]
         return _Then(work, lambda: _scale(share, received, factor))

@@ -96,6 +96,11 @@ class Communication(Carrier):
         """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
 
     @property
+    def groups(self) -> Sequence[Groups]:
+        """Those of the wrapper."""
+        return (self._groups,)
+
+    @property
     def idle(self) -> bool:
         """Whether one rank is alone, with our own function."""
         return self.sender.idle
@@ -155,6 +160,7 @@ class Communication(Carrier):
             backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(landed)
             backward.recorder.agreed_at = perf_counter_ns()
             return
+        self._groups.renew()
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.scattering is not None:
@@ -254,6 +260,8 @@ class Communication(Carrier):
         round_, backward.round = backward.round, None
         late, backward.late = backward.late, {}
         if isinstance(round_, Round):
+            if self.sender.has_own_group and not round_.is_back():
+                self._groups.leave_behind(self.sender.title)
             gradients = round_.abandon()
             if round_.record.repair:
                 late.update(gradients)
@@ -298,7 +306,7 @@ class Communication(Carrier):
         for i in late:
             mask[i] = 1
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.consensus.ask(mask, status, may_differ=True)
+        return self.consensus.ask(mask, status, is_vote=True)
 
     def _land(self, backward: Backward, round_: Round) -> Steps:
         world_size = self._groups.world_size

@@ -10,7 +10,6 @@ the meantime (a repair) makes a ``.grad`` of its own instead of being added to a
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -146,6 +145,14 @@ class Flight:
         is_done = self.probe()
         return not self.is_under_way or (is_done is not None and bool(is_done()))
 
+    def check(self, sender: Sender) -> None:
+        """Raise what it is known to have failed with."""
+        pending, bucket = self._pending, self._bucket
+        if bucket is None or not isinstance(pending, torch.futures.Future) or self.plan.device.type != "cpu":
+            return
+        if pending.done():
+            sender.settle(bucket, pending)
+
     def settle(self, sender: Sender) -> None:
         """Wait until nothing of it is on its way."""
         if self._pending is not None and self._bucket is not None:
@@ -180,12 +187,9 @@ class Flight:
         return results
 
     def abandon(self) -> None:
-        """Wait for what is still in flight, and forget what came of it."""
-        if self._pending is not None:
-            # another error is on its way to the user already
-            with contextlib.suppress(Exception):
-                self._pending.wait()
-            self._pending = None
+        """Leave what is still in flight; the gradients are copies from then on, into which nobody writes any more."""
+        self.gradients = [None if gradient is None else gradient.clone() for gradient in self.gradients]
+        self._pending = None
 
 
 def _fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], share: float) -> None:

@@ -8,26 +8,31 @@ function may send from a thread of its own, and once for the small messages by w
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from ppe_ddp.errors import UnusableError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ppe_ddp.engine.failures import LEFT_BEHIND, Failure, Failures, reason_of
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Groups:
     """A user's process group and its duplicates.
+
+    After a failure on some rank each closes its duplicates, and :meth:`renew` makes others, with all ranks.
 
     Attributes:
         parent: The group that the user named.
@@ -37,6 +42,9 @@ class Groups:
         world_size: The size of the group.
         pid: The process that made them.
         number: Which duplicate of the parent this is, the same on every rank.
+        generation: How often the duplicates were made anew.
+        step: The synchronized backwards since then; the same on every rank.
+        is_closed: Whether they have to be made anew.
     """
 
     parent: ProcessGroup
@@ -46,6 +54,15 @@ class Groups:
     world_size: int
     pid: int
     number: int
+    generation: int = 0
+    step: int = 0
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self._name()
+        self.timeout_seconds = (_timeout(self.control) or c10d.default_pg_timeout).total_seconds()
+        self.failures = self._failures()
+        self._unusable = ""
 
     @classmethod
     def duplicate(cls, parent: ProcessGroup) -> Groups:
@@ -70,21 +87,91 @@ class Groups:
                 made.idle.remove(groups)
                 return groups
         made.count += 1
-        config = dist.get_backend_config(parent)
-        backends = backends_of(parent)
-        options = _options(parent) if serves_cpu else None
-        for_buckets = getattr(options, "for_buckets", lambda: options)
-        for_control = getattr(options, "for_control", lambda: options)
-        # torch would give them to every backend of a mixed group, and no other understands them.
-        is_mixed = len(set(backends.values())) > 1
-        buckets = _new_group(parent, config, f"buckets/{made.count}", None if is_mixed else for_buckets())
-        # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
-        control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{made.count}", for_control())
+        buckets, control = _duplicates(parent, str(made.count))
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
+
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether there are duplicates, which can be closed and made anew."""
+        return self.number > 0
+
+    def renew(self) -> None:
+        """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
+
+        Raises:
+            CommunicationError: Not all ranks have come within the group's timeout.
+            UnusableError: On all ranks: a hook was left under way in a group of its own, which nobody can make anew.
+        """
+        if not self.is_closed:
+            return
+        self.generation += 1
+        try:
+            self.buckets, self.control = _duplicates(self.parent, f"{self.number}/{self.generation}")
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
+                f"{error}. Every rank must go on with its next step"
+            ) from error
+        # All ranks have come, so all that they have to say about the failure is there.
+        left = [failure for failure in self.failures.of_all() if failure.phase == LEFT_BEHIND]
+        self.failures = self._failures()
+        self.step = 0
+        self.is_closed = False
+        if left:
+            self._unusable = f"rank {self.rank}: {left[0].reason}"
+            raise UnusableError(self._unusable)
+
+    def leave_behind(self, title: str) -> None:
+        """Take note, on all ranks, that ``title`` was left under way in a group of its own after a failure."""
+        if self.is_duplicate:
+            reason = (
+                f"when a rank failed, {title} was under way on rank {self.rank} in a process group that the wrapper "
+                "did not make, and cannot make anew: what is sent there next would be taken for the rest of it. Make "
+                "that group anew, and wrap the module again"
+            )
+            self.failures.report(Failure(self.rank, self.step, LEFT_BEHIND, reason))
+
+    def fail(self, error: BaseException, phase: str) -> PeerAbortedError | None:
+        """End the communication of this step after ``error``: tell the other ranks, and close the duplicates.
+
+        Local variables of the functions that have raised are cleared, as they may hold the group, and its connections
+        end with the last reference.
+
+        Returns:
+            What to raise instead, if another rank has failed and this is what came of it here.
+        """
+        if not self.is_duplicate or self.is_closed:
+            return None
+        peers: PeerAbortedError | None = None
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            others = [failure for failure in self.failures.of_others() if failure.phase != LEFT_BEHIND]
+            if others and _is_of_transport(error):
+                peers = self.failures.error(others)
+            elif not isinstance(error, DisagreementError):  # which every rank has
+                self.failures.report(Failure(self.rank, self.step, phase, reason_of(error)))
+        traceback.clear_frames(error.__traceback__)
+        self.is_closed = True
+        duplicates = [self.buckets, self.control]
+        self.buckets = self.control = self.parent
+        _close(duplicates)
+        return None if isinstance(error, PeerAbortedError) else peers
+
+    def _failures(self) -> Failures:
+        # a bare group has no store that could be asked for, and is never closed
+        store = c10d._get_process_group_store(self.control) if self.is_duplicate else HashStore()
+        return Failures(store, self.name + f"/{self.generation}", self.rank)
+
+    def _name(self) -> str:
+        return self.control.group_name
 
     def release(self) -> None:
         """Let another wrapper over the same parent have them; call this when nothing is on its way in them."""
-        if self.control is not self.parent and os.getpid() == self.pid and not self._destroyed():
+        if (
+            self.is_duplicate
+            and not (self.is_closed or self._unusable)
+            and os.getpid() == self.pid
+            and not self._destroyed()
+        ):
             _made_from(self.parent).idle.append(self)
 
     def check(self) -> None:
@@ -95,25 +182,17 @@ class Groups:
                 "belong to the parent; start workers by 'spawn' and initialize torch.distributed in each, or "
                 "use the plain module (ddp.module) here"
             )
+        if self._unusable:
+            raise UnusableError(self._unusable)
         if not dist.is_initialized() or (self.world_size > 1 and self._destroyed()):
             raise UnusableError(
                 f"rank {self.rank}: the process group of this wrapper was destroyed; wrap the module again after "
                 "init_process_group(), or use the plain module (ddp.module)"
             )
 
-    @property
-    def name(self) -> str:
-        """The same on every rank, and no other wrapper's."""
-        return self.control.group_name
-
-    @property
-    def timeout_seconds(self) -> float:
-        """How long a collective may take."""
-        return (_timeout(self.control) or c10d.default_pg_timeout).total_seconds()
-
     def _destroyed(self) -> bool:
         known = c10d._world.pg_map
-        return self.control is not self.parent and (self.control not in known or self.parent not in known)
+        return self.is_duplicate and (self.control not in known or self.parent not in known)
 
 
 @dataclass
@@ -132,6 +211,44 @@ def _made_from(parent: ProcessGroup) -> _Made:
     if made is None or made.parent is not parent:  # there may have been an earlier group of this name
         made = registry[parent.group_name] = _Made(parent)
     return made
+
+
+def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessGroup]:
+    """Groups of the ranks of ``parent`` for buckets and for masks; ``name`` must be new, and the same on every rank."""
+    backends = backends_of(parent)
+    options = _options(parent) if "cpu" in {device.type for device in parent._device_types} else None
+    for_buckets = getattr(options, "for_buckets", lambda: options)
+    for_control = getattr(options, "for_control", lambda: options)
+    # torch would give them to every backend of a mixed group, and no other understands them.
+    is_mixed = len(set(backends.values())) > 1
+    config = dist.get_backend_config(parent)
+    buckets = _new_group(parent, config, f"buckets/{name}", None if is_mixed else for_buckets())
+    # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
+    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
+    return buckets, control
+
+
+def _close(groups: list[ProcessGroup]) -> None:
+    """Close the connections of these, so that ranks that wait in them leave with an error; empties the list."""
+    for group in groups:
+        if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
+            group.abort()
+    del group
+    # gloo ends what this rank has pending first, which may need the others to come by
+    threading.Thread(target=_destroy, args=(groups,), name="ppe_ddp-close", daemon=True).start()
+
+
+def _destroy(groups: list[ProcessGroup]) -> None:
+    while groups:
+        with contextlib.suppress(RuntimeError, ValueError):  # destroyed by the user meanwhile
+            dist.destroy_process_group(groups.pop())  # the last reference, with which the connections end
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Whether an error may be what a closed connection looks like, from our code or a function of the user's."""
+    if isinstance(error, CommunicationError | PeerAbortedError | dist.DistError):
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)  # its sources, which it names; it has no other type
 
 
 def _options(group: ProcessGroup) -> Any:

@@ -13,6 +13,7 @@ transport that gets messages of different lengths may end the process (gloo does
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
 
 from ppe_ddp.engine.groups import allocator
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -126,7 +127,10 @@ class Channel:
         self._count += 1
         if self._groups.world_size == 1:
             return None
-        work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+        try:
+            work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+        except CommunicationError as error:  # a transport that knows already that another rank has failed
+            return _Lost(error)
         return work
 
     def _filled(self, content: bytearray) -> Tensor:
@@ -213,8 +217,12 @@ class Exchange:
             return
         groups = self._channel._groups
         try:
-            work.wait()
+            groups.failures.wait(work, _CPU)
+        except PeerAbortedError:
+            raise
         except RuntimeError as error:
+            with suppress(dist.DistError):  # the store is gone as well
+                groups.failures.check()
             absent = self._channel.absent()
             others = f"rank {', '.join(map(str, absent))}, which did not come" if absent else "the other ranks"
             raise CommunicationError(
@@ -223,6 +231,20 @@ class Exchange:
                 "in this step calls ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`, and "
                 "an error on another rank ends here, so look for the first traceback of all ranks."
             ) from error
+
+
+class _Lost(dist.Work):
+    """What could not be sent: it fails where it is waited for, like all that is lost on its way."""
+
+    def __init__(self, error: CommunicationError) -> None:
+        super().__init__()
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        raise self._error
 
 
 def _are_same(reply: bytes) -> bool:

@@ -79,7 +79,6 @@ class Reducer(Generic[C]):
         self._started: Completion | None = None
         self._forwards = Forwards()
         self._last: Recorder | None = None
-        self._has_failed = False  # something may still be on its way in the groups
         self._landings: Landings | None = None
         self._streams: LandingStreams | None = None
         self._parameters: Sequence[nn.Parameter] = ()
@@ -105,7 +104,7 @@ class Reducer(Generic[C]):
 
     def __del__(self) -> None:
         self.disarm()
-        if self._backward is None and not self._has_failed:
+        if self._backward is None:
             self.groups.release()
 
     def disarm(self) -> None:
@@ -172,9 +171,9 @@ class Reducer(Generic[C]):
                     self._open_if_agreed(backward)
                 else:
                     backward.round.launch_ready()
-            except BaseException:
-                self._fail(backward)
-                raise
+            except BaseException as error:
+                if not self.communication.put_off(backward, error):
+                    self._fail(backward, error)
 
     def _landed_unsynchronized(self, index: int) -> None:
         with self._lock:
@@ -246,7 +245,7 @@ class Reducer(Generic[C]):
         backward.alive = self._standby
         callback.backward = self._backward = backward
         self._begun.add(self)
-        if self._overlap and not self._sync_hooks and not self.communication.idle:
+        if self._overlap and not (self._sync_hooks or self.communication.idle or self.communication.is_closed):
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
                 backward.waiting[i] = 1
@@ -260,8 +259,8 @@ class Reducer(Generic[C]):
     def _quieten(self, indices: Sequence[int]) -> None:
         """Only note the landings of these, save those whose stream is still to be seen."""
         assert self._landings is not None
-        streams = self._streams
-        self._landings.quieten(indices if streams is None else [i for i in indices if streams.knows(i)])
+        known = indices if self._streams is None else [i for i in indices if self._streams.knows(i)]
+        self._landings.quieten(known)
 
     def _look_up(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
@@ -284,25 +283,24 @@ class Reducer(Generic[C]):
         try:
             self._wake(backward)
             if backward.phase is Phase.BEGUN:
-                self._call_sync_hooks()
+                self._call_sync_hooks(backward)
                 self.communication.ask(backward)
             yield from self._complete(backward)
-        except BaseException:
-            if backward.phase is Phase.BEGUN:
-                # Nothing was said to the other ranks yet: the next forward lets them go on without us. The
-                # traceback may keep the callback alive, so its death is no sign here.
-                backward.alive = lambda: None
+        except BaseException as error:
+            if backward.phase is Phase.BEGUN and isinstance(error, Exception):
+                yield from self._let_go(backward)  # nothing was said to the other ranks yet
             elif backward.phase is not Phase.OVER:
-                self._fail(backward)
                 self._backward = None
+                self._fail(backward, error)
             raise
 
     def _complete(self, backward: Backward) -> Steps:
         backward.dropped = self._forwards.settle(excuses=backward.is_manual)
         try:
-            yield from self.communication.complete(backward)
-        except PeerAbortedError:
-            self._close(backward)
+            yield from self.communication.finish(backward)
+        except PeerAbortedError as error:
+            if error.step is None:  # the ranks are in step
+                self._close(backward)
             raise
         self._close(backward)
 
@@ -321,10 +319,9 @@ class Reducer(Generic[C]):
             self._landings.wake()
             self._count(backward)
 
-    def _call_sync_hooks(self) -> None:
-        wrapper = self._wrapper()
-        for hook in list(self._sync_hooks.values()):
-            hook(wrapper)
+    def _call_sync_hooks(self, backward: Backward) -> None:
+        for hook in () if backward.silent else list(self._sync_hooks.values()):
+            hook(self._wrapper())
 
     # ------------------------------------------------------------------ without autograd
 
@@ -341,8 +338,7 @@ class Reducer(Generic[C]):
             backward = Backward(self._names, silent=silent)
             backward.is_manual = True
             backward.waiting = bytearray(len(self._parameters))
-            if not silent:
-                self._call_sync_hooks()
+            self._call_sync_hooks(backward)
             self.communication.ask(backward)
             self._backward = backward
             self._started = self._completion(backward)
@@ -362,11 +358,12 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ when something goes wrong
 
-    def _fail(self, backward: Backward) -> None:
-        """Put the gradients of this rank back, so that nothing is lost."""
-        backward.phase = Phase.FAILED
-        self._has_failed = True
-        self.communication.put_back(backward)
+    def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
+        """End it on all ranks, put the gradients of this one back, and raise what is to be raised."""
+        heard = self.communication.fail(backward, error)
+        if heard is None:
+            raise error
+        raise heard from error
 
     def _recover(self) -> None:
         """Let the other ranks finish what one error has ended here, in this module and any other."""
@@ -378,8 +375,8 @@ class Reducer(Generic[C]):
 
     def _let_go(self, backward: Backward) -> Steps:
         """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""
-        if backward.phase is Phase.FAILED:
-            self._backward = None  # the communication itself failed, here as on every rank
+        if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
+            self._backward = None
             return
         backward.silent = backward.aborted = True
         try:
@@ -387,6 +384,10 @@ class Reducer(Generic[C]):
             if backward.phase is Phase.BEGUN:
                 self.communication.ask(backward)
             yield from self._complete(backward)
+        except PeerAbortedError as error:
+            self.communication.fail(backward, error)  # this rank has an error already
+        except BaseException as error:
+            self._fail(backward, error)
         finally:
             self._backward = None
 

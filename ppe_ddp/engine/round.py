@@ -126,8 +126,12 @@ class Round(Departures):
         # only in a plan of fixed buckets are there members that no rank has
         self._is_exact = sum(len(bucket.members) for bucket in plan.buckets) == sum(plan.present)
 
+    def is_back(self) -> bool:
+        """Whether nothing of the dense ones is on its way."""
+        return all(flight.is_back() for flight in self._dense())
+
     def _must_wait(self) -> bool:
-        return self._sender.one_at_a_time and not all(flight.is_back() for flight in self._dense())
+        return self._sender.one_at_a_time and not self.is_back()
 
     def _settle(self) -> Steps:
         if self._sender.one_at_a_time:
@@ -141,6 +145,8 @@ class Round(Departures):
 
     def _launch(self, k: int) -> None:
         bucket = self.plan.buckets[k]
+        for flight in self._dense()[-1:]:
+            flight.check(self._sender)  # the other ranks would take this bucket for one that was never sent
         gradients = self._taken(bucket.members)
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
@@ -184,7 +190,7 @@ class Round(Departures):
                 hand_over(flight.plan.members, [result])
 
     def abandon(self) -> Iterator[tuple[int, Tensor]]:
-        """Wait for what is in flight; yields the gradients that this rank had put in."""
+        """Leave what is in flight; yields the gradients that this rank had put in."""
         for flight in self.flights:
             if isinstance(flight, Flight):
                 flight.abandon()

@@ -108,7 +108,7 @@ class Scattering(ShardedModel):
     def _flight(self, plan: BucketPlan, *args: Any, **keywords: Any) -> Flight:
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fitting(self._groups.buckets, self._pool, plan.device)
+            transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
             self._transports[plan.device] = transport
         rows = self._layouts.get(plan.members)
         if rows is None:

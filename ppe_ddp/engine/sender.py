@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.groups import backends_of
-from ppe_ddp.errors import CommunicationError, FunctionError
+from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import average, total
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Sender(ABC):
 
     may_resize = False
     """Whether the flat buffer may be made larger meanwhile."""
+    has_own_group = False
+    """Whether it communicates in groups that are not ours."""
     one_at_a_time = False
     """Whether a bucket must not leave before the one ahead of it has come back."""
 
@@ -70,7 +72,7 @@ class Sender(ABC):
     def settle(self, bucket: GradBucket, pending: Waitable) -> None:
         """Wait for ``pending``; its result is for :meth:`finish`."""
         try:
-            pending.wait()
+            self._wait(bucket, pending)
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -84,7 +86,7 @@ class Sender(ABC):
             memory: What the tensors of the bucket are aliases of.
         """
         try:
-            value = None if pending is None else pending.wait()
+            value = None if pending is None else self._wait(bucket, pending)
             self._accept(bucket, value)
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
@@ -101,6 +103,9 @@ class Sender(ABC):
 
     @abstractmethod
     def _accept(self, bucket: GradBucket, value: object) -> None: ...
+
+    def _wait(self, bucket: GradBucket, pending: Waitable) -> Any:
+        return self._groups.failures.wait(pending, bucket.buffer().device)
 
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         if hasattr(error, "add_note"):  # Python 3.11
@@ -153,7 +158,9 @@ class FunctionSender(Sender):
             return
         try:
             if pending is not None:
-                pending.wait()
+                self._wait(bucket, pending)
+        except PeerAbortedError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"{self.place(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
@@ -182,6 +189,7 @@ class HookSender(Sender):
     # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
     # was done in. With two buckets under way, the ranks would not communicate in the same order.
     one_at_a_time = True
+    has_own_group = True
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)

@@ -7,6 +7,7 @@ afterwards is of no use.
 from __future__ import annotations
 
 import contextlib
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.layout import ParameterSpec
     from ppe_ddp.megatron.lane import Lane
     from ppe_ddp.megatron.layout import BucketRange
+
+_ENDING_SECONDS = 1.0  # for a message to end whose connection was closed
 
 
 class Bucket:
@@ -149,13 +152,12 @@ class Bucket:
         self._is_reduced = True
 
     def abandon(self) -> None:
-        """Wait for what is still in flight, and forget what came of it."""
-        if self._flight is not None:
-            self._flight.abandon()
-        if self._pending is not None:
-            # another error is on its way to the user already
-            with contextlib.suppress(Exception):
-                self._pending.wait()
+        """Forget what is still in flight, in connections that were closed; what ends soon is waited for."""
+        is_done = self.probe()
+        end = monotonic() + _ENDING_SECONDS
+        with contextlib.suppress(RuntimeError):  # another error is on its way to the user already
+            while is_done is not None and not is_done() and monotonic() < end:
+                sleep(0.001)
         self._flight = self._pending = None
 
     @property

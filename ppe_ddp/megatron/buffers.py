@@ -131,7 +131,7 @@ class GradientBuffers:
         buckets = []
         for extent in self.layout.buckets:
             lane, memory = self.lanes[extent.lane], self.buffers[extent.buffer].grads(extent)
-            way = ReduceScatter.fitting(lane.groups.buckets, self._pool, memory.device) if scatter else None
+            way = ReduceScatter.fitting(lane.groups, self._pool, memory.device) if scatter else None
             parameters = self.census.parameters
             buckets.append(Bucket(extent, memory, lane, arena, self.specs, parameters, scatter=way))
         return buckets

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.layout import ParameterSpec, Plan
     from ppe_ddp.engine.presence import Exchange
     from ppe_ddp.engine.streams import LandingStreams
@@ -83,6 +84,11 @@ class BufferCommunication(Carrier):
     # ------------------------------------------------------------------ what the reducer asks for
 
     @property
+    def groups(self) -> Sequence[Groups]:
+        """Those of all lanes."""
+        return [lane.groups for lane in self._lanes]
+
+    @property
     def idle(self) -> bool:
         """Never: also one rank alone has its reduce function called."""
         return False
@@ -115,6 +121,8 @@ class BufferCommunication(Carrier):
     def ask(self, backward: Backward) -> None:
         """Start to agree on the gradients: expected in this backward, or accumulated before."""
         self.settle()
+        for lane in self._lanes:
+            lane.groups.renew()
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
         self._exchanges = [lane.consensus.ask(lane.local(local), Status.FINE) for lane in self._lanes]
@@ -153,7 +161,7 @@ class BufferCommunication(Carrier):
         for i in late:
             mask[i] = 1
         word = said(status, backward.dropped)
-        votes = [lane.consensus.ask(lane.local(mask), word, may_differ=True) for lane in self._lanes]
+        votes = [lane.consensus.ask(lane.local(mask), word, is_vote=True) for lane in self._lanes]
         way = _OnTheWay(backward, round_, votes, late)
         self._settling = Completion(self._settle(way), self._lanes[0].groups, threading.RLock())
         self._settling.keep_open()
@@ -183,6 +191,16 @@ class BufferCommunication(Carrier):
             settling.finish()
 
     def _settle(self, way: _OnTheWay) -> Steps:
+        try:
+            yield from self._take_results(way)
+        except BaseException as error:
+            way.backward.phase = Phase.FINISHING
+            heard = self.fail(way.backward, error)
+            if heard is None:
+                raise
+            raise heard from error
+
+    def _take_results(self, way: _OnTheWay) -> Steps:
         self.gradients.revision += 1
         for k, plan in enumerate(way.round.plan.buckets):
             bucket = self._buckets[plan.index]

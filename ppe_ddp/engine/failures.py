@@ -1,0 +1,123 @@
+"""Who has failed alone, where and why: told through the store, since no collective reaches ranks that wait in another.
+
+the rank that fails     reports, then closes its connections
+the others              leave their waits: the connection is closed, or they look here now and then
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.errors import PeerAbortedError
+
+if TYPE_CHECKING:
+    from ppe_ddp.contracts import Waitable
+
+_LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
+_LOOK = timedelta(seconds=_LOOK_SECONDS)
+LEFT_BEHIND = "left behind"
+"""In place of a phase: something that cannot be made anew was left under way in a group that is not ours."""
+_LONGEST_REASON = 2000  # characters
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank has reported.
+
+    Attributes:
+        rank: Who.
+        step: Which synchronized backward, counted since the connections were made.
+        phase: How far it was.
+        reason: The error.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    reason: str
+
+
+class Failures:
+    """The reports of the ranks of one group, for as long as its connections last.
+
+    Args:
+        store: Shared by the ranks.
+        name: Of the connections; the same on every rank, and never used again.
+        rank: This process in the group.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int) -> None:
+        self._store = store
+        self._key = f"ppe_ddp/failures/{name}"
+        self._rank = rank
+
+    def report(self, failure: Failure) -> None:
+        """Tell the others; before the connections are closed, so that who notices that finds the reason."""
+        number = self._store.add(f"{self._key}/begun", 1)
+        self._store.set(f"{self._key}/{number}", json.dumps(asdict(failure)))
+        self._store.add(f"{self._key}/count", 1)
+
+    def of_others(self) -> list[Failure]:
+        """What the other ranks have reported so far."""
+        return [failure for failure in self.of_all() if failure.rank != self._rank]
+
+    def of_all(self) -> list[Failure]:
+        """What all ranks have reported so far."""
+        if not self._store.check([f"{self._key}/count"]):
+            return []
+        count = self._store.add(f"{self._key}/begun", 0)
+        keys = [key for key in (f"{self._key}/{number + 1}" for number in range(count)) if self._store.check([key])]
+        return [Failure(**json.loads(self._store.get(key))) for key in keys]
+
+    def check(self) -> None:
+        """Raise :class:`PeerAbortedError` where another rank has failed."""
+        others = [failure for failure in self.of_others() if failure.phase != LEFT_BEHIND]
+        if others:
+            raise self.error(others)
+
+    def error(self, failures: list[Failure]) -> PeerAbortedError:
+        """What to raise on this rank."""
+        said = "; ".join(
+            f"rank {failure.rank} failed in the {failure.phase} phase of its backward: {failure.reason}"
+            for failure in failures
+        )
+        error = PeerAbortedError(
+            f"rank {self._rank}: {said}. The gradients of this step are not averages: zero them and go on with the "
+            "next step, or look at that rank's traceback"
+        )
+        error.step = min(failure.step for failure in failures)
+        return error
+
+    def wait(self, pending: Waitable, device: torch.device) -> Any:
+        """Wait for ``pending`` on ``device``, no longer than until another rank reports a failure.
+
+        Raises:
+            PeerAbortedError: Another rank has failed.
+        """
+        if device.type != "cpu":
+            return pending.wait()  # the host does not wait
+        if isinstance(pending, torch.futures.Future) and not pending.done():
+            arrived = threading.Event()
+            pending.add_done_callback(lambda _: arrived.set())
+            while not arrived.wait(_LOOK_SECONDS):
+                self.check()
+        elif type(pending) is dist.Work:  # of a transport in C++, which knows nothing of this
+            while not pending.is_completed():
+                try:
+                    return pending.wait(_LOOK)
+                except RuntimeError:
+                    if not pending.is_completed():  # this look is over; the operation goes on
+                        self.check()
+        return pending.wait()
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]

@@ -1,0 +1,130 @@
+"""Checks of waits that end, well or with an error, over the backend `mpi4py`; run by mpi_checks.py."""
+
+from datetime import timedelta
+from time import monotonic
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpi_check_kit import check
+from mpi_check_shared import in_shared_memory, shared_group
+
+
+@check(ranks=2)
+def waits_move_what_is_outstanding_on_other_groups():
+    """Ranks begin the collectives of two groups in another order: no wait stands in the way of the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total, one = in_shared_memory(torch.ones(1000), shared_group()), torch.ones(1)
+    dist.all_reduce(total, group=shared_group())
+    if rank == 0:
+        work = dist.all_reduce(total, group=shared_group(), async_op=True)
+        dist.all_reduce(one)
+    else:
+        dist.all_reduce(one)
+        work = dist.all_reduce(total, group=shared_group(), async_op=True)
+    work.wait()
+    assert one.item() == size
+    assert total.tolist() == [size * size] * 1000
+
+
+def calls_of(group):
+    """One call of each way to wait, by name; not to be made by all ranks."""
+    size = dist.get_world_size()
+    inside = in_shared_memory(torch.ones(1000), group)
+    return {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(1), group=group),
+        "all_reduce in shared memory": lambda: dist.all_reduce(inside, group=group),
+        "broadcast": lambda: dist.broadcast(torch.ones(1), size - 1, group=group),
+        "all_gather": lambda: dist.all_gather([torch.ones(1) for _ in range(size)], torch.ones(1), group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.ones(size), torch.ones(size), group=group),
+        "barrier": lambda: dist.barrier(group),
+        "receive": lambda: dist.recv(torch.ones(1), size - 1, group=group),
+    }
+
+
+def new_group(seconds=20.0):
+    """A group whose shared memory is connected."""
+    group = dist.new_group(pg_options=shared_group().pg_options, timeout=timedelta(seconds=seconds))
+    dist.all_reduce(torch.ones(1000), group=group)
+    return group
+
+
+CALLS = (
+    "all_reduce",
+    "all_reduce in shared memory",
+    "broadcast",
+    "all_gather",
+    "all_to_all",
+    "barrier",
+    "receive",
+)
+
+
+@check(*CALLS, ranks=2)
+def waits_for_a_rank_that_gives_up(name):
+    """The others leave their waits with an error that names it; other groups, and new ones, work."""
+    from ppe_ddp import CommunicationError
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        group = new_group()
+        calls = calls_of(group)
+        dist.barrier()
+        if rank == size - 1:
+            group.abort()
+        else:
+            start = monotonic()
+            with pytest.raises(CommunicationError, match=f"failed: rank {size - 1} has given this group up"):
+                calls[name]()
+            assert monotonic() - start < 5
+            with pytest.raises(CommunicationError, match=f"rank {rank} of {size}.*failed: rank {size - 1}"):
+                dist.barrier(group)
+        dist.destroy_process_group(group)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == size
+
+
+@check(*CALLS[:-1], ranks=2)
+def waits_for_a_rank_that_does_not_come(name):
+    """They end at the timeout, with an error; the rank that comes later is told."""
+    from ppe_ddp import CommunicationError
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = new_group(seconds=0.2)
+    calls = calls_of(group)
+    dist.barrier()
+    if rank == 0:
+        who = "rank 1.* did" if "shared" in name else "another rank did"
+        with pytest.raises(CommunicationError, match=f"{name.split()[0]}.* timeout of 0.2 s: {who} not make the call"):
+            calls[name]()
+    dist.barrier()
+    with pytest.raises(CommunicationError, match="all_reduce over MPI failed"):
+        calls["all_reduce"]()
+    dist.destroy_process_group(group)
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == size
+
+
+@check(ranks=2)
+def waits_that_an_interrupt_ends():
+    """Ctrl-C comes through, and the other ranks hear of it."""
+    from ppe_ddp import CommunicationError
+
+    rank, group = dist.get_rank(), new_group()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    dist.barrier()
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(group._waits), "until", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+    if rank > 0:
+        with pytest.raises(CommunicationError, match="rank 0 has given this group up: all_reduce was left: Keyb"):
+            dist.all_reduce(torch.ones(1), group=group)
