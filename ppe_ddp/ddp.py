@@ -15,18 +15,19 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ppe_ddp.buffer_hook import BufferHook
 from ppe_ddp.engine.broadcasting import broadcast_all
-from ppe_ddp.engine.census import Census
-from ppe_ddp.engine.communication import Communication, Policy
+from ppe_ddp.engine.bucket_plan import Packing
+from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.engine.groups import GroupHandle, Groups
-from ppe_ddp.engine.layout import Packing
+from ppe_ddp.engine.module_state import ModuleState
+from ppe_ddp.engine.nested_tensors import tensors_in
 from ppe_ddp.engine.reducer import Reducer
-from ppe_ddp.engine.sender import FunctionSender, HookSender
-from ppe_ddp.engine.tensors import tensors_in
+from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
+from ppe_ddp.engine.torch_internals import call_uncompiled
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
 from ppe_ddp.hooks import NOT_GIVEN, Hooks
 from ppe_ddp.inputs import Inputs
-from ppe_ddp.joining import Shadow, announce
+from ppe_ddp.joining import DdpJoinHook, announce
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.options import Options, check_arguments, check_ignored, first_given
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
-    from ppe_ddp.engine.shards import ShardedModel
     from ppe_ddp.engine.trace import Trace
+    from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.options import IgnoredByUs
 
 logger = logging.getLogger("ppe_ddp")
@@ -58,9 +59,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     All ranks of the group must construct the wrapper together, over modules with the same parameters, and run
     the same number of synchronized backwards; a rank that has none in a step calls :meth:`finish_grad_sync`. One
-    that skips it without, or goes on after its loss raised above the outputs of the module, is a step behind: certain
-    is nothing but that its forward in training mode had no backward. If the numbers of such forwards stay different
-    for two synchronizations, every rank logs a warning; forwards under ``no_sync()`` are not counted.
+    that skips it without, or goes on after its loss raised above the outputs of the module, is a step behind, which
+    nobody can tell from a forward that was never meant to have a backward. So the ranks compare their numbers of
+    forwards, in training mode and outside ``no_sync()``, whose graph went without a backward. If these stay different
+    for two synchronizations, every rank logs a warning with the numbers.
 
     The interface is that of ``pytorch_pfn_extras.nn.parallel.DistributedDataParallel``; the keywords of
     ``torch.nn.parallel.DistributedDataParallel`` are honoured where they have a meaning.
@@ -126,8 +128,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reduce_function = self._precision.reducing(reduce_function or average)
         self._synchronizes = True
         self._is_copy = False
-        self._reducer: Reducer[Communication] | None = None
-        self._census = Census(module, self._ignored())
+        self._reducer: Reducer[BucketSynchronizer] | None = None
+        self._module_state = ModuleState(module, self._ignored())
         self._inputs = Inputs(module)
         self._options.check_device(self._inputs.device)
         if dist.is_initialized():
@@ -149,34 +151,34 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         )
         self._reducer = Reducer(
             groups,
-            Communication(groups, FunctionSender(self._reduce_function, groups), self._packing(), policy),
+            BucketSynchronizer(groups, FunctionReduction(self._reduce_function, groups), self._packing(), policy),
             overlap=policy.overlap,
             wrapper=weakref.ref(self),
             sync_hooks=self._hooks.sync,
         )
-        self._reducer.arm(self._census)
+        self._reducer.arm(self._module_state)
         self._reducer.enabled = self._synchronizes
         self._use_hooks()
         if synchronize:
-            self._reducer.communication.consensus.check()
-            state = [*self._census.buffers().values(), *self._census.parameters]
+            self._reducer.synchronizer.negotiation.check()
+            state = [*self._module_state.buffers().values(), *self._module_state.parameters]
             broadcast_all(self._broadcast_function, state, groups)
 
     def _use_hooks(self) -> None:
         if self._reducer is None:
             return
         self._reducer.recover()
-        communication = self._reducer.communication
+        synchronizer = self._reducer.synchronizer
         if self._hooks.comm is not None:
-            sender = HookSender(*self._hooks.comm, self._reducer.groups)
-            communication.use(sender, self._packing(fixed=sender.keeps_state_by_index))
+            reduction = HookReduction(*self._hooks.comm, self._reducer.groups)
+            synchronizer.use(reduction, self._packing(fixed=reduction.keeps_state_by_index))
         if self._hooks.buffers is not None:
-            communication.broadcast_buffers_by(self._hooks.buffers.finish)
+            synchronizer.broadcast_buffers_by(self._hooks.buffers.finish)
 
     def _packing(self, *, fixed: bool = False) -> Packing:
-        return Packing.of(self._options.bucket_caps_mb, self._census.specs, fixed=fixed)
+        return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed)
 
-    def _ready(self) -> Reducer[Communication] | None:
+    def _ready(self) -> Reducer[BucketSynchronizer] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
         if self._reducer is None:
             if not dist.is_initialized() or not self._is_copy:
@@ -186,13 +188,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         assert reducer is not None
         reducer.groups.check()
         if reducer.recover():  # in which the other ranks speak of the module as it was
-            if not self._census.is_current():
-                census = Census(self.module, self._ignored())
-                reducer.arm(census)
-                self._census = census
+            if not self._module_state.is_current():
+                module_state = ModuleState(self.module, self._ignored())
+                reducer.arm(module_state)
+                self._module_state = module_state
                 self._inputs.look(self.module)
             elif reducer.is_displaced:
-                reducer.arm(self._census)
+                reducer.arm(self._module_state)
         reducer.before_forward()
         return reducer
 
@@ -200,8 +202,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """Call the wrapped module, with tensors on its device; any structure of inputs and outputs."""
         if torch.compiler.is_compiling():
             # The engine is Python that must run at every call, not once when the graph is traced.
-            args, kwargs = _uncompiled(self._enter, args, kwargs)
-            return _uncompiled(self._leave, self._precision.call(self.module, args, kwargs))
+            args, kwargs = call_uncompiled(self._enter, args, kwargs)
+            return call_uncompiled(self._leave, self._precision.call(self.module, args, kwargs))
         args, kwargs = self._enter(args, kwargs)
         return self._leave(self._precision.call(self.module, args, kwargs))
 
@@ -212,13 +214,15 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             Join.notify_join_context(self)
             announce(reducer, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
-            self._hooks.buffers.before_forward(self._census.buffers())
+            self._hooks.buffers.before_forward(self._module_state.buffers())
         return self._inputs.moved(args, kwargs)
 
     def _leave(self, outputs: Any) -> Any:
         reducer, synchronizes = self._reducer, torch.is_grad_enabled()
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
-            self._hooks.buffers.after_forward(self._census.buffers(), synchronizes=synchronizes and reducer.enabled)
+            self._hooks.buffers.after_forward(
+                self._module_state.buffers(), synchronizes=synchronizes and reducer.enabled
+            )
         if reducer is not None and synchronizes:
             reducer.watch(tensors_in(outputs), is_training=self.training)
         return outputs
@@ -307,13 +311,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         reducer = self._ready()
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
-        return reducer.communication.scatter()
+        return reducer.synchronizer.scatter()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those of which every rank keeps its shards."""
         self.module.zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.communication.forget(set_to_none=set_to_none)
+            self._reducer.synchronizer.forget(set_to_none=set_to_none)
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -335,7 +339,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this rank does for the others after its inputs have ended (``Joinable``)."""
-        return Shadow(
+        return DdpJoinHook(
             self._reducer,
             self.module,
             divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
@@ -386,15 +390,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         state = self.__dict__.copy()
         state["_reducer"] = None
         state["_is_copy"] = self._reducer is not None or self._is_copy
-        del state["_census"]
+        del state["_module_state"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, and look at the module anew."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._census = Census(self.module, self._ignored())
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+        self._module_state = ModuleState(self.module, self._ignored())

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ppe_ddp.engine.communication import Communication
+    from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
     from ppe_ddp.engine.reducer import Reducer
 
 
-def announce(reducer: Reducer[Communication], *, synchronizes: bool) -> None:
+def announce(reducer: Reducer[BucketSynchronizer], *, synchronizes: bool) -> None:
     """Tell the ranks that have joined whether this forward has a synchronized backward; does not wait."""
     word = torch.tensor([int(synchronizes)])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control, async_op=True)
 
 
-def _any_synchronizes(reducer: Reducer[Communication]) -> bool:
+def _any_synchronizes(reducer: Reducer[BucketSynchronizer]) -> bool:
     """Hear, on a rank that has joined, what the others announce."""
     word = torch.tensor([0])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
     return bool(word.item())
 
 
-class Shadow(JoinHook):
+class DdpJoinHook(JoinHook):
     """What a rank does for a wrapper after its own inputs have ended.
 
     Args:
@@ -47,7 +47,7 @@ class Shadow(JoinHook):
 
     def __init__(
         self,
-        reducer: Reducer[Communication] | None,
+        reducer: Reducer[BucketSynchronizer] | None,
         module: nn.Module,
         *,
         divide_by_initial_world_size: bool,
@@ -60,7 +60,7 @@ class Shadow(JoinHook):
                 "join() is not for a wrapper with a buffer hook, which a rank that has run out does not call: give "
                 "that rank finish_grad_sync() and a call of the hook instead"
             )
-        if reducer is not None and reducer.communication.scattering is not None:
+        if reducer is not None and reducer.synchronizer.sharded_parameters is not None:
             raise RuntimeError(
                 f"rank {reducer.groups.rank}: join() is not for a model with a DistributedOptimizer, since a rank that "
                 "has run out would leave its shards as they are: give it finish_grad_sync() and a step instead"
@@ -71,7 +71,7 @@ class Shadow(JoinHook):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-join")
         self._step: Future[None] | None = None
         if reducer is not None:
-            reducer.communication.scale_by_active = not divide_by_initial_world_size
+            reducer.synchronizer.scale_by_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Take part in one step of the others, with nothing to give."""
@@ -80,7 +80,7 @@ class Shadow(JoinHook):
             # On a thread, since several wrappers may have joined: the others finish theirs in another order.
             self._step = self._thread.submit(self._take_part, self._reducer)
 
-    def _take_part(self, reducer: Reducer[Communication]) -> None:
+    def _take_part(self, reducer: Reducer[BucketSynchronizer]) -> None:
         self._before()
         if _any_synchronizes(reducer):
             reducer.finish(silent=True)
@@ -97,7 +97,7 @@ class Shadow(JoinHook):
         reducer = self._reducer
         if reducer is None:
             return
-        reducer.communication.scale_by_active = False
+        reducer.synchronizer.scale_by_active = False
         groups = reducer.groups
         last = torch.tensor([groups.rank if is_last_joiner else -1])
         dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ppe_ddp.engine.tensors import mapped, tensors_in
+from ppe_ddp.engine.nested_tensors import mapped, tensors_in
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ppe_ddp.engine.torch_internals import IGNORED_NAMES
-from ppe_ddp.naming import add_prefix, without_prefix
+from ppe_ddp.state_dict_names import add_prefix, without_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -54,8 +54,8 @@ def reduce_scatter(dtype_name):
     dtype = DTYPES[dtype_name]
     for name in OPS:
         for shape in ((3, 4), (0,), LARGE):
-            parts = [[data(dtype, shape, (name, part), sender) for part in range(size)] for sender in range(size)]
-            wanted = expected([parts[sender][rank] for sender in range(size)], name)
+            parts = [[data(dtype, shape, (name, part), reduction) for part in range(size)] for reduction in range(size)]
+            wanted = expected([parts[reduction][rank] for reduction in range(size)], name)
             if wanted is None:
                 continue
             exact, what = name not in ("AVG", "PRODUCT"), f"{name} of {dtype}, shape {shape}"
@@ -123,7 +123,7 @@ def all_to_all_of_different_sizes():
     send = torch.cat([torch.full((receiver + 1, 2), 10.0 * rank + receiver) for receiver in range(size)])
     out = torch.empty((rank + 1) * size, 2)
     dist.all_to_all_single(out, send, [rank + 1] * size, [receiver + 1 for receiver in range(size)])
-    wanted = torch.cat([torch.full((rank + 1, 2), 10.0 * sender + rank) for sender in range(size)])
+    wanted = torch.cat([torch.full((rank + 1, 2), 10.0 * reduction + rank) for reduction in range(size)])
     assert_same(out, wanted, "uneven")
     even = torch.empty(size)
     dist.all_to_all_single(even, torch.arange(size) + 100.0 * rank)

@@ -168,7 +168,7 @@ def mixed_with_gloo():
 
 @check(ranks=2)
 def coalesced_calls_are_waited_for_together():
-    """Messages, a sum in shared memory and calls on the thread: whose own Works torch throws away."""
+    """MpiMessages, a sum in shared memory and calls on the thread: whose own Works torch throws away."""
     from mpi_check_shared import in_shared_memory, shared_group
     from mpi_check_thread import thread_group
 

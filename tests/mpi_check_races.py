@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from mpi_check_kit import check
 from mpi_check_shared import in_shared_memory, shared_group
+from ppe_ddp.backends.shared_memory import shared_reservation
 
 
 @check()
 def shared_memory_of_two_threads():
     """A reduce function's thread and the main thread allocate at the same time: they get different memory."""
-    from ppe_ddp.backends import mpi_memory
 
-    memory, join_ranges = mpi_memory.SharedMemory(), mpi_memory._joined
+    memory, join_ranges = shared_reservation.SharedMemory(), shared_reservation._joined
     of_the_thread = []
     thread = threading.Thread(target=lambda: of_the_thread.append(memory.allocate(5, torch.float32)))
 
@@ -27,7 +27,7 @@ def shared_memory_of_two_threads():
         return joined
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi_memory, "_joined", interrupted)
+        patch.setattr(shared_reservation, "_joined", interrupted)
         mine = memory.allocate(5, torch.float32)
         thread.join()
     assert memory.position(mine) != memory.position(of_the_thread[0])
@@ -67,8 +67,8 @@ def shared_stages_are_left_alone_until_all_have_read_them():
     from mpi4py import MPI
 
     from ppe_ddp import CommunicationError
-    from ppe_ddp.backends.mpi_shared import SharedGroup
-    from ppe_ddp.backends.mpi_shared_steps import Sum
+    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+    from ppe_ddp.backends.shared_memory.shared_steps import SumStep
 
     rank, size = dist.get_rank(), dist.get_world_size()
     group, apart = shared_group(), MPI.COMM_WORLD.Dup()
@@ -82,7 +82,7 @@ def shared_stages_are_left_alone_until_all_have_read_them():
             work.wait()
         assert [one.tolist() for one in ones] == [[size] * 1000, [size + 6] * 1000]
         return
-    stage, staged = Sum.stage, threading.Event()
+    stage, staged = SumStep.stage, threading.Event()
 
     def note_stage(self, *arguments):
         stage(self, *arguments)
@@ -93,11 +93,11 @@ def shared_stages_are_left_alone_until_all_have_read_them():
 
     apart.Barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedGroup, "finish", fail)
+        patch.setattr(SharedMemoryGroup, "finish", fail)
         with pytest.raises(CommunicationError, match="on purpose"):
             dist.all_reduce(torch.ones(1000), group=group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sum, "stage", note_stage)
+        patch.setattr(SumStep, "stage", note_stage)
         thread = threading.Thread(target=lambda: dist.all_reduce(torch.full((1000,), 7.0), group=group))
         thread.start()
         staged.wait(0.1)  # it must not come so far before the others have done their part

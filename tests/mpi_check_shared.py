@@ -188,7 +188,7 @@ def shared_sums_of_different_tensors():
 @check(ranks=2)
 def shared_memory_goes_back():
     """To the system with the last view of a tensor, and to the next tensor of its size."""
-    from ppe_ddp.backends.mpi_memory import shared_memory
+    from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 
     memory = shared_memory()
     used = os.fstat(memory.address.descriptor).st_blocks * 512
@@ -209,7 +209,7 @@ def shared_memory_goes_back():
 @check(ranks=2)
 def shared_memory_out_of_reach():
     """One rank cannot map another's memory (containers): the sums go through messages on every rank."""
-    from ppe_ddp.backends.mpi_memory import SharedMemory
+    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
 
     def refuse(*_):
         raise PermissionError("on purpose")
@@ -238,7 +238,7 @@ def shared_ddp(kind):
     train(wrapped, loss_of)
     assert_trained(model.parameters())
     if kind == "own" and dist.get_world_size() > 1:  # the gradients are views of shared buckets
-        from ppe_ddp.backends.mpi_memory import shared_memory
+        from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 
         wrapped(torch.ones(2, 6)).sum().backward()
         assert all(shared_memory().position(parameter.grad) >= 0 for parameter in model.parameters())

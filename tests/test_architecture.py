@@ -20,7 +20,7 @@ LAYERS = [
     "functions",
     "backends",
     "launch",
-    "naming",
+    "state_dict_names",
     "options",
     "engine",
     "joining",

@@ -11,10 +11,10 @@ def test_a_backward_starts_with_nothing_said():
     assert (first.silent, second.silent) == (False, True)
     assert first.waiting is first.exchange is None
     assert first.alive() is not None
-    first.surprises.append(0)
+    first.unexpected.append(0)
     first.arrivals.append(0)
     first.phase = Phase.FAILED
-    assert (second.surprises, second.arrivals, second.phase) == ([], [], Phase.BEGUN)
+    assert (second.unexpected, second.arrivals, second.phase) == ([], [], Phase.BEGUN)
 
 
 @pytest.mark.parametrize("before", [Phase.BEGUN, Phase.NEGOTIATING, Phase.LAUNCHING, Phase.FINISHING])

@@ -21,7 +21,7 @@ from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, _packed, _unpacked
 from ppe_ddp.backends.cupy_nccl.nccl_datatypes import reduction_of
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
-from ppe_ddp.engine import sender
+from ppe_ddp.engine import reduction
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
 
@@ -175,7 +175,7 @@ def averaged_by_the_transport():
         return dist.all_reduce(tensor, op, *arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sender, "_AVERAGING", ("cupy_stand_in",))
+        monkeypatch.setattr(reduction, "_AVERAGING", ("cupy_stand_in",))
         monkeypatch.setattr(functions, "dist", types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce}))
         module = torch.nn.Linear(3, 2, dtype=torch.float16)
         model = DistributedDataParallel(module)

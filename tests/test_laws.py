@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
-from ppe_ddp.engine.presence import Channel
+from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
@@ -154,7 +154,7 @@ class CheckpointedFirst(nn.Module):
 def keep_gradients_while_one_rank_is_late():
     """On rank 1 gradients land before the mask is back, on rank 0, which begins after that, when it is."""
     wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False, bucket_cap_mb=0.000001)
-    store, begun, exchange = dist.distributed_c10d._get_default_store(), [], Channel.exchange
+    store, begun, exchange = dist.distributed_c10d._get_default_store(), [], MaskExchanger.exchange
 
     def noted(*arguments):
         begun.append(exchange(*arguments))
@@ -165,7 +165,7 @@ def keep_gradients_while_one_rank_is_late():
         while len(begun) == before or not begun[-1].done():
             assert time.monotonic() < deadline
 
-    with mock.patch.object(Channel, "exchange", noted):
+    with mock.patch.object(MaskExchanger, "exchange", noted):
         for step in range(2):
             loss = wrapper(torch.ones(2, 3, requires_grad=True)).sum()
             outer = loss.grad_fn.next_functions[0][0]

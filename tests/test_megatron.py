@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ppe_ddp
 from one_process import data, mlp, seeded
 from ppe_ddp import DisagreementError, FunctionError, UnusableError
-from ppe_ddp.engine.shards import ShardedModel
+from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelBase,

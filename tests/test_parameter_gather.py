@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ppe_ddp import CommunicationError, UnusableError
-from ppe_ddp.engine.parameter_gather import ParameterGather
-from ppe_ddp.engine.shards import Shard, ShardedModel
+from ppe_ddp.engine.zero.parameter_gather import ParameterGather
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 
 X = torch.ones(2, 3)
 

@@ -187,7 +187,7 @@ def test_join():
 
 
 def test_a_graph_that_is_kept_may_still_have_its_backward():
-    from ppe_ddp.engine.forwards import Forwards
+    from ppe_ddp.engine.unused_forwards import Forwards
 
     forwards, layer = Forwards(), nn.Linear(2, 2)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from one_process import seeded
 from ppe_ddp import DistributedDataParallel, UnusableError
-from ppe_ddp.engine.streams import LandingStreams
+from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_two_ranks
@@ -70,7 +70,7 @@ class Machine:
 
 def test_one_stream_waits_for_nothing():
     machine = Machine(1)
-    streams = LandingStreams([torch.zeros(2)] * 3, machine, "cpu")
+    streams = GradientStreams([torch.zeros(2)] * 3, machine, "cpu")
     for index in range(3):
         assert not streams.knows(index)
         streams.landed(index)
@@ -83,7 +83,7 @@ def test_one_stream_waits_for_nothing():
 def test_the_reading_stream_waits_and_holds():
     machine = Machine(3)
     reading, first, second = machine.streams
-    streams = LandingStreams([torch.zeros(2)] * 2, machine, "cpu")
+    streams = GradientStreams([torch.zeros(2)] * 2, machine, "cpu")
     for index, stream in enumerate((first, second)):
         machine.land(index, stream)
         streams.landed(index)
@@ -99,11 +99,11 @@ def test_the_reading_stream_waits_and_holds():
 
 
 def test_what_is_on_no_such_device_is_passed_over():
-    streams = LandingStreams([torch.zeros(2)], Machine(1), "cuda")
+    streams = GradientStreams([torch.zeros(2)], Machine(1), "cuda")
     assert streams.knows(0)
     streams.landed(0)
     streams.follow([torch.zeros(2)])
-    assert LandingStreams.of([torch.zeros(2)]) is None
+    assert GradientStreams.of([torch.zeros(2)]) is None
 
 
 def network():
@@ -117,7 +117,7 @@ def several_streams(monkeypatch, module, seed):
     for name, parameter in module.named_parameters():
         stream = draw.choice(machine.streams)
         parameter.register_hook(lambda _, name=name, stream=stream: machine.land(name, stream))
-    monkeypatch.setattr(LandingStreams, "of", lambda parameters: LandingStreams(parameters, machine, "cpu"))
+    monkeypatch.setattr(GradientStreams, "of", lambda parameters: GradientStreams(parameters, machine, "cpu"))
     return machine
 
 

@@ -35,7 +35,7 @@ def register() -> None:
 
 def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
     _import_mpi()
-    from ppe_ddp.backends.mpi import make_group
+    from ppe_ddp.backends.mpi.mpi_group import make_group
 
     return make_group(arguments, options)
 
@@ -51,7 +51,7 @@ def _make_cupy_group(arguments: Any, options: Any) -> ProcessGroup:
 
 def _meet_over_mpi(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
     _import_mpi()
-    from ppe_ddp.backends.mpi_rendezvous import meet
+    from ppe_ddp.backends.mpi.mpi_rendezvous import meet
 
     yield meet(url, timeout)
 

@@ -128,7 +128,7 @@ class OursOverMpiThread(Ours):
     name = "mpi thread"
 
     def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
-        mpi = importlib.import_module("ppe_ddp.backends.mpi")
+        mpi = importlib.import_module("ppe_ddp.backends.mpi.mpi_group")
         group = dist.new_group(backend="mpi4py", pg_options=mpi.MpiOptions(thread=True))
         return DistributedDataParallel(module, process_group=group, **options)  # type: ignore[arg-type]
 

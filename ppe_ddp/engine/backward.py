@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.engine.presence import Exchange
+    from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.round import Departures
 
 
@@ -39,7 +39,7 @@ class Backward:
     Attributes:
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not landed. None while the mask is not made before backward is over.
-        surprises: Parameters whose gradient landed without being expected, or once more.
+        unexpected: Parameters whose gradient landed without being expected, or once more.
         arrivals: Parameters in the order in which their gradients landed.
         late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
         dropped: How many forwards of this rank had no backward so far.
@@ -56,9 +56,9 @@ class Backward:
         self.phase = Phase.BEGUN
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: MaskExchange | None = None
         self.round: Departures | None = None
-        self.surprises: list[int] = []
+        self.unexpected: list[int] = []
         self.arrivals: list[int] = []
         self.late: dict[int, Tensor] = {}
         self.dropped = 0

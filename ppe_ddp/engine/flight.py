@@ -1,6 +1,6 @@
 """One bucket on its way: from the gradients of this rank to the gradients of all.
 
-    packed     .grad -> slot of the arena -> reduce -> .grad becomes the slot, or gets a copy of it (no views)
+    packed     .grad -> slot of the buffers -> reduce -> .grad becomes the slot, or gets a copy of it (no views)
     adopted    .grad -> reduce where it lies
     sparse     .grad -> all-gather of indices and values -> a new .grad
 
@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import GradBucket
-from ppe_ddp.engine.arena import sole_owner
+from ppe_ddp.engine.bucket_buffers import sole_owner
 from ppe_ddp.engine.completion import probe
 
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.arena import Arena
+    from ppe_ddp.engine.bucket_buffers import BucketBuffers
+    from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
     from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.layout import BucketPlan, ParameterSpec
-    from ppe_ddp.engine.sender import Sender
+    from ppe_ddp.engine.reduction import Reduction
 
 
 class Flight:
@@ -42,23 +42,23 @@ class Flight:
     Args:
         plan: The bucket.
         gradients: One a member: what this rank has, or None. The flight owns them from here on.
-        arena: Memory for a packed bucket.
+        buffers: Memory for a packed bucket.
         specs: Of all parameters of the module.
-        views: Whether the results may be views of the arena.
+        views: Whether the results may be views of the buffers.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         gradients: list[Tensor | None],
-        arena: Arena,
+        buffers: BucketBuffers,
         specs: Sequence[ParameterSpec],
         *,
         views: bool,
     ) -> None:
         self.plan = plan
         self.gradients = gradients
-        self._arena = arena
+        self._buffers = buffers
         self._specs = specs
         self._views = views
         self._bucket: GradBucket | None = None
@@ -66,9 +66,9 @@ class Flight:
         self._buffer: Tensor | None = None
         self._tensors: list[Tensor] = []
 
-    def launch(self, sender: Sender, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
+    def launch(self, reduction: Reduction, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Fill the bucket and start its reduction."""
-        share = sender.share(self.plan.device)
+        share = reduction.share(self.plan.device)
         if self.plan.adopted:
             self._adopt(share)
         else:
@@ -78,19 +78,19 @@ class Flight:
             return
         members = self.plan.members
         self._bucket = GradBucket.of(
-            *self._given(self._buffer, sender),
+            *self._given(self._buffer, reduction),
             parameters=[parameters[i] for i in members],
             names=tuple(self._specs[i].name for i in members),
             index=self.plan.index,
             is_last=is_last,
         )
-        self._pending = sender.start(self._bucket)
+        self._pending = reduction.start(self._bucket)
 
-    def _given(self, buffer: Tensor, sender: Sender) -> tuple[list[Tensor], Tensor]:
+    def _given(self, buffer: Tensor, reduction: Reduction) -> tuple[list[Tensor], Tensor]:
         """What goes out: never our own tensors to a stranger, who may change their shapes."""
-        if sender.is_ours:
+        if reduction.is_ours:
             return self._tensors, buffer
-        if not sender.may_resize:
+        if not reduction.may_resize:
             return [tensor.detach() for tensor in self._tensors], buffer.detach()
         copy = buffer.clone()  # what grows here must not grow into the memory behind it
         base = buffer.storage_offset()
@@ -114,18 +114,18 @@ class Flight:
         """Bring the gradients together in one buffer, unless they lie in one already."""
         if True in [gradient is not None and gradient.requires_grad for gradient in self.gradients]:
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
-        lease = self._arena.holding(self.gradients, self.plan) if self._views else None
-        if lease is not None:
+        buffer = self._buffers.holding(self.gradients, self.plan) if self._views else None
+        if buffer is not None:
             if share != 1.0:
-                lease.flat.mul_(share)
+                buffer.flat.mul_(share)
         else:
-            lease = self._arena.lease(self.plan, self._specs, parameters)
+            buffer = self._buffers.buffer(self.plan, self._specs, parameters)
             is_fused = self.plan.nbytes >= _LARGE_BYTES * len(self.plan.members)
-            _fill(lease.slots, self.gradients, share if is_fused else 1.0)
+            _fill(buffer.slots, self.gradients, share if is_fused else 1.0)
             if share != 1.0 and not is_fused:
-                lease.flat.mul_(share)
-        self._buffer = lease.flat
-        self._tensors = list(lease.slots)  # which shows that they are in use
+                buffer.flat.mul_(share)
+        self._buffer = buffer.flat
+        self._tensors = list(buffer.slots)  # which shows that they are in use
         if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
             self.gradients = [
                 None if gradient is None else slot for slot, gradient in zip(self._tensors, self.gradients, strict=True)
@@ -145,24 +145,24 @@ class Flight:
         is_done = self.probe()
         return not self.is_under_way or (is_done is not None and bool(is_done()))
 
-    def check(self, sender: Sender) -> None:
+    def check(self, reduction: Reduction) -> None:
         """Raise what it is known to have failed with."""
         pending, bucket = self._pending, self._bucket
         if bucket is None or not isinstance(pending, torch.futures.Future) or self.plan.device.type != "cpu":
             return
         if pending.done():
-            sender.settle(bucket, pending)
+            reduction.settle(bucket, pending)
 
-    def settle(self, sender: Sender) -> None:
+    def settle(self, reduction: Reduction) -> None:
         """Wait until nothing of it is on its way."""
         if self._pending is not None and self._bucket is not None:
-            sender.settle(self._bucket, self._pending)
+            reduction.settle(self._bucket, self._pending)
 
-    def land(self, sender: Sender) -> list[Tensor]:
+    def land(self, reduction: Reduction) -> list[Tensor]:
         """Wait for the result; one gradient a member, each the tensor that ``.grad`` shall be."""
         assert self._buffer is not None
         if self._bucket is not None:
-            sender.finish(self._bucket, self._pending, self._tensors)
+            reduction.finish(self._bucket, self._pending, self._tensors)
             self._pending = None
             result = self._bucket.buffer()
             if result.data_ptr() != self._buffer.data_ptr() or result.dtype != self._buffer.dtype:

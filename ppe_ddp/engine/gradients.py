@@ -8,34 +8,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.arena import Arena
-from ppe_ddp.engine.sharded_gradient import ShardedGradient, local_of, take_local
+from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.torch_internals import storage_users
+from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.groups import Allocator
-    from ppe_ddp.engine.streams import LandingStreams
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.streams import GradientStreams
 
 
 class Gradients:
-    """Owns the arena and all access to ``.grad``.
+    """Owns the buffers and all access to ``.grad``.
 
     Args:
-        census: The parameters.
+        module_state: The parameters.
         allocate: Makes the memory of buckets.
         streams: Those that gradients land on; None on CPUs.
     """
 
-    def __init__(self, census: Census, allocate: Allocator, streams: LandingStreams | None) -> None:
-        self._parameters: Sequence[nn.Parameter] = census.parameters
-        self._specs = census.specs
+    def __init__(self, module_state: ModuleState, allocate: Allocator, streams: GradientStreams | None) -> None:
+        self._parameters: Sequence[nn.Parameter] = module_state.parameters
+        self._specs = module_state.specs
         self._streams = streams
-        self.arena = Arena(allocate)
+        self.buffers = BucketBuffers(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients were one piece of memory when the last backward began."""
         self.stay = False
@@ -57,7 +57,7 @@ class Gradients:
         """Find out what else uses the memory of gradients that are there before backward."""
         dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]
         addresses = [gradient.data_ptr() for _, gradient in dense]
-        bounds = self.arena.bounds()
+        bounds = self.buffers.bounds()
         others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
         self.stay = any(storage_users(dense[k][1]) > 1 for k in others)
         if len(set(addresses)) < len(addresses):

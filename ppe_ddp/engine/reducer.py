@@ -4,7 +4,7 @@
     each gradient that lands                        answer there? then plan; launch buckets that are complete
     the end of backward                             launch the rest; vote; wait; hand over; repair if voted
 
-Everything here is local and says when; what is said to the other ranks is in ``communication.py``.
+Everything here is local and says when; what is said to the other ranks is in ``bucket_synchronizer.py``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch.autograd import Variable
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
-from ppe_ddp.engine.carrier import Carrier
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
-from ppe_ddp.engine.forwards import Forwards
-from ppe_ddp.engine.posthooks import Landings, UserHooks
-from ppe_ddp.engine.presence import Reach
-from ppe_ddp.engine.streams import LandingStreams
+from ppe_ddp.engine.grad_hooks import GradHooks, UserGradHooks
+from ppe_ddp.engine.reached_parameters import ReachedParameters
+from ppe_ddp.engine.streams import GradientStreams
+from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.unused_forwards import Forwards
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import SyncHook
-    from ppe_ddp.engine.census import Census
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.trace import Recorder, Trace
 
-C = TypeVar("C", bound=Carrier)
+C = TypeVar("C", bound=Synchronizer)
 
 
 class Reducer(Generic[C]):
@@ -46,7 +46,7 @@ class Reducer(Generic[C]):
 
     Args:
         groups: Where to communicate.
-        communication: Talks to the other ranks.
+        synchronizer: Talks to the other ranks.
         overlap: Whether to communicate while backward runs, or when it is over.
         wrapper: Gives what is passed to the sync hooks.
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
@@ -58,14 +58,14 @@ class Reducer(Generic[C]):
     def __init__(
         self,
         groups: Groups,
-        communication: C,
+        synchronizer: C,
         *,
         overlap: bool,
         wrapper: Callable[[], object],
         sync_hooks: Mapping[int, SyncHook],
     ) -> None:
         self.groups = groups
-        self.communication = communication
+        self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
         self.is_displaced = False
@@ -79,24 +79,24 @@ class Reducer(Generic[C]):
         self._started: Completion | None = None
         self._forwards = Forwards()
         self._last: Recorder | None = None
-        self._landings: Landings | None = None
-        self._streams: LandingStreams | None = None
+        self._grad_hooks: GradHooks | None = None
+        self._streams: GradientStreams | None = None
         self._parameters: Sequence[nn.Parameter] = ()
 
     # ------------------------------------------------------------------ what there is to synchronize
 
-    def arm(self, census: Census) -> None:
-        """Take over the parameters of ``census`` and leave all others alone."""
+    def arm(self, module_state: ModuleState) -> None:
+        """Take over the parameters of ``module_state`` and leave all others alone."""
         self.disarm()
-        self._parameters = census.parameters
-        self._names = tuple(census.names)
-        self._reach = Reach(census.parameters)
-        self._streams = LandingStreams.of(self._parameters)
-        self.communication.arm(census, self._streams)
+        self._parameters = module_state.parameters
+        self._names = tuple(module_state.names)
+        self._reached_parameters = ReachedParameters(module_state.parameters)
+        self._streams = GradientStreams.of(self._parameters)
+        self.synchronizer.arm(module_state, self._streams)
         self.is_displaced = False
         owner = weakref.ref(self)
-        self._landings = Landings(self._parameters, Reducer._landed, owner)
-        self._user_hooks = UserHooks(self._parameters, partial(_is_synchronizing, owner))
+        self._grad_hooks = GradHooks(self._parameters, Reducer._landed, owner)
+        self._user_grad_hooks = UserGradHooks(self._parameters, partial(_is_synchronizing, owner))
 
     def displaced(self) -> None:
         """Another wrapper has taken over some of the parameters; :meth:`arm` takes them back."""
@@ -109,30 +109,30 @@ class Reducer(Generic[C]):
 
     def disarm(self) -> None:
         """Take our hooks off the parameters."""
-        if self._landings is not None:
-            self._landings.remove()
+        if self._grad_hooks is not None:
+            self._grad_hooks.remove()
 
     def trace(self) -> Trace | None:
         """The last synchronized backward."""
         return None if self._last is None else self._last.trace()
 
     @property
-    def arena_nbytes(self) -> int:
+    def buffer_nbytes(self) -> int:
         """Bytes of gradient memory held beside the gradients."""
-        return self.communication.nbytes
+        return self.synchronizer.nbytes
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
     def recover(self) -> bool:
         """Put right what an aborted backward has left. Whether none is under way now, so that much may change."""
         backward = self._running()
-        if self._landings is not None:
-            self._landings.wake()
+        if self._grad_hooks is not None:
+            self._grad_hooks.wake()
         return backward is None
 
     def before_forward(self) -> None:
         """Find hooks that the user has added since the last forward."""
-        self._user_hooks.keep_back()
+        self._user_grad_hooks.keep_back()
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
         """Let backward begin when it gets to any of ``outputs``, those of one forward of the module."""
@@ -172,19 +172,19 @@ class Reducer(Generic[C]):
                 else:
                     backward.round.launch_ready()
             except BaseException as error:
-                if not self.communication.put_off(backward, error):
+                if not self.synchronizer.put_off(backward, error):
                     self._fail(backward, error)
 
     def _landed_unsynchronized(self, index: int) -> None:
         with self._lock:
             if self._backward is not None:
                 self._running()
-            self.communication.landed((index,))
+            self.synchronizer.landed((index,))
 
     def _count(self, backward: Backward, *indices: int) -> None:
         """Take note that the quiet gradients, and those of ``indices``, have landed."""
-        assert self._landings is not None
-        landed = [*self._landings.noted(), *indices]
+        assert self._grad_hooks is not None
+        landed = [*self._grad_hooks.noted(), *indices]
         backward.arrivals += landed
         waiting = backward.waiting
         if waiting is None:
@@ -192,22 +192,22 @@ class Reducer(Generic[C]):
         expected: list[int] = []
         for i in landed:
             if not waiting[i]:
-                backward.surprises.append(i)
+                backward.unexpected.append(i)
                 continue
             waiting[i] -= 1
             expected.append(i)
             if backward.round is not None:
                 backward.round.landed(i)
-        self.communication.landed(expected)
+        self.synchronizer.landed(expected)
 
     def _refuse(self, index: int) -> NoReturn:
         between = "between start_grad_sync() and finish_grad_sync(); finish first"
         raise RuntimeError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
 
     def _open_if_agreed(self, backward: Backward) -> None:
-        if self.communication.is_agreed(backward):
+        if self.synchronizer.is_agreed(backward):
             with torch.no_grad():
-                self.communication.open_round(backward).launch_ready()
+                self.synchronizer.open_round(backward).launch_ready()
 
     def _running(self) -> Backward | None:
         """The backward under way; one whose graph task died is cleared away first."""
@@ -222,15 +222,15 @@ class Reducer(Generic[C]):
 
     def _begin(self, landed: int | None = None) -> Backward | None:
         """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
-        reached = self._reach.indices()
+        reached = self._reached_parameters.indices()
         if landed is not None and not reached:  # our nodes were not those that autograd uses
             self._look_up(range(len(self._parameters)))
-            reached = self._reach.indices()
-        assert self._landings is not None
+            reached = self._reached_parameters.indices()
+        assert self._grad_hooks is not None
         callback = self._standby()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
-            self._standby = weakref.ref(callback, self._landings.wake)
+            self._standby = weakref.ref(callback, self._grad_hooks.wake)
             Variable._execution_engine.queue_callback(callback)
         if not reached:
             # or nothing yet: reentrant checkpoints have graph tasks of their own; the first begins, all end with this
@@ -245,12 +245,12 @@ class Reducer(Generic[C]):
         backward.alive = self._standby
         callback.backward = self._backward = backward
         self._begun.add(self)
-        if self._overlap and not (self._sync_hooks or self.communication.idle or self.communication.is_closed):
+        if self._overlap and not (self._sync_hooks or self.synchronizer.idle or self.synchronizer.is_closed):
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
                 backward.waiting[i] = 1
-            self.communication.ask(backward)
-            ticks = self.communication.ticks
+            self.synchronizer.ask(backward)
+            ticks = self.synchronizer.ticks
             self._quieten([i for i in reached if i not in ticks])
         else:
             self._quieten(reached)
@@ -258,13 +258,13 @@ class Reducer(Generic[C]):
 
     def _quieten(self, indices: Sequence[int]) -> None:
         """Only note the landings of these, save those whose stream is still to be seen."""
-        assert self._landings is not None
+        assert self._grad_hooks is not None
         known = indices if self._streams is None else [i for i in indices if self._streams.knows(i)]
-        self._landings.quieten(known)
+        self._grad_hooks.quieten(known)
 
     def _look_up(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
-        self._reach.refresh(indices)
+        self._reached_parameters.refresh(indices)
         if self._streams is not None:
             self._streams.forget(indices)
 
@@ -275,7 +275,7 @@ class Reducer(Generic[C]):
             self._completion(backward).finish_at_end_of_backward(shares_parameters=self.is_displaced)
 
     def _completion(self, backward: Backward) -> Completion:
-        then = None if backward.silent else lambda: self._user_hooks.run(backward.averaged)
+        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged)
         return Completion(self._finish(backward), self.groups, self._lock, then)
 
     def _finish(self, backward: Backward) -> Steps:
@@ -284,7 +284,7 @@ class Reducer(Generic[C]):
             self._wake(backward)
             if backward.phase is Phase.BEGUN:
                 self._call_sync_hooks(backward)
-                self.communication.ask(backward)
+                self.synchronizer.ask(backward)
             yield from self._complete(backward)
         except BaseException as error:
             if backward.phase is Phase.BEGUN and isinstance(error, Exception):
@@ -297,7 +297,7 @@ class Reducer(Generic[C]):
     def _complete(self, backward: Backward) -> Steps:
         backward.dropped = self._forwards.settle(excuses=backward.is_manual)
         try:
-            yield from self.communication.finish(backward)
+            yield from self.synchronizer.finish(backward)
         except PeerAbortedError as error:
             if error.step is None:  # the ranks are in step
                 self._close(backward)
@@ -308,15 +308,15 @@ class Reducer(Generic[C]):
         backward.phase = Phase.OVER
         backward.round = None
         backward.recorder.done_at = perf_counter_ns()
-        self._look_up(backward.surprises)
+        self._look_up(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
 
     def _wake(self, backward: Backward) -> None:
         """Backward is over: count what has landed quietly, and listen to every landing again."""
         backward.recorder.backward_at = perf_counter_ns()
-        if self._landings is not None and not backward.is_manual:
-            self._landings.wake()
+        if self._grad_hooks is not None and not backward.is_manual:
+            self._grad_hooks.wake()
             self._count(backward)
 
     def _call_sync_hooks(self, backward: Backward) -> None:
@@ -339,7 +339,7 @@ class Reducer(Generic[C]):
             backward.is_manual = True
             backward.waiting = bytearray(len(self._parameters))
             self._call_sync_hooks(backward)
-            self.communication.ask(backward)
+            self.synchronizer.ask(backward)
             self._backward = backward
             self._started = self._completion(backward)
             self._started.keep_open()
@@ -360,7 +360,7 @@ class Reducer(Generic[C]):
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
         """End it on all ranks, put the gradients of this one back, and raise what is to be raised."""
-        heard = self.communication.fail(backward, error)
+        heard = self.synchronizer.fail(backward, error)
         if heard is None:
             raise error
         raise heard from error
@@ -382,10 +382,10 @@ class Reducer(Generic[C]):
         try:
             self._wake(backward)
             if backward.phase is Phase.BEGUN:
-                self.communication.ask(backward)
+                self.synchronizer.ask(backward)
             yield from self._complete(backward)
         except PeerAbortedError as error:
-            self.communication.fail(backward, error)  # this rank has an error already
+            self.synchronizer.fail(backward, error)  # this rank has an error already
         except BaseException as error:
             self._fail(backward, error)
         finally:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.arena import Arena
+    from ppe_ddp.engine.bucket_buffers import BucketBuffers
+    from ppe_ddp.engine.bucket_plan import ParameterSpec, Plan
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.layout import ParameterSpec, Plan
-    from ppe_ddp.engine.sender import Sender
+    from ppe_ddp.engine.reduction import Reduction
 
     Take = Callable[[Sequence[int]], list[Tensor | None]]
     HandOver = Callable[[Sequence[int], list[Tensor]], None]
@@ -88,12 +88,12 @@ class Round(Departures):
 
     Args:
         plan: What to send.
-        arena: Memory for it.
+        buffers: Memory for it.
         waiting: One byte a parameter: whether its gradient is expected here and has not landed.
         take: Takes the gradients of parameters out of ``.grad``; None for one that is not there.
-        sender: Reduces a bucket.
+        reduction: Reduces a bucket.
         flight: Makes the flight of a bucket of dense gradients, with the arguments of :class:`Flight`.
-        views: Whether the results may be views of the arena.
+        views: Whether the results may be views of the buffers.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
     """
@@ -101,11 +101,11 @@ class Round(Departures):
     def __init__(
         self,
         plan: Plan,
-        arena: Arena,
+        buffers: BucketBuffers,
         *,
         waiting: bytes | bytearray,
         take: Take,
-        sender: Sender,
+        reduction: Reduction,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
         flight: MakeFlight = Flight,
@@ -115,9 +115,9 @@ class Round(Departures):
     ) -> None:
         super().__init__(plan, waiting, repair=repair)
         self.flights: list[Flight | SparseFlight] = []
-        self._arena = arena
+        self._buffers = buffers
         self._take = take
-        self._sender = sender
+        self._reduction = reduction
         self._make_flight = flight
         self._specs = specs
         self._parameters = parameters
@@ -131,14 +131,14 @@ class Round(Departures):
         return all(flight.is_back() for flight in self._dense())
 
     def _must_wait(self) -> bool:
-        return self._sender.one_at_a_time and not self.is_back()
+        return self._reduction.one_at_a_time and not self.is_back()
 
     def _settle(self) -> Steps:
-        if self._sender.one_at_a_time:
+        if self._reduction.one_at_a_time:
             for flight in self._dense():
                 if flight.is_under_way:
                     yield flight.probe()
-                flight.settle(self._sender)
+                flight.settle(self._reduction)
 
     def _dense(self) -> list[Flight]:
         return [flight for flight in self.flights if isinstance(flight, Flight)]
@@ -146,15 +146,15 @@ class Round(Departures):
     def _launch(self, k: int) -> None:
         bucket = self.plan.buckets[k]
         for flight in self._dense()[-1:]:
-            flight.check(self._sender)  # the other ranks would take this bucket for one that was never sent
+            flight.check(self._reduction)  # the other ranks would take this bucket for one that was never sent
         gradients = self._taken(bucket.members)
         if bucket.sparse:
             self.flights.append(SparseFlight(bucket, gradients[0], self._specs[bucket.members[0]]))
             return
-        flight = self._make_flight(bucket, gradients, self._arena, self._specs, views=self._views)
+        flight = self._make_flight(bucket, gradients, self._buffers, self._specs, views=self._views)
         self.flights.append(flight)
         with span(f"launch[{k}]", enabled=self._ranges):
-            flight.launch(self._sender, self._parameters, is_last=k == self.plan.last)
+            flight.launch(self._reduction, self._parameters, is_last=k == self.plan.last)
 
     def _taken(self, members: Sequence[int]) -> list[Tensor | None]:
         if self._is_exact:
@@ -173,7 +173,7 @@ class Round(Departures):
             if isinstance(flight, Flight):
                 if flight.is_under_way:
                     yield flight.probe()
-                results = flight.land(self._sender)
+                results = flight.land(self._reduction)
                 self.record.done[k] = perf_counter_ns()
                 members = flight.plan.members
                 if self._is_exact:
@@ -183,7 +183,7 @@ class Round(Departures):
                     hand_over([members[k] for k in chosen], [results[k] for k in chosen])
         for k, flight in enumerate(self.flights):
             if isinstance(flight, SparseFlight):
-                self._sender.pass_over(self._specs[flight.plan.members[0]].name)
+                self._reduction.pass_over(self._specs[flight.plan.members[0]].name)
                 result = yield from flight.land(groups)
                 self.record.nbytes[k] = flight.nbytes
                 self.record.done[k] = perf_counter_ns()

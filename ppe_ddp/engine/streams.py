@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.cuda_device import Device
 
 
-class LandingStreams:
+class GradientStreams:
     """Knows which stream each gradient lands on, and keeps the rule above.
 
     Args:
@@ -38,9 +38,9 @@ class LandingStreams:
         self._seen: dict[torch.device, list[Any]] = {each: [] for each in self._devices if each is not None}
 
     @staticmethod
-    def of(parameters: Sequence[Tensor]) -> LandingStreams | None:
+    def of(parameters: Sequence[Tensor]) -> GradientStreams | None:
         """Those of ``parameters``; None where all of them are on CPUs, which have no streams."""
-        return LandingStreams(parameters) if any(parameter.is_cuda for parameter in parameters) else None
+        return GradientStreams(parameters) if any(parameter.is_cuda for parameter in parameters) else None
 
     def are_captured(self) -> bool:
         """Whether a CUDA graph is being made of what happens now."""

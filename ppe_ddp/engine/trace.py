@@ -16,7 +16,7 @@ from torch.profiler import record_function
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ppe_ddp.engine.layout import Plan
+    from ppe_ddp.engine.bucket_plan import Plan
 
 
 def span(name: str, *, enabled: bool) -> AbstractContextManager[object]:

@@ -12,15 +12,15 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
 from ppe_ddp.engine.broadcasting import broadcast_all
-from ppe_ddp.engine.census import Census
-from ppe_ddp.engine.parameter_gather import ParameterGather
+from ppe_ddp.engine.module_state import ModuleState
+from ppe_ddp.engine.nested_tensors import tensors_in
 from ppe_ddp.engine.reducer import Reducer
-from ppe_ddp.engine.tensors import tensors_in
+from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import broadcast
-from ppe_ddp.megatron.base import DistributedDataParallelBase
-from ppe_ddp.megatron.buffers import GradientBuffers
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
+from ppe_ddp.megatron.data_parallel_base import DistributedDataParallelBase
+from ppe_ddp.megatron.gradient_buffers import GradientBuffers
 from ppe_ddp.megatron.signature import setup_of, showing_both_forms
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.shards import ShardedModel
     from ppe_ddp.engine.trace import Trace
-    from ppe_ddp.megatron.buffer import ParamAndGradBuffer
-    from ppe_ddp.megatron.communication import BufferCommunication
+    from ppe_ddp.engine.zero.shards import ShardedModel
+    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
     from ppe_ddp.megatron.main_gradients import MainGradients
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
+    from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
 
 
 class DistributedDataParallel(DistributedDataParallelBase):
@@ -120,20 +120,22 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.ddp_config = setup.ddp_config
         self.groups = setup.groups
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
-        self._buffers_and_lanes = state = GradientBuffers(
+        self._gradient_buffers = state = GradientBuffers(
             setup,
             c10d._get_default_group(),
             sums=bool(getattr(config, "calculate_per_token_loss", False)),
             bucket_size=self.bucket_size,
         )
-        self.grad_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 0]
-        self.expert_parallel_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.lane == 1]
+        self.grad_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.reduction_group == 0]
+        self.expert_parallel_buffers: list[ParamAndGradBuffer] = [
+            b for b in state.buffers if b.kind.reduction_group == 1
+        ]
         self._sharded: dict[int, ShardedModel] = {}
         self._parameter_gather: ParameterGather | None = None
-        self._reducer: Reducer[BufferCommunication] = Reducer(
-            state.groups[0], state.communication, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
+        self._reducer: Reducer[BufferSynchronizer] = Reducer(
+            state.groups[0], state.synchronizer, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
         )
-        self._reducer.arm(state.census)
+        self._reducer.arm(state.module_state)
         self._reducer.enabled = self.ddp_config.overlap_grad_reduce
         if self.ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -157,25 +159,25 @@ class DistributedDataParallel(DistributedDataParallelBase):
         if torch.is_grad_enabled() and self.ddp_config.overlap_grad_reduce:
             self._reducer.watch(tensors_in(outputs), is_training=self.training)
 
-    def _ready(self) -> Reducer[BufferCommunication]:
+    def _ready(self) -> Reducer[BufferSynchronizer]:
         """The engine, after it has cleared away what an aborted backward has left."""
-        reducer, state = self._reducer, self._buffers_and_lanes
+        reducer, state = self._reducer, self._gradient_buffers
         for groups in state.groups:
             groups.check()
         if reducer.recover():  # in which the other ranks speak of the module as it was
-            if not state.census.is_current():
-                census = Census(self.module)
-                self._check_unchanged(state.census, census)
-                reducer.arm(census)
-                state.census = census
+            if not state.module_state.is_current():
+                module_state = ModuleState(self.module)
+                self._check_unchanged(state.module_state, module_state)
+                reducer.arm(module_state)
+                state.module_state = module_state
             elif reducer.is_displaced:
-                reducer.arm(state.census)
+                reducer.arm(state.module_state)
         reducer.before_forward()
         return reducer
 
-    def _check_unchanged(self, before: Census, now: Census) -> None:
+    def _check_unchanged(self, before: ModuleState, now: ModuleState) -> None:
         """Refuse a module whose parameters do not fit the buffers any more; freezing some is all right."""
-        trainable = self._buffers_and_lanes.layout.bucket_of
+        trainable = self._gradient_buffers.layout.bucket_of
         olds = {
             name: (spec, parameter)
             for name, spec, parameter in zip(before.names, before.specs, before.parameters, strict=True)
@@ -211,7 +213,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
         """
         reducer = self._ready()
-        if not reducer.communication.is_on_the_way:
+        if not reducer.synchronizer.is_on_the_way:
             reducer.finish()
 
     def finish_grad_sync(self) -> None:
@@ -225,14 +227,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
             PeerAbortedError: The backward of another rank raised.
         """
         self.start_grad_sync()
-        communication = self._reducer.communication
-        communication.settle()
-        communication.verdict.raise_if_bad()
+        synchronizer = self._reducer.synchronizer
+        synchronizer.settle()
+        synchronizer.step_status.raise_if_bad()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients in the buffers by ``scaling_factor``."""
-        self._ready().communication.settle()
-        for buffer in self._buffers_and_lanes.buffers:
+        self._ready().synchronizer.settle()
+        for buffer in self._gradient_buffers.buffers:
             buffer.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
@@ -241,18 +243,18 @@ class DistributedDataParallel(DistributedDataParallelBase):
         Args:
             zero_buffer: Whether to. Without it what is in the buffers counts as accumulated.
         """
-        state = self._buffers_and_lanes
-        self._ready().communication.settle()
+        state = self._gradient_buffers
+        self._ready().synchronizer.settle()
         state.gradients.discard()
         if zero_buffer:
             for buffer in state.buffers:
                 buffer.reset()
-            state.communication.clear()
+            state.synchronizer.clear()
 
     def broadcast_params(self) -> None:
         """Overwrite the parameters by those of the first rank: of the data-parallel group, experts of their own."""
-        for lane in self._buffers_and_lanes.lanes:
-            broadcast_all(broadcast, lane.census.parameters, lane.groups)
+        for reduction_group in self._gradient_buffers.reduction_groups:
+            broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""
@@ -261,7 +263,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     @property
     def main_gradients(self) -> MainGradients:
         """The accumulated gradients, and which of them there are."""
-        return self._buffers_and_lanes.gradients
+        return self._gradient_buffers.gradients
 
     # ------------------------------------------------------------------ a distributed optimizer
 
@@ -276,12 +278,12 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         if not self.ddp_config.use_distributed_optimizer:
             raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
-        lane = int(experts)
-        if lane >= len(self._buffers_and_lanes.lanes):
+        reduction_group = int(experts)
+        if reduction_group >= len(self._gradient_buffers.reduction_groups):
             raise ValueError("the module has no experts (parameters with allreduce = False)")
-        if lane not in self._sharded:
-            self._sharded[lane] = self._buffers_and_lanes.sharded(lane)
-        return self._sharded[lane]
+        if reduction_group not in self._sharded:
+            self._sharded[reduction_group] = self._gradient_buffers.sharded(reduction_group)
+        return self._sharded[reduction_group]
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Bring together what each rank has written into its shards; all ranks must call this.
@@ -313,8 +315,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def _gather_of_parameters(self) -> ParameterGather:
         if self._parameter_gather is None:
-            lanes = range(len(self._buffers_and_lanes.lanes))
-            self._parameter_gather = ParameterGather([self.sharded(experts=bool(lane)) for lane in lanes])
+            reduction_groups = range(len(self._gradient_buffers.reduction_groups))
+            self._parameter_gather = ParameterGather(
+                [self.sharded(experts=bool(reduction_group)) for reduction_group in reduction_groups]
+            )
         return self._parameter_gather
 
     def __getstate__(self) -> NoReturn:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.streams import LandingStreams
+    from ppe_ddp.engine.streams import GradientStreams
 
 
 class MainGradients:
@@ -33,7 +33,7 @@ class MainGradients:
         self._parameters = parameters
         self._main = main
         self._index = {id(parameters[i]): i for i in main}
-        self.streams: LandingStreams | None = None
+        self.streams: GradientStreams | None = None
         self.revision = 0
         self.forget()
         for i, memory in main.items():

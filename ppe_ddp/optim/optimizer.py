@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ppe_ddp.engine.parameter_gather import ParameterGather
-from ppe_ddp.engine.shards import ShardedModel
-from ppe_ddp.optim import checkpoint
+from ppe_ddp.engine.zero.parameter_gather import ParameterGather
+from ppe_ddp.engine.zero.shards import ShardedModel
+from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.clipping import scale_to, total_norm
-from ppe_ddp.optim.masters import Master
-from ppe_ddp.optim.scaling import SharedVerdict
+from ppe_ddp.optim.grad_scaler import SharedScaleCheck
+from ppe_ddp.optim.master_weights import MasterWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -92,7 +92,7 @@ class DistributedOptimizer(Optimizer):
         _check_elementwise(optimizer)
         self._inner = optimizer
         self._dtype = master_dtype
-        self._masters: list[Master] = []
+        self._masters: list[MasterWeight] = []
         modules = model if isinstance(model, nn.Module) else None
         self._frozen = {id(p) for p in modules.parameters() if not p.requires_grad} if modules is not None else set()
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
@@ -121,13 +121,13 @@ class DistributedOptimizer(Optimizer):
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's "
                     "trainable ones: construct it on model.parameters(), after wrapping and unfreezing"
                 )
-            master = Master(index, self._model.shards[index], self._dtype)
+            master = MasterWeight(index, self._model.shards[index], self._dtype)
             self._masters.append(master)
             self._model.attach(index, master.weight)
             weights.append(master.weight)
             if parameter in self._inner.state:
                 state = self._inner.state.pop(parameter)
-                self._inner.state[master.weight] = checkpoint.shard_of(state, master)
+                self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
         return weights
 
     def _arrived(self) -> Callable[[int], None]:
@@ -193,7 +193,7 @@ class DistributedOptimizer(Optimizer):
             gradient = master.weight.grad
             if gradient is not None and (kind := (gradient.device, gradient.dtype)) not in kinds:
                 kinds.add(kind)
-                master.weight.grad = SharedVerdict.of(gradient, self._model.group)
+                master.weight.grad = SharedScaleCheck.of(gradient, self._model.group)
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of the master weights as they are now, as plain tensors."""
@@ -202,7 +202,7 @@ class DistributedOptimizer(Optimizer):
             gradient = master.weight.grad
             if gradient is None:
                 continue
-            if isinstance(gradient, SharedVerdict):
+            if isinstance(gradient, SharedScaleCheck):
                 master.weight.grad = gradient = gradient.as_subclass(torch.Tensor)
             gradients.append(gradient)
         return gradients
@@ -231,7 +231,7 @@ class DistributedOptimizer(Optimizer):
         self._send(master for master in self._masters if exists[master.index])
         return loss
 
-    def _send(self, masters: Iterable[Master]) -> None:
+    def _send(self, masters: Iterable[MasterWeight]) -> None:
         """Give the parameters their new values, on all ranks."""
         indices = set()
         for master in masters:
@@ -290,7 +290,7 @@ class DistributedOptimizer(Optimizer):
         are the parameters' own memory are in the model's ``state_dict``.
         """
         self.synchronize()
-        return checkpoint.collect(self._inner, self._masters, self._model)
+        return optimizer_state.collect(self._inner, self._masters, self._model)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -301,7 +301,7 @@ class DistributedOptimizer(Optimizer):
                 first and says what to do. Nothing was changed then.
         """
         self._gather.finish()
-        moved = checkpoint.restore(self._inner, self._masters, self._model, state_dict)
+        moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         self._send(moved)
         self._gather.finish()
 

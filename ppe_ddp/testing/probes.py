@@ -19,7 +19,7 @@ from torch import nn
 
 from ppe_ddp.contracts import GradBucket, Waitable
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.sender import FunctionSender, HookSender, Sender
+from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
 from ppe_ddp.functions import average, broadcast
 
 if TYPE_CHECKING:
@@ -55,18 +55,18 @@ def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
     problems: list[str] = []
     for group in _groups(split=plugs.hook is None):
         groups = Groups.duplicate(group)
-        sender = _sender(plugs, groups)
+        reduction = _reduction(plugs, groups)
         for dtype in dtypes:
-            problems.extend(_reduced(sender, groups, dtype, device, plugs.tolerance))
+            problems.extend(_reduced(reduction, groups, dtype, device, plugs.tolerance))
     return problems
 
 
-def _sender(plugs: Plugs, groups: Groups) -> Sender:
+def _reduction(plugs: Plugs, groups: Groups) -> Reduction:
     if plugs.hook is not None:
-        return HookSender(copy.deepcopy(plugs.state), plugs.hook, groups)
+        return HookReduction(copy.deepcopy(plugs.state), plugs.hook, groups)
     function = plugs.reduce_function or average
     # The engine knows our own function, and divides in its place; here it is to answer for itself.
-    return FunctionSender(functools.partial(average) if function is average else function, groups)
+    return FunctionReduction(functools.partial(average) if function is average else function, groups)
 
 
 def _groups(*, split: bool) -> Iterator[ProcessGroup]:
@@ -79,16 +79,18 @@ def _groups(*, split: bool) -> Iterator[ProcessGroup]:
         yield dist.new_group([0] if dist.get_rank() == 0 else others, use_local_synchronization=True)
 
 
-def _reduced(sender: Sender, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None) -> Iterator[str]:
+def _reduced(
+    reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
+) -> Iterator[str]:
     asked = [_Question(k, shapes, groups, dtype, device) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
-        if sender.one_at_a_time:
+        if reduction.one_at_a_time:
             for question in asked:
-                sender.finish(question.bucket, sender.start(question.bucket), question.memory)
+                reduction.finish(question.bucket, reduction.start(question.bucket), question.memory)
         else:
-            pending = [sender.start(question.bucket) for question in asked]
+            pending = [reduction.start(question.bucket) for question in asked]
             for question, work in zip(asked, pending, strict=True):
-                sender.finish(question.bucket, work, question.memory)
+                reduction.finish(question.bucket, work, question.memory)
     members = dist.get_process_group_ranks(groups.parent)
     where = f"a bucket of {dtype} over ranks {members}"
     if len(members) < dist.get_world_size():

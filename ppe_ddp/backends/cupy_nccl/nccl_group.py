@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.beside import group_over
 from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.backends.cupy_nccl.comm_stream import CommStream
 from ppe_ddp.backends.cupy_nccl.nccl_collectives import NcclCollectives
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members
 from ppe_ddp.backends.cupy_nccl.nccl_watchdog import Watchdog
 from ppe_ddp.backends.cupy_nccl.nccl_work import NcclOperation, NcclWork
-from ppe_ddp.backends.python_group import CollectiveGroup, tensors_in
-from ppe_ddp.backends.routed_group import RoutedGroup
+from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
+from ppe_ddp.backends.process_group.other_device_groups import group_over
+from ppe_ddp.backends.process_group.python_group import CollectiveGroup, tensors_in
 from ppe_ddp.errors import CommunicationError, UnusableError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def make_group(
     kinds: tuple[str, str] = ("cuda", "cpu"),
     kind_of: Callable[[Tensor], str] = lambda tensor: tensor.device.type,
     name: str = _NAME,
-) -> RoutedGroup:
+) -> DeviceRoutedGroup:
     """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU.
 
     Args:
@@ -66,7 +66,7 @@ def make_group(
         kinds[0]: lambda: NcclGroup(rank, size, arguments, library, nccl_device or CudaDevice(), name=name),
         kinds[1]: lambda: group_over("gloo", arguments),
     }
-    return RoutedGroup(rank, size, arguments, name, makers=makers, kind_of=kind_of)
+    return DeviceRoutedGroup(rank, size, arguments, name, makers=makers, kind_of=kind_of)
 
 
 @dataclass(frozen=True)

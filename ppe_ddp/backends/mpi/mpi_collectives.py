@@ -1,0 +1,329 @@
+"""Collectives on tensors, over one MPI communicator: complete when they return, in the calling thread.
+
+Apart from the process group, which only translates torch's many names, because here is what can be measured
+and what can be numerically wrong. On one node nothing was faster than calling MPI inline: MPI does not progress
+by itself, and a second thread takes a core from the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mpi4py import MPI
+
+from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, is_plain, numbers, octets, overlap, reduction_of
+from ppe_ddp.backends.shared_memory.shared_routing import SharedMemoryRouting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.backends.mpi.mpi_options import MpiOptions
+    from ppe_ddp.backends.mpi.mpi_waits import Waits
+
+
+class MpiCollectives:
+    """All collectives of one communicator; an ``op`` is a ReduceOp.
+
+    Every method must be called by all its ranks, in the same order.
+
+    Tensors may be non-contiguous, empty, on CPU or CUDA. Sizes and dtypes must agree between ranks as each method
+    says; MPI does not check it, and wrong numbers or a hang is what follows.
+
+    Args:
+        comm: Its ranks are the ranks of the group, in order.
+        waits: How to wait for them.
+        options: See :class:`MpiOptions`.
+
+    Attributes:
+        shared: The way through shared memory, for what can go it.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> None:
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._options = options
+        self._wait = waits.request
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.shared = SharedMemoryRouting(comm, waits, options)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
+        reduction = reduction_of(tensor.dtype, op.op)
+        is_small = tensor.nbytes < min(self._options.shared_bytes, self._options.piece_bytes)
+        if is_small and reduction.is_direct and self._is_plain(tensor):
+            buffer = numbers(tensor, reduction.datatype)
+            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), tensor)
+            return
+        host = self.host_of(tensor)
+        if self.shared.run("all_reduce", host, op):
+            self.bring_back(tensor, host)
+            return
+        flat = host.view(-1).view(reduction.view)
+        for piece in self._pieces(flat, reduction):
+            wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
+            self._premultiply(wire, op)
+            buffer = numbers(wire, reduction.datatype)
+            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), wire)
+            self._divide(wire, reduction)
+            if wire is not piece:
+                piece.copy_(wire)
+        self.bring_back(tensor, host)
+
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
+        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
+        reduction = reduction_of(tensor.dtype, op.op)
+        host = self.host_of(tensor)
+        flat = host.view(-1).view(reduction.view)
+        for piece in self._pieces(flat, reduction):
+            wire = piece if reduction.is_direct else self._scratch_like(piece, reduction.wire).copy_(piece)
+            self._premultiply(wire, op)
+            buffer = numbers(wire, reduction.datatype)
+            if self.rank == root:
+                self._wait(self.comm.Ireduce(MPI.IN_PLACE, buffer, reduction.op, root), wire)
+                self._divide(wire, reduction)
+                if wire is not piece:
+                    piece.copy_(wire)
+            else:
+                self._wait(self.comm.Ireduce(buffer, None, reduction.op, root), wire)
+        if self.rank == root:
+            self.bring_back(tensor, host)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
+        host = self.host_of(tensor)
+        flat = host.view(-1).view(torch.uint8)
+        for piece in flat.split(self._options.piece_bytes):
+            self._wait(self.comm.Ibcast(octets(piece), root), piece)
+        if self.rank != root:
+            self.bring_back(tensor, host)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
+        _check_same_dtype(output, tensor)
+        if output.numel() != tensor.numel() * self.size:
+            raise ValueError(
+                f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
+                f"{output.numel()} elements"
+            )
+        result = self.room_for(output)
+        host = self.host_of(tensor)
+        if not self.shared.run("all_gather", result, host):
+            host = host.clone() if overlap(host, result) else host
+            # mpi4py wants the count of one rank's block
+            block = (octets(result)[0], host.nbytes, MPI.BYTE)
+            self._wait(self.comm.Iallgather(octets(host), block), host, result)
+        self.bring_back(output, result)
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
+        self._check_count(outputs, "outputs of an all-gather")
+        _check_same_dtype(*outputs, tensor)
+        if outputs[self.rank].numel() != tensor.numel():
+            raise ValueError(
+                f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
+                f"{outputs[self.rank].numel()} elements"
+            )
+        host, result = self.host_of(tensor), self._flat_for(outputs)
+        counts = [output.nbytes for output in outputs]
+        self._wait(self.comm.Iallgatherv(octets(host), [octets(result)[0], counts, MPI.BYTE]), host, result)
+        _unpack(result, outputs)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> None:
+        """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
+        _check_same_dtype(output, tensor)
+        if tensor.numel() != output.numel() * self.size:
+            raise ValueError(
+                f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
+                f"of {output.numel()} elements"
+            )
+        host, result = self.host_of(tensor), self.room_for(output)
+        if self.shared.run("reduce_scatter", result, host, op):
+            self.bring_back(output, result)
+            return
+        self._reduce_scatter(output, host.view(-1), op, None)
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> None:
+        """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
+        self._check_count(tensors, "inputs of a reduce-scatter")
+        _check_same_dtype(output, *tensors)
+        counts = [tensor.numel() for tensor in tensors]
+        if counts[self.rank] != output.numel():
+            raise ValueError(
+                f"rank {self.rank}: reduce-scatter of {counts[self.rank]} elements into an output of "
+                f"{output.numel()} elements"
+            )
+        self._reduce_scatter(output, self._pack(tensors), op, counts)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None:
+        """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
+
+        Args:
+            output: Changed in place.
+            tensor: Of the same dtype, and of the same shape after dimension 0.
+            output_splits: How many rows come from each rank; empty for equal parts.
+            input_splits: How many rows go to each rank; empty for equal parts.
+        """
+        _check_same_dtype(output, tensor)
+        host, result = self.host_of(tensor), self.room_for(output)
+        send, receive = self._row_bytes(host, input_splits), self._row_bytes(result, output_splits)
+        there, here = [octets(host)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
+        self._wait(self.comm.Ialltoallv(there, here), host, result)
+        self.bring_back(output, result)
+
+    def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
+        self._check_count(outputs, "outputs of an all-to-all")
+        self._check_count(tensors, "inputs of an all-to-all")
+        _check_same_dtype(*outputs, *tensors)
+        flat, result = self._pack(tensors), self._flat_for(outputs)
+        send, receive = [tensor.nbytes for tensor in tensors], [output.nbytes for output in outputs]
+        there, here = [octets(flat)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
+        self._wait(self.comm.Ialltoallv(there, here), flat, result)
+        _unpack(result, outputs)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
+        host = self.host_of(tensor)
+        if self.rank != root:
+            self._wait(self.comm.Igatherv(octets(host), None, root), host)
+            return
+        self._check_count(outputs, "outputs of a gather")
+        _check_same_dtype(*outputs, tensor)
+        result = self._flat_for(outputs)
+        counts = [output.nbytes for output in outputs]
+        self._wait(self.comm.Igatherv(octets(host), [octets(result)[0], counts, MPI.BYTE], root), host, result)
+        _unpack(result, outputs)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
+        result = self.room_for(output)
+        if self.rank != root:
+            self._wait(self.comm.Iscatterv(None, octets(result), root), result)
+        else:
+            self._check_count(tensors, "inputs of a scatter")
+            _check_same_dtype(output, *tensors)
+            flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
+            self._wait(self.comm.Iscatterv([octets(flat)[0], counts, MPI.BYTE], octets(result), root), flat, result)
+        self.bring_back(output, result)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._wait(self.comm.Ibarrier())
+
+    def host_of(self, tensor: Tensor) -> Tensor:
+        """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""
+        if self._is_plain(tensor):
+            return tensor.detach()
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"rank {self.rank}: the mpi4py backend has no collectives for {tensor.layout} tensors")
+        host = self.room_for(tensor)
+        host.copy_(tensor.detach(), non_blocking=True)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return host
+
+    def bring_back(self, tensor: Tensor, host: Tensor) -> None:
+        """Copy what MPI wrote to where the user wants it, if that is elsewhere; in the order of the current stream."""
+        if host.data_ptr() != tensor.data_ptr() or not self._is_plain(tensor):
+            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return is_plain(tensor, gpu_aware=self._options.gpu_aware)
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        """Memory of a tensor's size that MPI can write: its own where possible."""
+        if self._is_plain(tensor):
+            return tensor.detach()
+        staged = tensor.is_cuda and not self._options.gpu_aware
+        device = "cpu" if staged else tensor.device
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=staged)
+
+    def _flat_for(self, tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        staged = first.is_cuda and not self._options.gpu_aware
+        count = sum(tensor.numel() for tensor in tensors)
+        return torch.empty(count, dtype=first.dtype, device="cpu" if staged else first.device, pin_memory=staged)
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        flat = self._flat_for(tensors)
+        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            part.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        if tensors[0].is_cuda:
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+        return flat
+
+    def _pieces(self, flat: Tensor, reduction: MpiReduction) -> list[Tensor]:
+        return list(flat.split(max(1, self._options.piece_bytes // reduction.wire.itemsize)))
+
+    def _scratch_like(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory to compute in: kept from call to call, as fresh memory costs page faults."""
+        if piece.is_cuda:
+            return torch.empty_like(piece, dtype=dtype)
+        scratch = self._scratch.get(dtype)
+        if scratch is None:
+            scratch = self._scratch[dtype] = torch.empty(self._options.piece_bytes // dtype.itemsize, dtype=dtype)
+        return scratch[: piece.numel()]
+
+    def _reduce_scatter(self, output: Tensor, flat: Tensor, op: Any, counts: list[int] | None) -> None:
+        reduction = reduction_of(output.dtype, op.op)
+        flat = flat.view(reduction.view)
+        wire = flat if reduction.is_direct else flat.to(reduction.wire, copy=True)
+        self._premultiply(wire, op)
+        result = self.room_for(output)
+        wire = wire.clone() if overlap(wire, result) else wire
+        flat_result = result.view(-1).view(reduction.view)
+        direct = reduction.wire is reduction.view
+        part = flat_result if direct else torch.empty_like(flat_result, dtype=reduction.wire)
+        send, receive = numbers(wire, reduction.datatype), numbers(part, reduction.datatype)
+        if counts is None:
+            block = (send[0], part.numel(), reduction.datatype)
+            self._wait(self.comm.Ireduce_scatter_block(block, receive, reduction.op), wire, part)
+        else:
+            width = flat_result.numel() // output.numel() if output.numel() else 0
+            numels = [count * width for count in counts]
+            self._wait(self.comm.Ireduce_scatter(send, receive, numels, reduction.op), wire, part)
+        self._divide(part, reduction)
+        if not direct:
+            flat_result.copy_(part)
+        self.bring_back(output, result)
+
+    def _premultiply(self, wire: Tensor, op: Any) -> None:
+        if op.op == op.RedOpType.PREMUL_SUM:
+            factor = op.factor
+            wire.mul_(factor.to(wire.device) if isinstance(factor, torch.Tensor) else factor)
+
+    def _divide(self, wire: Tensor, reduction: MpiReduction) -> None:
+        if reduction.divides:
+            wire.div_(self.size, rounding_mode=None if wire.is_floating_point() else "trunc")
+
+    def _row_bytes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else tensor.numel()
+        if not splits:
+            if rows % self.size:
+                raise ValueError(f"rank {self.rank}: {rows} rows cannot be divided evenly among {self.size} ranks")
+            return [tensor.nbytes // self.size] * self.size
+        if len(splits) != self.size or sum(splits) != rows:
+            raise ValueError(f"rank {self.rank}: splits {list(splits)} for {rows} rows and {self.size} ranks")
+        row = tensor.nbytes // rows if rows else 0
+        return [split * row for split in splits]
+
+    def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
+        if len(tensors) != self.size:
+            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape), non_blocking=True)
+
+
+def _check_same_dtype(*tensors: Tensor) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")

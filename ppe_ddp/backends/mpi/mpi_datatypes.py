@@ -1,0 +1,148 @@
+"""How the bytes and numbers of a tensor look to MPI.
+
+Apart from the collectives because it is where wrong numbers would come from: MPI knows no bfloat16, some MPIs no
+float16, and none complains about a wrong datatype.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch.distributed import ReduceOp
+
+Buffer = tuple[MPI.buffer, int, MPI.Datatype]
+
+_DATATYPES = {
+    torch.uint8: MPI.UINT8_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+_WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in torch
+
+_Kind: Any = ReduceOp.RedOpType
+_SUMS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
+_OPS = {
+    _Kind.SUM: MPI.SUM,
+    _Kind.AVG: MPI.SUM,
+    _Kind.PREMUL_SUM: MPI.SUM,
+    _Kind.PRODUCT: MPI.PROD,
+    _Kind.MIN: MPI.MIN,
+    _Kind.MAX: MPI.MAX,
+    _Kind.BAND: MPI.BAND,
+    _Kind.BOR: MPI.BOR,
+    _Kind.BXOR: MPI.BXOR,
+}
+# As in NCCL and in torch's own arithmetic: True + True is True, True * False is False.
+_BOOL_OPS = {
+    _Kind.SUM: MPI.BOR,
+    _Kind.MAX: MPI.BOR,
+    _Kind.BOR: MPI.BOR,
+    _Kind.PRODUCT: MPI.BAND,
+    _Kind.MIN: MPI.BAND,
+    _Kind.BAND: MPI.BAND,
+    _Kind.BXOR: MPI.BXOR,
+}
+_BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
+
+
+@dataclass(frozen=True)
+class MpiReduction:
+    """How MPI reduces the elements of one dtype by one operation.
+
+    Attributes:
+        view: The dtype that a flat tensor's memory is read as: bool as uint8, a sum of complex numbers as real ones.
+        wire: The dtype in which the numbers travel and are summed; where it is not ``view``, they are converted, and
+            rounded once at the end.
+        datatype: ``wire`` in MPI's terms.
+        op: The operation in MPI's terms.
+        divides: Whether the result is divided by the number of ranks: towards zero for integers, as in NCCL.
+        is_direct: Whether MPI can work on the tensor's own memory with nothing to do before or after.
+    """
+
+    view: torch.dtype
+    wire: torch.dtype
+    datatype: MPI.Datatype
+    op: MPI.Op
+    divides: bool
+    is_direct: bool
+
+
+@functools.cache
+def reduction_of(dtype: torch.dtype, kind: Any) -> MpiReduction:
+    """The reduction for a dtype and an operation (``ReduceOp.op``).
+
+    Raises:
+        TypeError: The operation means nothing for this dtype, such as bits of floating-point numbers.
+    """
+    ops = _BOOL_OPS if dtype is torch.bool else _OPS
+    op = ops.get(kind)
+    fits = op is not None
+    if dtype.is_complex:
+        fits = kind in _SUMS or kind == _Kind.PRODUCT
+    elif dtype.is_floating_point:
+        fits = kind not in _BITWISE
+    elif kind == _Kind.PREMUL_SUM or (kind == _Kind.AVG and dtype in _WITHOUT_DIVISION):
+        fits = False
+    view = torch.uint8 if dtype is torch.bool else _REAL.get(dtype, dtype) if kind in _SUMS else dtype
+    if view in _DATATYPES:
+        wire = view
+    else:
+        wire = torch.complex64 if view.is_complex else torch.float32
+        fits = fits and (view.is_complex or view.is_floating_point)
+    if op is None or not fits:
+        raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
+    divides = kind == _Kind.AVG
+    # as many elements as the tensor has, too: a complex number is two
+    is_direct = wire is view and view.itemsize == dtype.itemsize and not divides and kind != _Kind.PREMUL_SUM
+    return MpiReduction(view, wire, _DATATYPES[wire], op, divides, is_direct)
+
+
+def numbers(tensor: torch.Tensor, datatype: MPI.Datatype) -> Buffer:
+    """The memory of a contiguous tensor as ``numel`` numbers of an MPI datatype; it must outlive the MPI call."""
+    _settle(tensor)
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), datatype
+
+
+def octets(tensor: torch.Tensor) -> Buffer:
+    """The memory of a contiguous tensor as plain bytes: for what is moved and not computed with."""
+    _settle(tensor)
+    nbytes = tensor.nbytes
+    return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE
+
+
+def is_plain(tensor: torch.Tensor, *, gpu_aware: bool = False) -> bool:
+    """Whether the memory of a tensor is its elements in order, where MPI can reach them."""
+    return (
+        (not tensor.is_cuda or gpu_aware)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory, which torch allows and MPI forbids for input and output."""
+    start, begin = one.data_ptr(), other.data_ptr()
+    return start < begin + other.nbytes and begin < start + one.nbytes
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """A GPU-aware MPI does not know the streams: what writes the tensor has to have ended."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

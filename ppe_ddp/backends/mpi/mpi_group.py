@@ -1,0 +1,243 @@
+"""A process group of torch.distributed over mpi4py: backend name ``mpi4py``.
+
+Only translates torch's names and calling conventions; the work is in the modules beside it. Everything in
+torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import suppress
+from functools import partial
+from os import getpid
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+from torch import Tensor, device, dtype
+from torch import distributed as dist
+from torch.cuda import is_available
+
+from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
+from ppe_ddp.backends.mpi.mpi_job import WatchedCall, guard_job
+from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
+from ppe_ddp.backends.mpi.mpi_options import MpiOptions
+from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
+from ppe_ddp.backends.mpi.mpi_thread import communication_thread
+from ppe_ddp.backends.mpi.mpi_waits import Waits
+from ppe_ddp.backends.mpi.mpi_work import CombinedWork, FinishedWork
+from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
+from ppe_ddp.backends.process_group.other_device_groups import group_over, wanted_backends
+from ppe_ddp.backends.process_group.python_group import CollectiveGroup, tensors_in
+from ppe_ddp.errors import CommunicationError, UnusableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from torch.distributed import Work
+
+_FEWEST_TAGS = 32767  # that any MPI allows
+
+__all__ = ["MpiOptions", "MpiProcessGroup", "make_group"]
+
+
+def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | DeviceRoutedGroup:
+    """Make a group of ranks of MPI's world; its ranks, and no others, must call it together.
+
+    Where the user wants another backend for some devices (``"cpu:mpi4py,cuda:nccl"``), it holds a group for each.
+
+    Args:
+        arguments: torch's ``_DistributedBackendOptions``.
+        options: None for the defaults.
+
+    Raises:
+        CommunicationError: torch's ranks are not MPI's, but those of another launcher.
+        TypeError: ``options`` are those of another backend.
+    """
+    if options is not None and not isinstance(options, MpiOptions):
+        raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
+    world = MPI.COMM_WORLD
+    ranks = list(arguments.global_ranks_in_group)
+    if ranks:
+        _check_world(dist.get_rank(), dist.get_world_size())
+        # The tag keeps apart the groups that several threads make at a time.
+        tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
+        comm = world.Create_group(world.Get_group().Incl(ranks), tag)
+    else:
+        _check_world(arguments.group_rank, arguments.group_size)
+        guard_job(together=True)
+        comm = world.Dup()
+    own = MpiProcessGroup(comm, arguments, options or MpiOptions())
+    wanted = wanted_backends()
+    if set(wanted.values()) <= {"mpi4py"}:
+        return own
+    makers = {
+        kind: (lambda: own) if backend == "mpi4py" else partial(group_over, backend, arguments)
+        for kind, backend in wanted.items()
+    }
+    return DeviceRoutedGroup(own.rank(), own.size(), arguments, "mpi4py", makers=makers)
+
+
+def _check_world(rank: int, size: int) -> None:
+    world = MPI.COMM_WORLD
+    if world.Get_size() != size:
+        raise CommunicationError(mismatch(size, "torch.distributed"))
+    if world.Get_rank() != rank:
+        raise CommunicationError(
+            f"rank {rank} of torch.distributed is rank {world.Get_rank()} of MPI; take the ranks from MPI: "
+            'init_process_group("mpi4py", init_method="mpi://")'
+        )
+
+
+class MpiProcessGroup(CollectiveGroup):
+    """A group over one MPI communicator. Made by torch.distributed, not by hand.
+
+    Attributes:
+        pg_options: What it was made with, for groups that shall be like it.
+
+    Collectives wait in the calling thread and are complete when they return, also with ``async_op=True``; except
+    all-reduces, reduce-scatters and all-gathers of what lies in memory from ``allocate_tensor``, which go on while
+    the caller does other things, and all of them with ``MpiOptions(thread=True)``. ``isend`` and ``irecv`` return at
+    once. All ranks make the same collectives in the same order, with the same sizes and dtypes. Not guaranteed: an
+    error where they differ; MPI then computes wrong numbers, or the wait ends at the timeout.
+
+    Every wait keeps going what is under way on all groups, and ends with an error when the group's timeout is over,
+    or when another rank gives the group up (``abort()``, an error of MPI, a timeout). The group is of no use then.
+
+    Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. What MPI cannot sum
+    (float16, bfloat16, float8) is summed in float32 and rounded once.
+
+    Raises from any collective:
+        CommunicationError: MPI reports an error, a rank did not come in time, or has given the group up.
+        TypeError: The operation is not defined for the dtype, or the tensors are sparse.
+        ValueError: The sizes of this rank's own arguments do not fit together.
+        UnusableError: The group was destroyed.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions) -> None:
+        types = ("cpu", "cuda") if is_available() else ("cpu",)
+        super().__init__(comm.Get_rank(), comm.Get_size(), arguments, "mpi4py", types)
+        self.pg_options = options
+        seconds = self._timeout.total_seconds()
+        place = f"rank {comm.Get_rank()} of {comm.Get_size()}, group {self._group_name!r}"
+        self._call = WatchedCall(place, seconds)
+        self._waits = Waits(comm, place, seconds)
+        self._mpi = MpiCollectives(comm, self._waits, options)
+        self._over = self._mpi
+        self._thread = communication_thread(getpid()) if options.thread else None
+        self._messages = MpiMessages(comm, self._mpi, self._waits)
+        self._coalesced: list[Any] | None = None
+        self._closed = False
+        guard_job().watch(self._call)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
+        """Wait until every rank is here; the host waits, not a CUDA stream."""
+        return self._run("barrier", [(self._mpi.barrier,)], None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        self._check_open("monitored_barrier")
+        self._messages.monitored_barrier(seconds, wait_all_ranks)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        """Start to send one tensor; complete when the tensor may be changed again."""
+        self._check_open("send")
+        return self._noted(self._messages.send(_only(tensors), peer, tag))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        """Start to receive one tensor."""
+        self._check_open("recv")
+        return self._noted(self._messages.receive(_only(tensors), peer, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
+        self._check_open("recv")
+        return self._noted(self._messages.receive(_only(tensors), None, tag))
+
+    def _start_coalescing(self, _device: device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, _device: device) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return CombinedWork(works)
+
+    def _noted(self, work: Work) -> Work:
+        """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def supports_tensor_alloc(self, device: device) -> bool:
+        """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
+        return self._mpi.shared.is_open and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
+        """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
+
+        Not collective. An all-reduce, reduce-scatter or all-gather of it is under way until its Work was waited for.
+
+        Raises:
+            ValueError: There is no such memory for this device.
+        """
+        if not self.supports_tensor_alloc(device):
+            raise ValueError(f"{self._call.place}: no shared memory for tensors on {device}")
+        return self._mpi.shared.allocate(size, dtype)
+
+    def shutdown(self) -> None:
+        """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._thread.flush()
+        with suppress(CommunicationError):  # one that was given up
+            self._mpi.shared.drain()
+            self._waits.check("destroy_process_group")
+        # Another would get the number of the communicator, and what is still under way in this one.
+        if not self._waits.failure and not MPI.Is_finalized():
+            with self._call.watched("destroy_process_group"):
+                self._mpi.comm.Free()
+
+    def abort(self) -> None:
+        """Give the group up without waiting; the other ranks leave their waits in it with an error."""
+        self._closed = True
+        if not MPI.Is_finalized():
+            self._waits.give_up("it has called abort()")
+
+    monitoredBarrier = monitored_barrier
+
+    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
+        self._check_open(what)
+        if self._thread is None and len(calls) == 1:
+            call, *arguments = calls[0]
+            under_way = self._mpi.shared.start(call.__name__, result, *arguments)
+            if under_way is not None:
+                return self._noted(under_way)
+        if self._thread is not None:
+            if not any(tensor.is_cuda for tensor in tensors_in(calls)):
+                queued = partial(self._execute, what, calls)
+                return self._noted(self._thread.submit(queued, f"{self._call.place}: {what}", result))
+            self._thread.flush()  # CUDA's current stream is that of this thread
+        self._execute(what, calls)
+        return FinishedWork(result)
+
+    def _execute(self, what: str, calls: Sequence[tuple[Any, ...]]) -> None:
+        waits = self._waits
+        waits.what = what
+        try:
+            for call, *arguments in calls:
+                call(*arguments)
+        except MPI.Exception as error:
+            raise CommunicationError(f"{waits.place}: {what} over MPI failed: {error}") from error
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise UnusableError(f"{self._call.place}: {what} on a process group that was destroyed")
+        self._waits.check(what)
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    if len(tensors) != 1:
+        raise ValueError(f"a message is one tensor, not {len(tensors)}")
+    return tensors[0]

@@ -1,0 +1,170 @@
+"""The fate of a job under MPI: one rank that fails ends all, and no rank waits for ever or in silence.
+
+MPI itself does neither: a rank that raises leaves the others waiting in a collective, and waits for them in
+MPI_Finalize; a blocking call has no timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from ppe_ddp.backends.mpi.progress_engine import progress_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+_LOOK_SECONDS = 0.5
+_NAP_SECONDS = 0.002
+_FORWARD_SECONDS = 0.1  # for the launcher to pass on the traceback before its own word about the end
+
+
+class WatchedCall:
+    """What one group is doing: written by the thread that calls MPI, read by the watchdog.
+
+    Args:
+        place: Who and where, for messages: ``"rank 1 of 4, group 'tp'"``.
+        timeout: How long a call may take, in seconds.
+
+    Attributes:
+        since: When the present call began, by ``time.monotonic``; 0.0 where there is none.
+        what: The name of the present or last call.
+        thread: The thread that makes it.
+    """
+
+    def __init__(self, place: str, timeout: float) -> None:
+        self.place = place
+        self.timeout = timeout
+        self.since = 0.0
+        self.what = ""
+        self.thread = 0
+
+    @contextmanager
+    def watched(self, what: str) -> Iterator[None]:
+        """Mark a call that is on its way in this thread."""
+        self.what = what
+        self.thread = threading.get_ident()
+        self.since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.since = 0.0
+
+
+class _Job:
+    """The hooks of this process into its own end, and the watchdog."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._farewell: MPI.Intracomm | None = None
+        self._calls: weakref.WeakSet[WatchedCall] = weakref.WeakSet()
+        self._code = 0
+        self._report = sys.excepthook
+        sys.excepthook = self._end_all
+        self._note = MPI._set_abort_status
+        # by which ``python -m mpi4py`` tells of a SystemExit
+        MPI._set_abort_status = self._leave_with  # type: ignore[assignment]
+        atexit.register(self._part)
+        threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
+
+    def part_together(self) -> None:
+        if self._farewell is None:
+            self._farewell = MPI.COMM_WORLD.Dup()
+
+    def watch(self, call: WatchedCall) -> None:
+        self._calls.add(call)
+
+    def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        """Print an uncaught exception, then end every rank: the others would wait for this one."""
+        if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
+            self._report(kind, error, where)
+            return
+        # torch's own hook, around this one, collects what is printed and would show it too late.
+        sys.stderr = sys.__stderr__
+        self._report(kind, error, where)
+        _abort()
+
+    def _leave_with(self, code: int) -> None:
+        """Remember that this process will end with ``code``, which is not 0."""
+        self._code = code
+        self._note(code)
+
+    def _part(self) -> None:
+        """Wait at a normal exit for the ranks that still work, without the spinning of MPI_Finalize."""
+        if self._farewell is None or os.getpid() != self._pid or MPI.Is_finalized():
+            return
+        if self._code:
+            world = MPI.COMM_WORLD
+            print(
+                f"rank {world.Get_rank()} of {world.Get_size()} has left with code {self._code}, so the job is ended",
+                file=sys.stderr,
+            )
+            _abort(self._code)
+        request = self._farewell.Ibarrier()
+        while not request.Test():
+            progress_engine(self._pid).progress()  # others may still need this rank's part
+            time.sleep(_NAP_SECONDS)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            for call in list(self._calls):
+                since = call.since
+                if since and now - since > call.timeout:
+                    self._give_up(call)
+
+    def _give_up(self, call: WatchedCall) -> None:
+        frame = sys._current_frames().get(call.thread)
+        print(
+            f"{call.place}: {call.what} has waited for the group's timeout of {call.timeout:g} s: another rank did not "
+            "make the call, or died. MPI cannot leave a blocking call, so the job is ended. This rank is here:\n"
+            + "".join(traceback.format_stack(frame)),
+            file=sys.stderr,
+        )
+        _abort()
+
+
+def guard_job(*, together: bool = False) -> _Job:
+    """Install the hooks, once a process.
+
+    From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
+    that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
+    using a core. ``os._exit()`` goes past all this.
+
+    ``sys.exit(1)`` on one rank ends the job at once where it was started by ``mpirun python -m mpi4py script.py``.
+    In a plain ``mpirun python script.py`` it does not, and ranks that wait for the one that has left wait until their
+    timeout is over: Python hands a SystemExit that no one catches neither to ``sys.excepthook`` nor to ``atexit``, so
+    that nothing in the process can tell this end from a good one.
+
+    Args:
+        together: Whether every rank of MPI's world makes this call, so that the exit can be arranged.
+    """
+    job = _job(os.getpid())
+    if together:
+        job.part_together()
+    return job
+
+
+@functools.cache
+def _job(pid: int) -> _Job:
+    return _Job()
+
+
+def _abort(code: int = 1) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    time.sleep(_FORWARD_SECONDS)
+    MPI.COMM_WORLD.Abort(code)

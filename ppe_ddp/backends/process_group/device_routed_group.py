@@ -1,0 +1,126 @@
+"""A process group that hands tensors to one group or another, by the device that they are on.
+
+torch makes a group written in Python the *whole* group of ``"cpu:gloo,cuda:cupy_nccl"``: what it has made for the
+other devices by then is dropped, and the rest is never made. So ours holds a group for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ppe_ddp.backends.process_group.python_group import PythonGroup, tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+    from torch.distributed import Work
+
+__all__ = ["DeviceRoutedGroup"]
+
+
+def _routed(name: str) -> Any:
+    def call(self: DeviceRoutedGroup, *arguments: Any, **keywords: Any) -> Any:
+        group = self._group_for(arguments or tuple(keywords.values()), name)
+        return getattr(group, name)(*arguments, **keywords)
+
+    call.__name__ = name
+    call.__doc__ = f"Do ``{name}`` in the group for the device of the tensors."
+    return call
+
+
+class DeviceRoutedGroup(PythonGroup):
+    """A group for tensors on several devices.
+
+    All ranks make the same collectives on the same kinds of devices in the same order. Each inner group is
+    made when the first tensor of its kind comes, by all ranks together.
+
+    Args:
+        rank: This rank in the group.
+        size: How many ranks the group has.
+        arguments: torch's ``_DistributedBackendOptions``.
+        backend_name: The name that the backend is registered under.
+        makers: What makes the group for each kind of device, such as "cuda"; the first has the barriers that
+            name no device.
+        kind_of: The kind of device of a tensor.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        arguments: Any,
+        backend_name: str,
+        *,
+        makers: Mapping[str, Callable[[], Any]],
+        kind_of: Callable[[Tensor], str] = lambda tensor: tensor.device.type,
+    ) -> None:
+        super().__init__(rank, size, arguments, backend_name, tuple(makers))
+        self._makers = dict(makers)
+        self._made: dict[str, Any] = {}
+        self._kind_of = kind_of
+
+    allreduce = _routed("allreduce")
+    allreduce_coalesced = _routed("allreduce_coalesced")
+    reduce = _routed("reduce")
+    broadcast = _routed("broadcast")
+    allgather = _routed("allgather")
+    allgather_coalesced = _routed("allgather_coalesced")
+    all_gather_single = _routed("all_gather_single")
+    all_gather_single_coalesced = _routed("all_gather_single_coalesced")
+    reduce_scatter = _routed("reduce_scatter")
+    reduce_scatter_single = _routed("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _routed("reduce_scatter_single_coalesced")
+    all_to_all_single = _routed("all_to_all_single")
+    alltoall = _routed("alltoall")
+    gather = _routed("gather")
+    scatter = _routed("scatter")
+    send = _routed("send")
+    recv = _routed("recv")
+    recv_anysource = _routed("recv_anysource")
+    # The names of earlier versions of torch.
+    _allgather_base = _routed("_allgather_base")
+    allgather_into_tensor_coalesced = _routed("allgather_into_tensor_coalesced")
+    _reduce_scatter_base = _routed("_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _routed("reduce_scatter_tensor_coalesced")
+    alltoall_base = _routed("alltoall_base")
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
+        """Wait until every rank is here, in the group for the device that ``opts`` names."""
+        named = getattr(opts, "device", None)
+        kind = named.type if named is not None and named.type in self._makers else next(iter(self._makers))
+        work: Work = self._group(kind).barrier(opts)
+        return work
+
+    def _start_coalescing(self, device: device) -> None:
+        self._group(device.type)._start_coalescing(device)
+
+    def _end_coalescing(self, device: device) -> Work:
+        work: Work = self._group(device.type)._end_coalescing(device)
+        return work
+
+    def _get_backend(self, device: device) -> Any:
+        return self._group(device.type)._get_backend(device)
+
+    def shutdown(self) -> None:
+        """End the groups that were made; called by ``destroy_process_group`` on every rank."""
+        for group in self._made.values():
+            group.shutdown()
+
+    def abort(self) -> None:
+        """End the groups that were made without talking to the other ranks."""
+        for group in self._made.values():
+            group.abort()
+
+    def _group_for(self, arguments: tuple[Any, ...], name: str) -> Any:
+        tensor = next(tensors_in(arguments), None)
+        if tensor is None:
+            raise ValueError(f"rank {self.rank()}: {name} of no tensors")
+        return self._group(self._kind_of(tensor))
+
+    def _group(self, kind: str) -> Any:
+        if kind not in self._made:
+            if kind not in self._makers:
+                known = ", ".join(self._makers)
+                raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
+            self._made[kind] = self._makers[kind]()
+        return self._made[kind]

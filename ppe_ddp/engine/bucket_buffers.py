@@ -1,0 +1,161 @@
+"""Gradient memory: flat buffers for buckets, used again as soon as nobody else holds what lies in them.
+
+Fresh memory costs page faults, and views of it cost more than what is copied into them where parameters are
+small; so buffers and their views are kept from step to step. A ``.grad`` may be one of these views: its buffer
+is then left alone for as long as anybody holds that view, whatever the next plan looks like.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from sys import getrefcount
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.engine.torch_internals import storage_users, tensor_users
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.groups import Allocator
+
+_PLACE = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.size, torch.Tensor.element_size)
+_UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
+
+
+def sole_owner(tensor: Tensor) -> bool:
+    """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``, which torch itself lets go."""
+    return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
+
+
+def _places(tensors: Sequence[Tensor]) -> list[list[object]]:
+    """Where the tensors lie, and how: one stays the same object when ``.data`` gives it other memory."""
+    return [list(map(property_, tensors)) for property_ in _PLACE]  # a list a property is the quickest to make
+
+
+class BucketBuffer:
+    """A flat buffer, laid out for one bucket.
+
+    Attributes:
+        bucket: What it is laid out for.
+        flat: 1-D, of the bucket's size.
+        slots: Views of it, one a member, in its shape and strides.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.bucket: BucketPlan | None = None
+        self.flat = memory
+        self.slots: list[Tensor] = []
+        self._places: list[list[object]] = []
+        self._at_rest: tuple[object, ...] = ()
+
+    def lay_out(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> None:
+        """Make the slots for ``bucket``."""
+        self.slots = []
+        self.flat = self.memory.narrow(0, 0, bucket.numel)
+        self.slots = _slots_of(self.flat, bucket, specs, parameters)
+        self.bucket = bucket
+        self._places = _places(self.slots)
+        self._at_rest = self._state()
+
+    def is_free(self) -> bool:
+        """Whether nobody holds a slot, or a view of one, and nobody has made it into something else."""
+        return self._state() == self._at_rest and self.is_intact()
+
+    def is_intact(self) -> bool:
+        """Whether every slot still lies where it was laid out."""
+        return _places(self.slots) == self._places
+
+    def are_slots(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether ``gradients`` are the slots, each in its own memory."""
+        return all(map(is_, gradients, self.slots)) and self.is_intact()
+
+    def _state(self) -> tuple[object, ...]:
+        slots = self.slots
+        return (
+            storage_users(self.memory),
+            list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
+            list(map(tensor_users, slots)),  # ... or torch, as a .grad
+            [slot.requires_grad for slot in slots],
+        )
+
+
+class BucketBuffers:
+    """Owns the buffers and gives them out for one backward at a time.
+
+    Args:
+        allocate: Makes the memory of a buffer.
+    """
+
+    def __init__(self, allocate: Allocator) -> None:
+        self._allocate = allocate
+        self._held: dict[tuple[torch.dtype, torch.device], list[BucketBuffer]] = {}
+        self._used: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now, by gradients that are views of a buffer or for the next backward."""
+        return sum(buffer.memory.nbytes for held in self._held.values() for buffer in held)
+
+    def buffer(
+        self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
+    ) -> BucketBuffer:
+        """A buffer for ``bucket`` in which nothing lies; its contents are arbitrary."""
+        held = self._held.setdefault((bucket.dtype, bucket.device), [])
+        for buffer in held:
+            if buffer.bucket is bucket and buffer.is_free():
+                break
+        else:
+            fitting = [buffer for buffer in held if buffer.memory.numel() >= bucket.numel and buffer.is_free()]
+            if fitting:
+                buffer = min(fitting, key=lambda buffer: buffer.memory.numel())
+            else:
+                unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
+                capacity = -(-bucket.numel // unit) * unit
+                buffer = BucketBuffer(self._allocate(capacity, bucket.dtype, bucket.device))
+                held.append(buffer)
+            buffer.lay_out(bucket, specs, parameters)
+        self._used.add(id(buffer))
+        return buffer
+
+    def bounds(self) -> list[int]:
+        """Where each buffer begins and ends in memory, in their order."""
+        memories = [buffer.memory for held in self._held.values() for buffer in held]
+        return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
+
+    def keep(self, buffer: BucketBuffer) -> None:
+        """Count ``buffer``, which is laid out already, among the buffers, so that :meth:`holding` finds it."""
+        self._held.setdefault((buffer.flat.dtype, buffer.flat.device), []).append(buffer)
+
+    def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> BucketBuffer | None:
+        """The buffer whose slots ``gradients`` still are, as the last step has left them; or None."""
+        for buffer in self._held.get((bucket.dtype, bucket.device), ()):
+            if buffer.bucket is bucket and buffer.are_slots(gradients):
+                self._used.add(id(buffer))
+                return buffer
+        return None
+
+    def trim(self) -> None:
+        """Give up the buffers that were not used since the last trim; those in use by others stay theirs."""
+        for key, held in self._held.items():
+            self._held[key] = [buffer for buffer in held if id(buffer) in self._used]
+        self._used.clear()
+
+
+def _slots_of(
+    buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    fits = [tuple(parameters[i].shape) == specs[i].shape for i in bucket.members]  # not so after some changes
+    if bucket.row_major and all(fits):  # in one call, which is three times as fast
+        like: list[Tensor] = [parameters[i] for i in bucket.members]
+        return list(torch._C._nn.unflatten_dense_tensors(buffer, like))
+    base = buffer.storage_offset()
+    return [
+        buffer.as_strided(specs[i].shape, specs[i].stride, base + offset)
+        for i, offset in zip(bucket.members, bucket.offsets, strict=True)
+    ]

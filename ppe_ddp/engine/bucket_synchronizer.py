@@ -1,0 +1,362 @@
+"""What one backward says to the other ranks: mask, buckets, vote, and if need be the buckets of a second round.
+
+The :class:`~ppe_ddp.engine.reducer.Reducer` decides when; this is what. Every rank comes through the same calls
+in the same order, whatever its own graph does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import or_
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.broadcasting import broadcasting
+from ppe_ddp.engine.flight import Flight
+from ppe_ddp.engine.gradients import Gradients
+from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.module_buffers import broadcasting_buffers
+from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.round import Round
+from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.trace import span
+from ppe_ddp.engine.unused_forwards import Comparison, said
+from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
+from ppe_ddp.errors import PeerAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.engine.backward import Backward
+    from ppe_ddp.engine.bucket_plan import Packing, Plan
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.mask_exchange import MaskExchange
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.reduction import Reduction
+    from ppe_ddp.engine.round import Take
+    from ppe_ddp.engine.streams import GradientStreams
+
+
+# More than a gradient has in one backward: several where reentrant checkpoints reach a parameter more than once.
+_MORE_LANDINGS = 200
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a wrapper synchronizes; the same on every rank.
+
+    Attributes:
+        negotiate: Ranks may have different gradients. Without it, a difference is an error.
+        overlap: Communicate while backward runs. Without it, all of it comes after.
+        views: ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket.
+        broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
+        ranges: Mark launches for torch's profiler, at a few microseconds each.
+        agreed: What else must be the same on every rank, for people to read.
+    """
+
+    negotiate: bool = True
+    overlap: bool = True
+    views: bool = False
+    broadcast_buffers: BroadcastFunction | None = None
+    ranges: bool = False
+    agreed: str = ""
+
+
+class BucketSynchronizer(Synchronizer):
+    """Carries the gradients of one module_state from rank to rank.
+
+    Args:
+        groups: Where to communicate.
+        reduction: How to reduce a bucket.
+        packing: How to pack buckets.
+        policy: How to synchronize.
+    """
+
+    def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
+        self._groups = groups
+        self._policy = policy
+        self._packing = packing
+        self.reduction = reduction
+        self.negotiation = Negotiation(
+            groups,
+            packing,
+            negotiate=policy.negotiate,
+            with_buffers=policy.broadcast_buffers is not None,
+            options=policy.agreed,
+        )
+        self._comparison = Comparison(groups.rank)
+        self.scale_by_active = False
+        """Whether to divide by the ranks that take part instead of by all."""
+        self.sharded_parameters: ShardedParameters | None = None
+        """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
+
+    @property
+    def groups(self) -> Sequence[Groups]:
+        """Those of the wrapper."""
+        return (self._groups,)
+
+    @property
+    def idle(self) -> bool:
+        """Whether one rank is alone, with our own function."""
+        return self.reduction.idle
+
+    @property
+    def ticks(self) -> Collection[int]:
+        """Parameters at whose landing it is worth looking what may be launched."""
+        return self.negotiation.planner.ticks
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the buffers."""
+        return self.gradients.buffers.nbytes
+
+    def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Carry the gradients of ``module_state`` from now on, which land on these streams (None: on CPUs)."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.arm(module_state)
+        self._module_state = module_state
+        self._nothing = bytes(len(module_state.parameters))
+        self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
+        self.negotiation.arm(module_state)
+
+    def use(self, reduction: Reduction, packing: Packing) -> None:
+        """Reduce by ``reduction`` from the next backward on. All ranks must do so together."""
+        self.reduction, self._packing = reduction, packing
+        self.negotiation.repack(
+            packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
+        )
+
+    def broadcast_buffers_by(self, function: BroadcastFunction) -> None:
+        """Broadcast buffers by ``function`` from now on, if at all. All ranks must do so together."""
+        if self._policy.broadcast_buffers is not None:
+            self._policy = replace(self._policy, broadcast_buffers=function)
+
+    def scatter(self) -> ShardedParameters:
+        """Let every rank keep only its shards from now on. All ranks must call this together."""
+        if self.sharded_parameters is None:
+            self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
+            self.use(self.reduction, self._packing)
+        return self.sharded_parameters
+
+    def forget(self, *, set_to_none: bool) -> None:
+        """Forget the shards that were kept."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
+
+    def ask(self, backward: Backward) -> None:
+        """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already.
+
+        One rank alone has nothing to agree on: its own are averages as they land.
+        """
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.release()
+        if self.reduction.idle:
+            landed = bytearray(self._nothing)
+            for i in backward.arrivals:
+                landed[i] = 1
+            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(landed)
+            backward.recorder.agreed_at = perf_counter_ns()
+            return
+        self._groups.renew()
+        reached = backward.waiting or self._nothing
+        local = self._nothing if backward.silent else self.gradients.existing(reached)
+        if self.sharded_parameters is not None:
+            local = self.sharded_parameters.with_shards(local)
+        backward.recorder.local = local
+        if backward.waiting is not None:
+            for i in self.gradients.shared:  # what lands in one lands in the other: they leave when backward is over
+                backward.waiting[i] += _MORE_LANDINGS
+        with span("negotiate", enabled=self._policy.ranges):
+            backward.exchange = self.negotiation.ask(local, not backward.silent)
+        backward.buffers = self.negotiation.buffers()
+        backward.phase = Phase.NEGOTIATING
+
+    def landed(self, indices: Sequence[int]) -> None:
+        """Leave them in ``.grad`` until their bucket leaves."""
+
+    def is_agreed(self, backward: Backward) -> bool:
+        """Whether the agreed mask is there."""
+        return backward.exchange is not None and backward.exchange.done()
+
+    def open_round(self, backward: Backward) -> Round:
+        """Take the agreed mask, waiting for it if need be, and make the round that sends what is in it."""
+        assert backward.exchange is not None
+        recorder = backward.recorder
+        answer = self.negotiation.answer(backward.exchange, recorder.local)
+        recorder.control_nbytes += backward.exchange.nbytes
+        recorder.agreed = answer.mask
+        recorder.agreed_at = perf_counter_ns()
+        backward.active = sum(answer.extra)
+        backward.source = max(answer.extra.find(1), 0)
+        backward.phase = Phase.LAUNCHING
+
+        def take(indices: Sequence[int]) -> list[Tensor | None]:
+            return [None] * len(indices) if backward.silent else self.gradients.take(indices)
+
+        plan = self.negotiation.planner.plan(answer.mask)
+        backward.round = round_ = self._round(backward, plan, take)
+        return round_
+
+    def complete(self, backward: Backward) -> Steps:
+        """Launch what is left, wait for everything, and hand the averages over."""
+        if not self.reduction.idle:
+            steps = self._complete(backward)
+            return _ranged(steps) if self._policy.ranges else steps
+        self._complete_alone()
+        return _nothing()
+
+    def _complete_alone(self) -> None:
+        if self.sharded_parameters is not None:
+            everything = range(len(self._module_state.parameters))
+            taken = zip(everything, self.gradients.take(everything), strict=True)
+            self.sharded_parameters.keep({i: gradient for i, gradient in taken if gradient is not None})
+
+    def _complete(self, backward: Backward) -> Steps:
+        if backward.round is None and backward.exchange is not None:
+            yield backward.exchange.done
+        round_ = backward.round if isinstance(backward.round, Round) else self.open_round(backward)
+        yield from round_.launch_all()
+        backward.phase = Phase.FINISHING
+        backward.late = late = self._late(backward)
+        vote = self._vote(late, said(int(backward.aborted), backward.dropped))
+        yield from self._land(backward, round_)
+        backward.round = None  # its flights hold gradients, and it holds the backward that holds it
+        yield vote.done
+        outcome = self.negotiation.answer(vote, b"")
+        backward.recorder.control_nbytes += vote.nbytes
+        statuses = self._comparison.heard(outcome.extra)
+        backward.averaged = backward.recorder.agreed
+        if any(outcome.mask):
+            yield from self._repair(backward, outcome.mask)
+            backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
+        self.gradients.buffers.trim()
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.trim()
+        arrivals = [] if backward.silent else backward.arrivals
+        yield from self.negotiation.learn_order(arrivals, backward.recorder)
+        yield from self._broadcast_buffers(backward)
+        if not backward.aborted:
+            self._raise_for_peers([rank for rank, gave_up in enumerate(statuses) if gave_up])
+
+    def _broadcast_buffers(self, backward: Backward) -> Steps:
+        function = self._policy.broadcast_buffers
+        if function is None:
+            return
+        if backward.aborted:  # and this rank's module may be another since then
+            past = [buffer.clone() for buffer in backward.buffers]
+            yield from broadcasting(function, past, self._groups, source=backward.source)
+            return
+        backward.buffers = []
+        yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
+
+    def put_back(self, backward: Backward) -> None:
+        """Give this rank's gradients back when the communication has failed: to parameters that have none.
+
+        Those that came late are added: what they came after is in ``.grad``, or in the bucket that has failed.
+        """
+        round_, backward.round = backward.round, None
+        late, backward.late = backward.late, {}
+        if isinstance(round_, Round):
+            if self.reduction.has_own_group and not round_.is_back():
+                self._groups.leave_behind(self.reduction.title)
+            gradients = round_.abandon()
+            if round_.record.repair:
+                late.update(gradients)
+            else:
+                self.gradients.put_back(gradients)
+        self.gradients.hand_over(list(late), list(late.values()))
+
+    def _round(
+        self,
+        backward: Backward,
+        plan: Plan,
+        take: Take,
+        *,
+        repair: bool = False,
+    ) -> Round:
+        round_ = Round(
+            plan,
+            self.gradients.buffers,
+            waiting=self._nothing if repair else backward.waiting or self._nothing,
+            take=take,
+            reduction=self.reduction,
+            flight=Flight if self.sharded_parameters is None else self.sharded_parameters.flight(self.reduction),
+            specs=self._module_state.specs,
+            parameters=self._module_state.parameters,
+            views=self._policy.views and not self.gradients.stay,
+            repair=repair,
+            ranges=self._policy.ranges,
+        )
+        backward.recorder.rounds.append(round_.record)
+        return round_
+
+    def _late(self, backward: Backward) -> dict[int, Tensor]:
+        """Gradients that landed after their bucket had left, or that no rank expected; taken out of ``.grad``."""
+        if backward.silent:
+            return {}
+        found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)
+        return {i: gradient for i, gradient in found if gradient is not None}
+
+    def _vote(self, late: dict[int, Tensor], status: int) -> MaskExchange:
+        """Ask all ranks, beside the last bucket, what came late and who gave up."""
+        mask = bytearray(self._nothing)
+        for i in late:
+            mask[i] = 1
+        # What comes late depends on time, also where all ranks have the same gradients.
+        return self.negotiation.ask(mask, status, is_vote=True)
+
+    def _land(self, backward: Backward, round_: Round) -> Steps:
+        world_size = self._groups.world_size
+        scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
+
+        def hand_over(indices: Sequence[int], gradients: list[Tensor]) -> None:
+            if backward.silent:
+                return
+            if self.sharded_parameters is not None:
+                self.sharded_parameters.keep(dict(zip(indices, gradients, strict=True)), scale)
+            else:
+                self.gradients.hand_over(indices, gradients, scale)
+
+        return round_.land(self._groups, hand_over)
+
+    def _repair(self, backward: Backward, agreed: bytes) -> Steps:
+        """Average what came late, in a second round, and add it: averaging is linear."""
+
+        def take(indices: Sequence[int]) -> list[Tensor | None]:
+            return [backward.late.pop(i, None) for i in indices]
+
+        plan = self.negotiation.planner.plan(agreed)
+        second = self._round(backward, plan, take, repair=True)
+        backward.round = second
+        yield from second.launch_all()
+        yield from self._land(backward, second)
+        backward.round = None
+
+    def _raise_for_peers(self, aborted: list[int]) -> None:
+        if aborted:
+            raise PeerAbortedError(
+                f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, aborted))} raised an error, so "
+                "the gradients of this step lack its share; zero them and go on with the next step, or look at that "
+                "rank's traceback"
+            )
+
+
+def _ranged(steps: Steps) -> Steps:
+    """The same steps, each a range in torch's profiler; what lies between them is somebody else's."""
+    while True:
+        with span("finish", enabled=True):
+            try:
+                pending = next(steps)
+            except StopIteration:
+                return
+        yield pending
+
+
+def _nothing() -> Steps:
+    """No step at all."""
+    yield from ()

@@ -1,0 +1,203 @@
+"""Hooks on parameters: ours, which says that a gradient has landed, and the user's, which have to wait for us.
+
+A user's post-accumulate-grad hook that steps an optimizer as soon as a gradient is there would step with this
+rank's share of it, and only where there is one. While a backward is being synchronized such hooks are kept
+back, and called on every rank when the average is in ``.grad``; in ``no_sync()`` they are called at once, as
+without this library.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+PostHook = Callable[[nn.Parameter], object]
+
+
+class Owner(Protocol):
+    """Whoever wants to know when gradients land."""
+
+    def displaced(self) -> None:
+        """Another owner has taken over some of the parameters."""
+        ...
+
+
+class GradHook(functools.partial[None]):
+    """Our own hook: ``landed(owner, index, parameter)``, with the owner held weakly.
+
+    A parameter has one at a time: when a module is wrapped twice, or two wrapped modules share a parameter,
+    the wrapper that was used last averages it, once. It is a ``partial`` because a call from autograd then
+    costs one Python frame, which is most of what a small parameter costs.
+    """
+
+    __slots__ = ()
+
+    def register(self, parameter: nn.Parameter) -> RemovableHandle:
+        """Register on ``parameter``, before the user's hooks: we have to know first that a backward is on."""
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self)
+        table = _table(parameter)
+        if len(table) == 1:
+            return handle
+        others = [(key, hook) for key, hook in table.items() if hook is not self]
+        table.clear()  # not move_to_end(), which changes an order that autograd does not look at
+        table[handle.id] = self
+        for key, hook in others:
+            owner = _owner_of(hook)
+            if owner is None:
+                table[key] = hook
+                continue
+            other = owner()
+            if other is not None:
+                other.displaced()
+        return handle
+
+
+class _Notes(list[nn.Parameter]):
+    """The quiet parameters that have landed. Its ``append`` stands in hook tables, and is known there as ours."""
+
+    def __init__(self, owner: weakref.ref[Any]) -> None:
+        super().__init__()
+        self.owner = owner
+
+
+class GradHooks:
+    """Our hooks on the parameters of one module.
+
+    While a backward is known to be under way, most of them can be *quiet*: a landing is then noted by a C function,
+    a tenth of the cost of a Python one, and read later.
+
+    Args:
+        parameters: The parameters.
+        landed: Called as ``landed(owner, index, parameter)``.
+        owner: Held weakly.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], landed: Callable[..., None], owner: weakref.ref[Any]
+    ) -> None:
+        self._noted = _Notes(owner)
+        self._note = self._noted.append
+        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[int, tuple[dict[int, Any], int, GradHook]] = {}
+        self._quiet: list[int] = []
+        for i, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                hook = GradHook(landed, owner, i)
+                handle = hook.register(parameter)
+                self._handles.append(handle)
+                self._hooks[i] = _table(parameter), handle.id, hook
+
+    def remove(self) -> None:
+        """Take our hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooks.clear()
+
+    def quieten(self, indices: Sequence[int]) -> None:
+        """Only note the landings of these parameters, until :meth:`wake`."""
+        self._noted.clear()
+        self._quiet = [i for i in indices if i in self._hooks]
+        for i in self._quiet:
+            table, key, _ = self._hooks[i]
+            if key in table:
+                table[key] = self._note
+
+    def wake(self, _dead: object = None) -> None:
+        """Call ``landed`` again for every landing."""
+        quiet, self._quiet = self._quiet, []
+        for i in quiet:
+            entry = self._hooks.get(i)
+            if entry is not None and entry[1] in entry[0]:
+                table, key, hook = entry
+                table[key] = hook
+
+    def noted(self) -> list[int]:
+        """The quiet parameters that have landed since the last call, in their order."""
+        count = len(self._noted)  # another thread may be at work
+        noted, self._noted[:count] = self._noted[:count], []
+        return [self._index[id(parameter)] for parameter in noted]
+
+
+class _KeptBack:
+    """Stands in a parameter's hook table in the place of a user's hook, so that its handle still removes it."""
+
+    def __init__(self, hook: PostHook, waits: Callable[[], bool]) -> None:
+        self.hook = hook
+        self._waits = waits
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        if not self._waits():
+            self.hook(parameter)
+
+
+class UserGradHooks:
+    """The user's hooks on the parameters of one module.
+
+    Args:
+        parameters: The parameters.
+        waits: Says whether a synchronization is under way, so that a hook has to wait.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], waits: Callable[[], bool]) -> None:
+        self._parameters = parameters
+        self._waits = waits
+        self._hooked: list[tuple[int, nn.Parameter]] = []
+        # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
+        self._optimized = [(i, parameter) for i, parameter in enumerate(parameters) if hasattr(parameter, _OPTIMIZERS)]
+
+    def keep_back(self) -> None:
+        """Find the hooks that were registered since we looked, and keep them back from now on."""
+        self._hooked.clear()
+        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
+            tables: list[dict[int, Any] | None] = [
+                parameter._post_accumulate_grad_hooks for parameter in self._parameters
+            ]
+        for i, (parameter, table) in enumerate(zip(self._parameters, tables, strict=True)):
+            if table is None or len(table) < 2:
+                continue  # ours alone
+            self._hooked.append((i, parameter))
+            for key, hook in table.items():
+                if not isinstance(hook, _KeptBack) and _owner_of(hook) is None:
+                    table[key] = _KeptBack(hook, self._waits)
+
+    def run(self, averaged: bytes) -> None:
+        """Call the hooks of the parameters in ``averaged`` (one byte a parameter)."""
+        for i, parameter in self._hooked:
+            if averaged[i]:
+                for hook in list(_table(parameter).values()):
+                    if isinstance(hook, _KeptBack):
+                        hook.hook(parameter)
+        for i, parameter in self._optimized:
+            if averaged[i]:
+                for optimizer in getattr(parameter, _OPTIMIZERS):
+                    optimizer.step()
+                parameter.grad = None
+
+
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
+    """Who hears of landings by ``hook``; None where it is a user's."""
+    if isinstance(hook, GradHook):
+        owner: weakref.ref[Owner] = hook.args[0]
+        return owner
+    notes = getattr(hook, "__self__", None)
+    return notes.owner if isinstance(notes, _Notes) else None
+
+
+def _table(parameter: nn.Parameter) -> dict[int, Any]:
+    table: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    return table

@@ -1,0 +1,217 @@
+"""Finds out which gradients exist on any rank, by one MAX all-reduce of bytes.
+
+The same message shows whether the ranks are talking of the same parameters at all.
+
+    digest (16)     complement of the digest (16)     one byte a parameter ...     extra bytes     padding
+
+Every rank sends its digest and the bytewise complement: the maxima of the two are complements of one another
+only if all ranks sent the same. The length of the message changes only when all ranks know it, because a
+transport that gets messages of different lengths may end the process (gloo does).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.engine.groups import allocator
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppe_ddp.engine.groups import Groups
+
+DIGEST = 16
+_CPU = torch.device("cpu")
+_HEADER = 2 * DIGEST
+_PATIENCE = 2.0  # seconds: failures reach the ranks at about the same time
+_COMPLEMENT = bytes(255 - value for value in range(256))
+
+
+class AgreedMask(NamedTuple):
+    """What came out of one exchange.
+
+    Attributes:
+        same: Whether every rank sent the same digest.
+        mask: The maximum over ranks of each parameter's byte; empty where the digests differ.
+        extra: The maximum over ranks of each extra byte; empty where the digests differ.
+    """
+
+    same: bool
+    mask: bytes
+    extra: bytes
+
+
+class MaskExchanger:
+    """Exchanges masks over the control group. All ranks must use it in the same order."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._capacity = 64
+        self._count = 0
+        self._allocate = allocator(groups.control)
+        self._idle: list[Tensor] = []
+
+    def exchange(self, digest: bytes, mask: bytes | bytearray, extra: bytes = b"") -> MaskExchange:
+        """Start one exchange; nothing waits until its ``result()`` is asked for.
+
+        Args:
+            digest: Sixteen bytes that must be the same on every rank.
+            mask: One byte a parameter; as long on every rank that has this digest.
+            extra: Further bytes; as long on every rank that has this digest.
+        """
+        return MaskExchange(self, digest, bytes(mask), extra)
+
+    def absent(self) -> list[int]:
+        """The ranks that did not take part in the last exchange, as far as can be said: for messages.
+
+        Every rank whose exchange failed says so in the group's store; who says nothing for a while was not there.
+        """
+        groups = self._groups
+        try:
+            store = c10d._get_process_group_store(groups.control)
+            keys = [f"ppe_ddp/waited/{self._count}/{rank}" for rank in range(groups.world_size)]
+            store.set(keys[groups.rank], "1")
+            deadline = monotonic() + _PATIENCE
+            silent = keys
+            while silent and monotonic() < deadline:
+                sleep(0.05)
+                silent = [key for key in silent if not store.check([key])]
+            return [keys.index(key) for key in silent]
+        except RuntimeError:
+            return []  # the store is gone as well
+
+    def _send(self, message: Tensor) -> dist.Work | None:
+        """Start the MAX all-reduce of ``message``, in place."""
+        self._count += 1
+        if self._groups.world_size == 1:
+            return None
+        try:
+            work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
+        except CommunicationError as error:  # a transport that knows already that another rank has failed
+            return _Lost(error)
+        return work
+
+    def _filled(self, content: bytearray) -> Tensor:
+        """A message of this content, in memory that the transport prefers."""
+        while self._idle:
+            message = self._idle.pop()
+            if message.numel() == len(content):
+                break
+        else:
+            message = self._allocate(len(content), torch.uint8, _CPU)
+        return message.copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+
+class MaskExchange:
+    """One exchange under way."""
+
+    def __init__(self, channel: MaskExchanger, digest: bytes, mask: bytes, extra: bytes) -> None:
+        self._channel = channel
+        self._body = mask + extra
+        self._mask_size = len(mask)
+        self._fits = _HEADER + len(self._body) <= channel._capacity
+        self._is_body = False  # whether what is on its way is the body by itself
+        message = bytearray(channel._capacity)
+        message[:DIGEST] = digest
+        message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
+        if self._fits:
+            message[_HEADER : _HEADER + len(self._body)] = self._body
+        self._message = channel._filled(message)
+        self._work = channel._send(self._message)
+        self.nbytes = len(message)
+
+    def done(self) -> bool:
+        """Whether the answer is there; a body that did not fit is sent as soon as it is known that it must be."""
+        try:
+            return not self._is_under_way() and not (self._goes_on() and self._is_under_way())
+        except RuntimeError:
+            return True  # result() says what is wrong
+
+    def _is_under_way(self) -> bool:
+        return self._work is not None and not self._work.is_completed()
+
+    def result(self) -> AgreedMask:
+        """Wait for the answer.
+
+        Raises:
+            CommunicationError: The all-reduce failed; says who is waiting for whom.
+        """
+        while True:
+            self._wait(self._work)
+            if not self._goes_on():
+                break
+        reply = self._message.numpy().tobytes()
+        if self._is_body:
+            body = reply
+        else:
+            self._channel._idle.append(self._message)
+            if not _are_same(reply):
+                return AgreedMask(False, b"", b"")
+            body = reply[_HEADER : _HEADER + len(self._body)]
+        return AgreedMask(True, body[: self._mask_size], body[self._mask_size :])
+
+    def _goes_on(self) -> bool:
+        """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
+
+        All ranks have a body of this length then, and all of them send it next.
+        """
+        if self._fits or self._is_body:
+            return False
+        if self._work is not None:
+            self._work.wait()  # if it has failed, what came of it is no digest
+        if not _are_same(self._message.numpy().tobytes()):
+            return False
+        self._is_body = True
+        self._message = self._channel._filled(bytearray(self._body))
+        self._work = self._channel._send(self._message)
+        size = self._message.numel()
+        self.nbytes += size
+        # double, so that a module that grows a little every step does not pay for it every step
+        self._channel._capacity = 2 * (_HEADER + size)
+        return True
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is None:
+            return
+        groups = self._channel._groups
+        try:
+            groups.failures.wait(work, _CPU)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            with suppress(dist.DistError):  # the store is gone as well
+                groups.failures.check()
+            absent = self._channel.absent()
+            others = f"rank {', '.join(map(str, absent))}, which did not come" if absent else "the other ranks"
+            raise CommunicationError(
+                f"rank {groups.rank} of {groups.world_size}: waiting for {others} to start a backward failed: "
+                f"{error}. Every rank must run the same number of synchronized backwards: one that has none "
+                "in this step calls ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`, and "
+                "an error on another rank ends here, so look for the first traceback of all ranks."
+            ) from error
+
+
+class _Lost(dist.Work):
+    """What could not be sent: it fails where it is waited for, like all that is lost on its way."""
+
+    def __init__(self, error: CommunicationError) -> None:
+        super().__init__()
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        raise self._error
+
+
+def _are_same(reply: bytes) -> bool:
+    """Whether every rank has sent the same digest."""
+    return reply[:DIGEST].translate(_COMPLEMENT) == reply[DIGEST:_HEADER]

@@ -1,0 +1,95 @@
+"""The broadcast of a module's buffers after backward, which leaves alone what other graphs still need of them.
+
+Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
+or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
+may differ from rank to rank: every rank broadcasts the same list, with a copy in the place of such a buffer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from sys import getrefcount
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ppe_ddp.engine.broadcasting import broadcasting
+from ppe_ddp.engine.torch_internals import preserve_versions, storage_users, tensor_users
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module_state import ModuleState
+
+    Place = tuple[nn.Module, str]
+
+
+def broadcasting_buffers(
+    function: BroadcastFunction, module_state: ModuleState, groups: Groups, *, source: int
+) -> Steps:
+    """Give the buffers of ``module_state`` the values of one rank, step by step. All ranks must do this together.
+
+    Args:
+        function: How to broadcast.
+        module_state: Whose buffers.
+        groups: Where to.
+        source: Whose values; a rank of the group.
+
+    Raises:
+        FunctionError: See :func:`broadcast_all`.
+        CommunicationError: Our own function failed to communicate.
+    """
+    buffers = list(module_state.buffers().values())
+    received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
+    yield from broadcasting(function, received, groups, source=source)
+    needed = [k for k, values in enumerate(received) if values is not buffers[k]]
+    for k in needed:
+        if not torch.equal(buffers[k], received[k]):
+            _give(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
+
+
+def _give(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
+    """Let the modules at ``places`` have ``values`` where they have ``buffer``, which some graph needs.
+
+    Args:
+        buffer: What they have.
+        values: What they shall have.
+        places: Modules, each with its name for the buffer.
+        references: How many references to ``buffer`` the caller has.
+    """
+    if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
+        for owner, key in places:
+            owner._buffers[key] = values  # nobody else knows of the old one, which is the graph's from now on
+    elif all(_only_writes(owner) for owner, _ in places):
+        with preserve_versions([buffer]):
+            buffer.copy_(values)
+    else:
+        buffer.copy_(values)  # autograd refuses the graph by name; wrong numbers would be worse
+
+
+def _references(buffer: Tensor) -> int:
+    """How many references to a tensor that torch holds there are in Python, the caller's among them."""
+    with torch.enable_grad():
+        sample = torch.zeros(())
+        _graph = torch.zeros((), requires_grad=True) * sample
+    # Versions of torch differ in whether its own count as one. Both have one name here.
+    return getrefcount(buffer) - getrefcount(sample)
+
+
+def _is_special(buffer: Tensor) -> bool:
+    """Whether a plain copy would not be the same: it has more than values, or others share its memory or watch it."""
+    has_more = type(buffer) is not torch.Tensor or bool(buffer.__dict__) or buffer.requires_grad
+    return storage_users(buffer) > 1 or has_more or weakref.getweakrefcount(buffer) > 0
+
+
+def _only_writes(owner: nn.Module) -> bool:
+    """Whether forward only writes the buffers of this module.
+
+    Normalization by the statistics of a batch saves the running ones for backward, which does not look at them.
+    """
+    return isinstance(owner, _NormBase) and owner.training and owner.track_running_stats

@@ -1,0 +1,169 @@
+"""What a module holds: its parameters and buffers by name, and whether that has changed since we looked.
+
+The look is repeated before every forward, so it compares identities and addresses and reads further only
+where one differs.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ppe_ddp.engine.bucket_plan import ParameterSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch import Tensor
+
+
+class ModuleState:
+    """The parameters and buffers of a module at one moment.
+
+    Args:
+        module: The wrapped module.
+        ignored: Qualified names of parameters and buffers that are none of our business.
+
+    Raises:
+        ValueError: A parameter is lazy (has no shape yet) or is a DTensor; the message names it.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._module = module
+        self._ignored = frozenset(ignored)
+        self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
+        self.parameters: list[nn.Parameter] = []
+        self.specs: list[ParameterSpec] = []
+        self._buffer_slots: list[tuple[str, nn.Module, str]] = []
+        self._walk()
+        self._keys = [tuple(table) for table in self._tables]
+        self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._trainable = [parameter.requires_grad for parameter in self.parameters]
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
+
+    def _walk(self) -> None:
+        modules = list(self._module.named_modules())
+        sparse = {
+            id(submodule.weight)
+            for _, submodule in modules
+            if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse
+        }
+        seen: set[int] = set()
+        for prefix, owner in modules:
+            self._tables += owner._parameters, owner._modules
+            dot = prefix + "." if prefix else ""
+            for name, parameter in owner._parameters.items():
+                if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
+                    continue
+                if dot + name in self._ignored:
+                    continue
+                seen.add(id(parameter))
+                self.parameters.append(parameter)
+                self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
+            self._buffer_slots.extend(
+                (dot + name, owner, name) for name in owner._buffers if dot + name not in self._ignored
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return [spec.name for spec in self.specs]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as they are now, each tensor once, without those that are None."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, owner, key in self._buffer_slots:
+            buffer = owner._buffers.get(key)
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[name] = buffer
+        return found
+
+    def expanded(self) -> list[str]:
+        """The parameters and buffers that have fewer places in memory than elements, described."""
+        parameters = zip((f"parameter {name!r}" for name in self.names), self.parameters, strict=True)
+        buffers = ((f"buffer {name!r}", buffer) for name, buffer in self.buffers().items())
+        return [name for name, tensor in chain(parameters, buffers) if _is_expanded(tensor)]
+
+    def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
+        """The modules that have ``buffer``, each with its own name for it."""
+        return [(owner, key) for _, owner, key in self._buffer_slots if owner._buffers.get(key) is buffer]
+
+    def is_current(self) -> bool:
+        """Whether the module still holds the same parameters, of the same kind, in the same submodules.
+
+        Tensors that ``torch.func.functional_call`` has put in the place of parameters are looked through.
+        """
+        entries = list(chain.from_iterable(map(dict.values, self._tables)))
+        if len(entries) != len(self._entries):
+            return False
+        if not all(map(is_, entries, self._entries)):
+            if [tuple(table) for table in self._tables] != self._keys:
+                return False
+            if any(map(_is_other, entries, self._entries)):
+                return False
+        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
+            return self._holds_the_same()
+
+    def _holds_the_same(self) -> bool:
+        current = self.parameters
+        if [parameter.requires_grad for parameter in current] != self._trainable:
+            return False
+        if [parameter.dtype for parameter in current] != self._dtypes:
+            return False
+        addresses = [parameter.data_ptr() for parameter in current]
+        if addresses != self._addresses:
+            for spec, parameter in zip(self.specs, current, strict=True):
+                if _spec(spec.name, parameter, spec.sparse) != spec:
+                    return False
+            self._addresses = addresses
+        return True
+
+
+def _is_other(now: object, then: object) -> bool:
+    return now is not then and (now is None or isinstance(now, nn.Parameter | nn.Module))
+
+
+def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} is lazy and has no shape yet: run one forward with the plain module before wrapping it"
+        )
+    if hasattr(parameter, "placements"):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor: gradients of sharded parameters belong to the sharding, not to "
+            "this wrapper; wrap the module before sharding it or leave the parameter out"
+        )
+    shape = tuple(parameter.shape)
+    dense = parameter.is_contiguous() or _is_dense(parameter)
+    stride = tuple(parameter.stride()) if dense else tuple(torch.empty(shape, device="meta").stride())
+    return ParameterSpec(name, shape, stride, parameter.dtype, parameter.device, sparse)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills its memory without holes or overlap, in some order of its dimensions."""
+    expected = 1
+    for stride, size in _by_stride(tensor):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _by_stride(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    yield from sorted(zip(tensor.stride(), tensor.shape, strict=True))

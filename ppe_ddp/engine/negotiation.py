@@ -1,0 +1,214 @@
+"""What the ranks agree on: that they train the same model, what exists this time, and in which order it lands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.engine.bucket_plan import Planner, fingerprint
+from ppe_ddp.engine.completion import probe
+from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.engine.bucket_plan import Packing
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.mask_exchange import AgreedMask, MaskExchange
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.trace import Recorder
+
+_POSITIONS = 1_000_000
+
+
+class Negotiation:
+    """Holds what all ranks must share, and asks the others about the rest.
+
+    Args:
+        groups: Where to ask.
+        packing: How buckets are packed.
+        negotiate: Whether ranks may have different gradients. If not, a difference is an error.
+        with_buffers: Whether buffers must agree as well, because they are broadcast.
+        options: What else ranks must agree on, for people to read.
+    """
+
+    def __init__(
+        self, groups: Groups, packing: Packing, *, negotiate: bool, with_buffers: bool, options: str = ""
+    ) -> None:
+        self._groups = groups
+        self._channel = MaskExchanger(groups)
+        self._packing = packing
+        self._negotiate = negotiate
+        self._with_buffers = with_buffers
+        self._place = "start"
+        self._options = [f"options {options}"] if options else []
+        self._buffer_lines: list[str] = []
+        self._count = 0
+        self._generation = groups.generation
+
+    def arm(self, module_state: ModuleState) -> None:
+        """Speak of the parameters of ``module_state`` from now on."""
+        self._module_state = module_state
+        self.planner = Planner(module_state.specs, self._packing)
+        self._digest = fingerprint(self._lines())
+
+    def repack(self, packing: Packing) -> None:
+        """Pack buckets by ``packing`` from now on."""
+        self._packing = packing
+        self.planner.repack(packing)
+        self._digest = fingerprint(self._lines())
+
+    def check(self) -> None:
+        """Compare parameters, buffers and options across the ranks, which must all call this.
+
+        Raises:
+            DisagreementError: On every rank, with the same text, naming the first that differs.
+            ValueError: On every rank, if one has a tensor that cannot be written; names those of the first.
+        """
+        lines = [*self._lines(), *_buffer_lines(self._module_state.buffers())]
+        expanded = self._module_state.expanded()
+        agreement = self._channel.exchange(fingerprint(lines), b"", bytes([bool(expanded)])).result()
+        if not agreement.same:
+            raise _disagreement(lines, self._groups)
+        if any(agreement.extra):
+            tables: list[list[str]] = [[] for _ in range(self._groups.world_size)]
+            dist.all_gather_object(tables, expanded, group=self._groups.control)
+            rank, first = next((rank, table) for rank, table in enumerate(tables) if table)
+            raise ValueError(
+                f"rank {rank}: several elements of {', '.join(first)} are one place in memory (stride 0), so that the "
+                "values of rank 0 cannot be written there: give it memory of its own, as .clone() of .expand() does"
+            )
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that the ranks agree on, where they have to."""
+        return list(self._module_state.buffers().values()) if self._with_buffers else []
+
+    def ask(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> MaskExchange:
+        """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
+
+        Args:
+            local: One byte a parameter: whether this rank has the gradient.
+            status: A byte about this rank, which all ranks will see.
+            is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
+                where they do not negotiate.
+        """
+        groups = self._groups
+        if self._generation != groups.generation:
+            self._begin_anew()
+        if not is_vote:
+            groups.step += 1
+        self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
+        bits = bytearray(groups.world_size)
+        bits[groups.rank] = status
+        digest = fingerprint([self._current_digest(None if is_vote else local).hex(), self._place])
+        return self._channel.exchange(digest, local, bytes(bits))
+
+    def _begin_anew(self) -> None:
+        """Go back to what all ranks know, since a failure may have come before or after something was learned."""
+        self._generation = self._groups.generation
+        self._channel = MaskExchanger(self._groups)
+        self._count = 0
+        self.arm(self._module_state)
+
+    def answer(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
+        """Wait for what came of :meth:`ask`.
+
+        Raises:
+            DisagreementError: On every rank, if their modules or options differ by now.
+        """
+        agreement = exchange.result()
+        if not agreement.same:
+            raise _disagreement([*self._lines(local), self._place], self._groups)
+        return agreement
+
+    def learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
+        """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new.
+
+        All ranks must do so after every backward.
+        """
+        self._count += 1
+        count = len(self._module_state.specs)
+        if self._count & (self._count - 1) or self._groups.world_size == 1:
+            return
+        if not self.planner.unlearned(recorder.agreed):
+            return
+        # In memory that the transport prefers: others may block where they are given any other.
+        sums = allocator(self._groups.control)(2 * count, torch.int64, torch.device("cpu")).zero_().view(2, count)
+        for place, i in enumerate(dict.fromkeys(arrivals)):
+            sums[0, i] = place * _POSITIONS // count
+            sums[1, i] = 1
+        work = dist.all_reduce(sums, group=self._groups.control, async_op=True)
+        yield probe(work)
+        work.wait()
+        places, seen = sums.tolist()
+        self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
+        self._digest = fingerprint(self._lines())
+        recorder.control_nbytes += sums.nbytes
+
+    def _current_digest(self, local: bytes | bytearray | None) -> bytes:
+        if local is None:  # of a backward that has been agreed on
+            return self._digest
+        if self._with_buffers:
+            lines = _buffer_lines(self._module_state.buffers())
+            if lines != self._buffer_lines:
+                self._buffer_lines = lines
+                self._digest = fingerprint(self._lines())
+        if self._negotiate:
+            return self._digest
+        # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of
+        # different sizes may end the process.
+        return fingerprint([self._digest.hex(), local.hex()])
+
+    def _lines(self, local: bytes | bytearray = b"") -> list[str]:
+        """What all ranks must agree on, a line each."""
+        packing = self._packing
+        caps = ", ".join(str(size / 2**20) for size in (*packing.first_bytes, packing.bucket_bytes))
+        lines = [f"parameter {spec.described()}" for spec in self._module_state.specs]
+        lines.append(
+            f"bucket_cap_mb {caps} (alone from {packing.adopt_bytes} bytes, "
+            f"fixed {packing.fixed}), negotiate_grads {self._negotiate}, broadcast_buffers {self._with_buffers}"
+        )
+        lines.append(f"order of arrival {self.planner.order}")
+        lines.extend(self._options)
+        lines.extend(self._buffer_lines)
+        if not self._negotiate:
+            lines.extend(
+                f"{'a' if here else 'no'} gradient of {spec.name!r} (negotiate_grads=False)"
+                for spec, here in zip(self._module_state.specs, local, strict=False)
+            )
+        return lines
+
+
+def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
+    return [f"buffer {name!r} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in buffers.items()]
+
+
+def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
+    """The error that says who differs from rank 0, and where. All ranks must call this together."""
+    tables: list[list[str]] = [[] for _ in range(groups.world_size)]
+    dist.all_gather_object(tables, list(lines), group=groups.control)
+    reference = tables[0]
+    others = [rank for rank, table in enumerate(tables) if table != reference]
+    if not others:
+        return DisagreementError("the ranks disagree, but not any more: did one of them change its module meanwhile?")
+    rank = others[0]
+    table = tables[rank]
+    place = next(
+        (k for k, (ours, theirs) in enumerate(zip(reference, table, strict=False)) if ours != theirs),
+        min(len(reference), len(table)),
+    )
+    here = table[place] if place < len(table) else "nothing more"
+    there = reference[place] if place < len(reference) else "nothing more"
+    also = f" (so do ranks {others[1:]}, there or elsewhere)" if others[1:] else ""
+    return DisagreementError(
+        f"rank {rank} differs from rank 0{also}: rank {rank} has {here} where rank 0 has {there}. Build the same "
+        "module with the same options on every rank: parameters of the same names, order, shapes, dtypes and memory "
+        "formats."
+    )

@@ -1,0 +1,45 @@
+"""Finds out, while backward begins, which parameters it will reach: exact, by asking autograd."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from ppe_ddp.engine.torch_internals import node_is_executed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+    from torch.autograd.graph import Node
+
+
+class ReachedParameters:
+    """Knows which parameters the backward that is running now will accumulate into."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._nodes: dict[int, Node] = {}
+        self.refresh(range(len(parameters)))
+
+    def refresh(self, indices: Iterable[int]) -> None:
+        """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new one."""
+        with torch.enable_grad():
+            for i in indices:
+                if self._parameters[i].requires_grad:
+                    # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
+                    self._nodes[i] = get_gradient_edge(self._parameters[i]).node
+
+    def indices(self) -> list[int]:
+        """The parameters that the graph task running on this thread will reach.
+
+        Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints).
+        Empty for ``autograd.grad``, which accumulates nothing.
+        """
+        executes = node_is_executed()
+        try:
+            return [i for i, node in self._nodes.items() if executes(node)]
+        except RuntimeError:
+            return []  # autograd.grad on the parameters themselves

@@ -1,0 +1,240 @@
+"""Calls what the user plugged in to reduce a bucket, and holds it to its contract."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ppe_ddp.contracts import Waitable
+from ppe_ddp.engine.groups import backends_of
+from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
+from ppe_ddp.functions import average, total
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction
+    from ppe_ddp.engine.groups import Groups
+
+logger = logging.getLogger("ppe_ddp")
+
+_AVERAGING = ("nccl", "cupy_nccl")  # backends that divide before they add up: no half-precision sum overflows
+
+
+class Reduction(ABC):
+    """Starts and finishes the reduction of buckets."""
+
+    keeps_state_by_index = False
+    """Whether a bucket index has to mean the same parameters in every step."""
+
+    may_resize = False
+    """Whether the flat buffer may be made larger meanwhile."""
+    has_own_group = False
+    """Whether it communicates in groups that are not ours."""
+    one_at_a_time = False
+    """Whether a bucket must not leave before the one ahead of it has come back."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._has_warned = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether what is called is known to keep its contract."""
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has to be sent at all, since one rank alone has its average already."""
+        return False
+
+    def share(self, device: torch.device) -> float:
+        """What a gradient on ``device`` is to be multiplied by as it is put into a bucket."""
+        return 1.0
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What to call it in messages."""
+
+    def start(self, bucket: GradBucket) -> Waitable | None:
+        """Start the reduction of ``bucket``; None if it is done."""
+        try:
+            return self._call(bucket)
+        except Exception as error:
+            self._annotate(error, bucket)
+            raise
+
+    def settle(self, bucket: GradBucket, pending: Waitable) -> None:
+        """Wait for ``pending``; its result is for :meth:`finish`."""
+        try:
+            self._wait(bucket, pending)
+        except Exception as error:
+            self._annotate(error, bucket)
+            raise
+
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
+        """Wait for ``pending`` and see that the result is in ``bucket.buffer()``.
+
+        Args:
+            bucket: What was sent.
+            pending: What :meth:`start` returned.
+            memory: What the tensors of the bucket are aliases of.
+        """
+        try:
+            value = None if pending is None else self._wait(bucket, pending)
+            self._accept(bucket, value)
+            wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
+            if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
+                raise FunctionError(
+                    f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); "
+                    "it must change values only"
+                )
+        except Exception as error:
+            self._annotate(error, bucket)
+            raise
+
+    @abstractmethod
+    def _call(self, bucket: GradBucket) -> Waitable | None: ...
+
+    @abstractmethod
+    def _accept(self, bucket: GradBucket, value: object) -> None: ...
+
+    def _wait(self, bucket: GradBucket, pending: Waitable) -> Any:
+        return self._groups.failures.wait(pending, bucket.buffer().device)
+
+    def _annotate(self, error: Exception, bucket: GradBucket) -> None:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"in {self.title} on {self.place(bucket)}")
+
+    def pass_over(self, name: str) -> None:
+        """Take note that the sparse gradient of parameter ``name`` does not come through here; warn once."""
+        if not self.is_ours and not self._has_warned:
+            self._has_warned = True
+            logger.warning("sparse gradients (%s) are averaged by all-gather, not by %s", name, self.title)
+
+    def place(self, bucket: GradBucket) -> str:
+        """Rank, bucket and parameters, for messages."""
+        names = bucket.names()
+        some = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        return f"rank {self._groups.rank}, bucket {bucket.index()} with {some}"
+
+
+class FunctionReduction(Reduction):
+    """Calls a reduce function."""
+
+    def __init__(self, function: ReduceFunction, groups: Groups) -> None:
+        super().__init__(groups)
+        self._function = function
+        self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the default function."""
+        return self._function is average
+
+    @property
+    def idle(self) -> bool:
+        """Whether one rank is alone, with our own function."""
+        return self._groups.world_size == 1 and self.is_ours
+
+    def share(self, device: torch.device) -> float:
+        """Divides for the default function, in the same pass as the copy; unless the transport does."""
+        return 1.0 / self._groups.world_size if self.is_ours and device.type not in self._averaging else 1.0
+
+    @property
+    def title(self) -> str:
+        """The function's name."""
+        return f"reduce_function {_name(self._function)}"
+
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
+        """Wait for ``pending``; what goes wrong in our own function is the transport's."""
+        if not self.is_ours:
+            super().finish(bucket, pending, memory)
+            return
+        try:
+            if pending is not None:
+                self._wait(bucket, pending)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{self.place(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
+                "here: look for the first traceback of all ranks."
+            ) from error
+
+    def _call(self, bucket: GradBucket) -> Waitable | None:
+        if self.is_ours:
+            buffer = bucket.buffer()
+            return total(buffer, self._groups.buckets, averages=buffer.device.type in self._averaging)
+        pending = self._function(bucket, self._groups.buckets)
+        if pending is None or isinstance(pending, Waitable):
+            return pending
+        raise FunctionError(
+            f"{self.title} returned {type(pending).__name__} ({self.place(bucket)}); it must change the gradients in "
+            "place and return None, or a Work or Future to wait for"
+        )
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        """The result is in place, whatever the Work or Future holds."""
+
+
+class HookReduction(Reduction):
+    """Calls a communication hook of torch."""
+
+    # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
+    # was done in. With two buckets under way, the ranks would not communicate in the same order.
+    one_at_a_time = True
+    has_own_group = True
+
+    def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
+        super().__init__(groups)
+        self._state = state
+        self._hook = hook
+        # None or a process group is all the state of a hook that keeps none.
+        self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
+
+    @property
+    def title(self) -> str:
+        """The hook's name."""
+        return f"communication hook {_name(self._hook)}"
+
+    def _call(self, bucket: GradBucket) -> Waitable:
+        future = self._hook(self._state, bucket)
+        if isinstance(future, Waitable):
+            return future
+        raise FunctionError(
+            f"{self.title} returned {type(future).__name__} ({self.place(bucket)}); it must return a "
+            "torch.futures.Future of the reduced flat tensor"
+        )
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, Tensor):
+            raise FunctionError(
+                f"the Future of {self.title} holds {type(value).__name__} ({self.place(bucket)}); it must hold the "
+                "reduced flat tensor"
+            )
+        total = sum(parameter.numel() for parameter in bucket.parameters())
+        if value.numel() != total:
+            raise FunctionError(
+                f"the Future of {self.title} holds {value.numel()} elements, the bucket has {total} "
+                f"({self.place(bucket)}); it must hold the reduced flat tensor"
+            )
+        if value is not bucket.buffer():
+            bucket.set_buffer(value)
+
+
+def _differ(tensor: Tensor, memory: Tensor) -> bool:
+    """Whether ``tensor`` has another form than the memory behind it."""
+    return tensor.shape != memory.shape or tensor.stride() != memory.stride()
+
+
+def _name(function: object) -> str:
+    """The qualified name of a function, or the type of another callable."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

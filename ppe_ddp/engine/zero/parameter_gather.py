@@ -1,0 +1,281 @@
+"""Updated parameters on their way to all ranks: each is waited for where it is first used.
+
+    step        units 0 1 2 3 leave
+    forward     layer A uses unit 0: wait for it; A computes, while 1 2 3 are under way; layer B uses unit 1 ...
+
+A parameter that is under way is a :class:`PendingParameter` until its first use in Python, whoever uses it: a
+module, a hook, a copy, a loop over ``parameters()``. No such use starts a collective, so a rank may do it alone.
+
+Two kinds of uses are not seen there. Compiled code and extensions read in C++: modules can be watched, so that
+their forwards wait before they begin. And nobody sees who reads memory that he has held since before the step
+(``p.data`` or a ``state_dict`` that was kept) or who hands a parameter to an extension or to ``torch.func.grad``
+outside of a module. Hence parameters are under way after a step only where the user has asked for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from ppe_ddp.engine.nested_tensors import tensors_in
+from ppe_ddp.errors import CommunicationError, UnusableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.zero.shards import ShardedModel
+
+    Unit = tuple[int, int]  # of which model, and its number there
+
+_OWNER = "_parameter_gather"  # the attribute of a pending parameter that says who gathers it
+_ATTRIBUTES: Any = torch.Tensor
+# What zero_grad() and a look at a module's gradients use; none of these depends on a parameter's values.
+_USES_NO_VALUES = frozenset(
+    [
+        _ATTRIBUTES.grad.__get__,
+        _ATTRIBUTES.grad.__set__,
+        _ATTRIBUTES.grad.__delete__,
+        _ATTRIBUTES.requires_grad.__get__,
+        _ATTRIBUTES.is_leaf.__get__,
+    ]
+)
+
+
+class PendingParameter(nn.Parameter):
+    """What a parameter is while its values are under way. Its first use waits, and makes it what it was.
+
+    An object may be given another class, as torch does itself with lazy parameters; all else about it stays.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Wait for the parameters among the arguments, unless ``function`` needs no values; then call it."""
+        kwargs = kwargs or {}
+        if function in _USES_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        parameters = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+        if not parameters:
+            raise UnusableError(
+                f"{getattr(function, '__name__', function)} uses a parameter that is still being gathered, in an "
+                "argument of an unknown kind; call synchronize() of the DistributedOptimizer before (or finish with "
+                "start_param_sync(force_sync=True)), or do not let the gather overlap"
+            )
+        for parameter in parameters:
+            arrive(parameter)
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Wait, then copy an ordinary parameter."""
+        arrive(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Wait, then pickle an ordinary parameter."""
+        arrive(self)
+        return self.__reduce_ex__(protocol)
+
+
+def arrive(parameter: nn.Parameter) -> None:
+    """Wait for ``parameter``, if it is under way."""
+    gather: ParameterGather | None = vars(parameter).get(_OWNER)
+    if gather is not None:
+        gather.arrive(parameter)
+
+
+class ParameterGather:
+    """Gathers the units of some sharded models, and knows which of them are under way.
+
+    Threads may use it at the same time.
+
+    Args:
+        models: One for each group of ranks that shares parameters.
+        arrived: Called with the number of a unit of the first model when its parameters have their new values.
+    """
+
+    def __init__(self, models: Sequence[ShardedModel], arrived: Callable[[int], None] | None = None) -> None:
+        self._models = models
+        self._arrived = arrived
+        self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
+        self._unit_of = {id(parameter): key for key in self._units for parameter in self._members(key)}
+        self._pending: dict[Unit, Waitable] = {}
+        self._handles: list[RemovableHandle] = []
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _members(self, key: Unit) -> list[Any]:
+        model = self._models[key[0]]
+        return [model.shards[index].parameter for index in model.units[key[1]]]
+
+    # ------------------------------------------------------------------ gathering
+
+    @torch.no_grad()
+    def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
+        """UnitGather; every rank must call this for the same units.
+
+        Args:
+            units: Of the first model, in the order in which they are to leave; None for all of all models.
+            overlap: Return at once, and let whoever uses a parameter wait for it.
+        """
+        self.finish()
+        for key in self._units if units is None else [(0, unit) for unit in units]:
+            members = self._members(key)
+            for parameter in members:
+                arrive(parameter)  # what another optimizer of the same model has sent
+            pending = self._models[key[0]].gather(key[1])
+            if pending is None:
+                self._install(key)
+                continue
+            with self._lock:
+                self._pending[key] = pending
+                if overlap:
+                    self._hide(key, members)
+        if not overlap:
+            self.finish()
+
+    def _hide(self, key: Unit, members: Sequence[Any]) -> None:
+        """Let whoever uses these parameters wait for them."""
+        if any(type(parameter) is not nn.Parameter for parameter in members):
+            self.finish([key])  # one has a class of its own, which we cannot take from it
+            return
+        increment_version(members)  # lest a graph that was made before the step go backward with what lies there now
+        for parameter in members:
+            setattr(parameter, _OWNER, self)
+            parameter.__class__ = PendingParameter
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether anything is waited for."""
+        return bool(self._pending)
+
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """Wait for the unit of ``parameter``."""
+        self.finish([self._unit_of[id(parameter)]])
+
+    def finish(self, units: Iterable[Unit] | None = None) -> None:
+        """Wait for units, or for all that are under way; each is no longer under way then, even if it has failed.
+
+        Raises:
+            CommunicationError: The first failure.
+        """
+        if not self._pending:
+            return
+        if os.getpid() != self._process:
+            raise UnusableError(
+                f"process {os.getpid()} was forked while parameters were being gathered, and uses one that had not "
+                "come; call synchronize() of the DistributedOptimizer before processes are forked (DataLoader workers)"
+            )
+        failure: CommunicationError | None = None
+        with self._lock:
+            for key in list(self._pending) if units is None else units:
+                try:
+                    self._finish(key)
+                except CommunicationError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _finish(self, key: Unit) -> None:
+        pending = self._pending.get(key)
+        if pending is None:
+            return
+        try:
+            pending.wait()
+            self._install(key)
+        except RuntimeError as error:
+            model = self._models[key[0]]
+            first = model.shards[model.units[key[1]][0]].name
+            raise CommunicationError(
+                f"gathering the updated parameters failed, at {first!r} and those with it: {error}. An error or a "
+                "crash on another rank ends here: look for the first traceback of all ranks."
+            ) from error
+        finally:
+            del self._pending[key]
+            for parameter in self._members(key):
+                if vars(parameter).pop(_OWNER, None) is not None:
+                    parameter.__class__ = nn.Parameter
+
+    def _install(self, key: Unit) -> None:
+        # Other threads go on waiting for these parameters, while we use them.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._models[key[0]].install(key[1])
+            if self._arrived is not None:
+                self._arrived(key[1])
+
+    # ------------------------------------------------------------------ modules
+
+    def watch(self, module: nn.Module) -> None:
+        """Let forwards in ``module`` wait before they begin, for C++ that reads parameters unseen.
+
+        A module waits for its own parameters, and if it has some itself also for all below it. Where something in
+        ``module`` is compiled, or it is called from compiled code, it waits for everything.
+        """
+        if self._handles:
+            return
+        self._handles.append(module.register_forward_pre_hook(_WaitWhereCompiled(self), prepend=True))
+        for part in module.modules():
+            if any(id(parameter) in self._unit_of for parameter in part.parameters(recurse=False)):
+                units = sorted({self._unit_of[id(p)] for p in part.parameters() if id(p) in self._unit_of})
+                self._handles.append(part.register_forward_pre_hook(_Wait(self, units), prepend=True))
+
+    def unwatch(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Wait:
+    """Waits for units, as a hook of a module. A copy of the module, or an unpickled one, waits for nothing."""
+
+    def __init__(self, gather: ParameterGather | None = None, units: Sequence[Unit] | None = None) -> None:
+        self._gather = None if gather is None else weakref.ref(gather)
+        self._units = units
+
+    def __call__(self, module: nn.Module, _arguments: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # the outermost module has waited
+        gather = None if self._gather is None else self._gather()
+        if gather is not None:
+            gather.finish(self._units)
+
+    def __reduce__(self) -> tuple[type[_Wait], tuple[()]]:
+        return type(self), ()
+
+
+class _WaitWhereCompiled(_Wait):
+    """Waits for everything before compiled code looks at the parameters, whose class is among what it is made for."""
+
+    def __call__(self, module: nn.Module, _arguments: object) -> None:
+        if torch.compiler.is_compiling():
+            self._finish()
+            return
+        gather = None if self._gather is None else self._gather()
+        if gather is not None and gather.is_under_way and any(map(_is_compiled, module.modules())):
+            gather.finish()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    def _finish(self) -> None:
+        gather = None if self._gather is None else self._gather()
+        if gather is not None:
+            gather.finish()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules

@@ -1,0 +1,182 @@
+"""Reduce-scatter and all-gather of flat tensors, in the fastest way that a transport has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.engine.groups import backends_of, offers_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.zero.message_pool import MessagePool
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class ReduceScatter(ABC):
+    """One way to add flat tensors up so that each rank gets its part of the sum.
+
+    Args:
+        groups: The ranks.
+        pool: Memory for it.
+        from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
+
+    Attributes:
+        from_pool: The same.
+    """
+
+    def __init__(self, groups: Groups, pool: MessagePool, *, from_pool: bool) -> None:
+        self._groups = groups
+        self._pool = pool
+        self._world_size = groups.world_size
+        self.from_pool = from_pool
+
+    @staticmethod
+    def fitting(groups: Groups, pool: MessagePool, device: torch.device) -> ReduceScatter:
+        """The faster one for tensors on ``device``.
+
+        gloo's reduce-scatter takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an
+        all-to-all and a sum take 2.7 (on four ranks 11.6 and 5.5). Over mpi4py it is the other way around.
+        """
+        group = groups.buckets
+        kind = AllToAllReduceScatter if backends_of(group).get(device.type) == "gloo" else NativeReduceScatter
+        return kind(groups, pool, from_pool=offers_memory(group, device))
+
+    def start(self, share: Tensor, flat: Tensor, *, factor: float = 1.0, spare: bool = True) -> Waitable | None:
+        """Begin to set ``share`` to ``factor`` times the sum over the ranks of this rank's part of ``flat``.
+
+        Every rank must call this, with the same sizes and dtypes. The tensors must be left alone until the result
+        was waited for.
+
+        Args:
+            share: 1-D, of the dtype of ``flat`` or wider; changed in place. It may be this rank's part of ``flat``.
+            flat: 1-D, floating or complex, as many times the size of ``share`` as there are ranks: rank i's part is
+                the i-th.
+            factor: The same on every rank. Halves are multiplied by it before they are added up, or are added up in
+                float32, lest the sum be too large.
+            spare: Whether the contents of ``flat`` may be lost.
+
+        Returns:
+            What to wait for, once; None where one rank is alone.
+        """
+        if self._world_size == 1:
+            _scale(share, flat, factor)
+            return None
+        return self._start(share, flat, factor, spare)
+
+    @abstractmethod
+    def _start(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
+        """Do what :meth:`start` says, on two ranks or more."""
+
+
+class AllToAllReduceScatter(ReduceScatter):
+    """Everyone sends everyone his part, and adds up what came, in the order of ranks: halves in float32.
+
+    Takes a second buffer of the size of ``flat`` until the result was waited for.
+    """
+
+    def _start(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
+        received = self._pool.take(flat.numel(), flat.dtype, flat.device)
+        # as bytes, since gloo does not know every dtype
+        work = dist.all_to_all_single(
+            received.view(torch.uint8), flat.view(torch.uint8), group=self._groups.buckets, async_op=True
+        )
+        return _Then(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
+
+    def _add_up(self, share: Tensor, rows: Tensor, factor: float) -> None:
+        total = share
+        if share.dtype in _HALVES:
+            total = self._pool.take(share.numel(), torch.float32, share.device)
+        _scale(total, rows[0], factor)
+        for row in rows[1:]:
+            total.add_(row, alpha=factor)
+        if total is not share:
+            share.copy_(total)
+
+
+class NativeReduceScatter(ReduceScatter):
+    """The transport's own reduce-scatter."""
+
+    def _start(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
+        if flat.dtype in _HALVES and factor != 1.0:
+            flat = flat.mul_(factor) if spare else flat * factor
+            factor = 1.0
+        received = share
+        if flat.dtype is not share.dtype:
+            received = self._pool.take(share.numel(), flat.dtype, flat.device)
+        function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = function(received, flat, group=self._groups.buckets, async_op=True)
+        if received is share and factor == 1.0:
+            return work  # type: ignore[no-any-return]
+        return _Then(work, lambda: _scale(share, received, factor))
+
+
+class _Then:
+    """Something in flight, and what is to be done here when it has come.
+
+    Args:
+        work: What is in flight.
+        finish: Called once.
+    """
+
+    def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def is_completed(self) -> bool:
+        """Whether nothing is on its way any more."""
+        return bool(self._work.is_completed())  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        """Wait for it, and finish it."""
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+
+
+def _scale(target: Tensor, source: Tensor, factor: float) -> None:
+    """Set ``target``, of the dtype of ``source`` or wider, to ``factor`` times it; they may be the same memory."""
+    if target.data_ptr() == source.data_ptr():
+        if factor != 1.0:
+            target.mul_(factor)
+    elif target.dtype is source.dtype and factor != 1.0:
+        torch.mul(source, factor, out=target)
+    else:
+        target.copy_(source)
+        if factor != 1.0:
+            target.mul_(factor)
+
+
+def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MessagePool | None = None) -> Waitable | None:
+    """Put the shares of all ranks one after another into ``flat``; ``share`` may be this rank's part of it.
+
+    Args:
+        flat: 1-D; changed in place.
+        share: 1-D, the same size on every rank.
+        group: The ranks.
+        pool: Where to copy ``share`` to first, if the group offers memory and that is where the pool has its own;
+            None where ``share`` lies there already.
+
+    Returns:
+        The Work; None where one rank is alone.
+    """
+    if dist.get_world_size(group) == 1:
+        if share.data_ptr() != flat.data_ptr():
+            flat.copy_(share)
+        return None
+    if pool is not None and offers_memory(group, share.device):
+        share = pool.take(share.numel(), share.dtype, share.device).copy_(share)
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(flat, share, group=group, async_op=True)  # type: ignore[no-any-return]

@@ -1,0 +1,234 @@
+"""What ``.grad`` is where each rank keeps only its shard of an average: a tensor with a shape and no elements.
+
+    clear                  .grad None               autograd hands its gradient over, as ever
+    backward, averaged     .grad ShardedGradient    this rank's shard is in ``.grad`` of the weight that is updated
+    another backward       .grad the same           what autograd adds is kept beside the shard, until it is averaged
+
+With None in its place nobody could see whether the user has cleared it. So whatever he does to clear gradients does
+here what it does with any other tensor: without it the shard is over, and ``zero_()`` makes it zero.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ppe_ddp.errors import UnusableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from ppe_ddp.engine.zero.shards import Shard
+
+_ATEN = torch.ops.aten
+
+
+class Weight(Protocol):
+    """What is updated, 1-D: has the shard of the average in ``grad``, and nobody else has it."""
+
+    grad: Tensor | None
+
+
+class _Unclaimed:
+    """Has the shard while no optimizer has taken the parameter over."""
+
+    grad: Tensor | None = None
+
+
+class GradientShard:
+    """The average of one shard, and what was added to it since.
+
+    It knows nothing of the parameter, whose ``.grad`` refers to it: such a circle would never be freed.
+
+    Args:
+        title: For messages.
+
+    Attributes:
+        local: What this rank's backwards have added, whole and not averaged.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.local: Tensor | None = None
+        self._weight: Weight = _Unclaimed()
+
+    def attach(self, weight: Tensor) -> None:
+        """From now on the average is in ``weight.grad``, in the dtype of ``weight``."""
+        value = self.value
+        self._weight = weight
+        self.value = None if value is None else value.to(weight.dtype)
+
+    @property
+    def value(self) -> Tensor | None:
+        """This rank's shard of the average, 1-D; None if there is none."""
+        return self._weight.grad
+
+    @value.setter
+    def value(self, value: Tensor | None) -> None:
+        self._weight.grad = value
+
+    def add(self, average: Tensor) -> None:
+        """Add an average, 1-D and nobody else's."""
+        if isinstance(self._weight, Tensor):
+            average = average.to(self._weight.dtype)
+        value = self.value
+        self.value = average if value is None else value.add_(average)
+
+    def accumulate(self, gradient: Tensor) -> None:
+        """Add a whole gradient of this rank, not averaged."""
+        local, gradient = self.local, gradient.detach()
+        if local is None:
+            self.local = gradient.clone()  # autograd may still need it
+        elif local.is_sparse and not gradient.is_sparse:
+            self.local = gradient + local
+        else:
+            local.add_(gradient)
+
+    def update(self, change: Callable[[Tensor], object]) -> None:
+        """Do the same to all of it."""
+        for part in (self.value, self.local):
+            if part is not None:
+                change(part)
+
+
+class ShardedGradient(Tensor):
+    """The gradient of a parameter of which this rank has a shard: in ``DistributedOptimizer.param_groups``.
+
+    Has shape, dtype and device of the parameter, and takes no memory. It can be cleared, set to zero, added to (by
+    autograd) and multiplied by a number; whatever needs its elements raises :class:`ppe_ddp.errors.UnusableError`.
+    It is no copy: kept and set again, it is what the shard is by then.
+    """
+
+    content: GradientShard
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedGradient], content: GradientShard, like: Tensor, dtype: torch.dtype | None = None
+    ) -> ShardedGradient:
+        """A tensor that looks like ``like``."""
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
+        )
+        made.content = content
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.content.title})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do ``func`` to the shard, where that is the same as to do it to all of the gradient."""
+        first = args[0]
+        if func is _ATEN._foreach_zero_.default:
+            for gradient in first:
+                gradient.zero_()
+            return None
+        if not isinstance(first, cls) or (len(args) > 1 and isinstance(args[1], cls)):
+            raise _refusal(func, args)
+        if func in (_ATEN.add_.Tensor, _ATEN.add.Tensor) and not kwargs and args[1].shape == first.shape:
+            first.content.accumulate(args[1])
+            return first if func is _ATEN.add_.Tensor else cls(first.content, first)  # create_graph
+        if func is _ATEN.zero_.default:
+            first.content.update(Tensor.zero_)
+        elif func in (_ATEN.mul_.Tensor, _ATEN.mul_.Scalar) and _is_number(args[1]):
+            first.content.update(lambda part: part.mul_(args[1]))
+        elif func in (_ATEN.div_.Tensor, _ATEN.div_.Scalar) and _is_number(args[1]):
+            first.content.update(lambda part: part.div_(args[1]))
+        elif func in (_ATEN.detach.default, _ATEN._to_copy.default):  # module.to() makes one of another dtype
+            return cls(first.content, first, (kwargs or {}).get("dtype"))
+        elif func is not _ATEN.detach_.default:
+            raise _refusal(func, args)
+        return first
+
+
+class GradientSlot:
+    """``.grad`` of one parameter, as far as it is sharded.
+
+    Args:
+        shard: The shard.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        parameter = shard.parameter
+        where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
+        self._parameter = parameter
+        self.name = shard.name
+        self._content = GradientShard(f"{where} of the gradient of {shard.name!r}")
+        self._mark = ShardedGradient(self._content, parameter)
+        self.attach = self._content.attach
+
+    @property
+    def value(self) -> Tensor | None:
+        """This rank's shard of the average, 1-D; None if there is none."""
+        return self._content.value
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is an average that was not cleared: the same on all ranks that clear alike."""
+        gradient = self._parameter.grad
+        return type(gradient) is ShardedGradient and gradient.content is self._content
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether nothing is in ``.grad`` that is not averaged yet."""
+        return local_of(self._parameter.grad) is None
+
+    def release(self) -> None:
+        """Give up the memory of an average that was cleared."""
+        if not self.exists:
+            self._content.value = self._content.local = None
+
+    def add(self, average: Tensor) -> None:
+        """Add an average, 1-D and nobody else's, to what was not cleared."""
+        if not self.exists:
+            self._content.value, self._content.local = None, local_of(self._parameter.grad)
+            self._parameter.grad = self._mark
+        self._content.add(average)
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """Forget what there is, as ``zero_grad()`` of any optimizer does."""
+        gradient = self._parameter.grad
+        if set_to_none:
+            self._parameter.grad = None
+            self.release()
+        elif gradient is not None:
+            gradient.detach_().zero_()
+
+
+def local_of(gradient: Tensor | None) -> Tensor | None:
+    """What of a ``.grad`` this rank has computed and nobody has averaged."""
+    return gradient.content.local if type(gradient) is ShardedGradient else gradient
+
+
+def take_local(parameter: nn.Parameter) -> Tensor | None:
+    """Take that out of ``.grad``, which still says whether it was cleared."""
+    gradient = parameter.grad
+    if type(gradient) is ShardedGradient:
+        content = gradient.content
+        gradient, content.local = content.local, None
+    elif gradient is not None:
+        parameter.grad = None
+    return gradient
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def _refusal(func: object, args: Sequence[Any]) -> UnusableError:
+    given = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
+    found = next(one for one in given if isinstance(one, ShardedGradient))
+    return UnusableError(
+        f"{func} needs a whole gradient, and this rank has only {found.content.title}: with a DistributedOptimizer "
+        "clip by its clip_grad_norm_(), step by its step(), and look at gradients in its param_groups"
+    )

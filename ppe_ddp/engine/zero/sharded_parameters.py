@@ -1,0 +1,249 @@
+"""The plain wrapper's gradients, reduce-scattered, and its parameters, brought together again.
+
+A bucket is whatever exists in a step, so no buffer is laid out beforehand: each parameter is cut by itself (see
+``chunks.py``), and every rank gets its chunks of any bucket in one message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import increment_version
+
+from ppe_ddp.engine.flight import Flight
+from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
+from ppe_ddp.engine.zero.message_pool import MessagePool
+from ppe_ddp.engine.zero.reduce_scatter_bucket import ReduceScatterBucket
+from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel
+from ppe_ddp.engine.zero.unit_gather import UnitGather
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket_plan import BucketPlan, Packing, ParameterSpec
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.reduction import Reduction
+    from ppe_ddp.engine.round import MakeFlight
+
+_UNIT_BYTES = 4 << 20
+_LAYOUTS = 256
+_ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its own (measured: 0.5 to 4 MiB)
+
+
+class ShardedParameters(ShardedModel):
+    """The trainable parameters of a wrapped module, each cut into even chunks.
+
+    Args:
+        groups: Where to communicate.
+        module_state: The parameters.
+    """
+
+    def __init__(self, groups: Groups, module_state: ModuleState) -> None:
+        self.group = groups.parent
+        self._groups = groups
+        self._pool = MessagePool(allocator(groups.buckets))
+        self._transports: dict[torch.device, ReduceScatter] = {}
+        self._layouts: dict[tuple[int, ...], Rows] = {}
+        pairs = zip(module_state.parameters, module_state.specs, strict=True)
+        trainable = [(parameter, spec) for parameter, spec in pairs if parameter.requires_grad]
+        self._specs = [spec for _, spec in trainable]
+        self.shards = [
+            Shard(parameter, spec.name, *bounds_of(spec.numel, groups.rank, groups.world_size))
+            for parameter, spec in trainable
+        ]
+        self.units = _units(self._specs, groups.world_size)
+        self._unit_of = {index: unit for unit, members in enumerate(self.units) for index in members}
+        self._gathers: dict[int, UnitGather] = {}
+        self._under_way: dict[int, tuple[UnitGather, Waitable | None]] = {}
+        self._written: list[set[int]] = [set() for _ in self.units]
+        self._gradients = [GradientSlot(shard) for shard in self.shards]
+        self.arm(module_state)
+
+    @staticmethod
+    def packing(packing: Packing) -> Packing:
+        """How to pack the gradients that are scattered, where they were packed in this way to be averaged."""
+        if packing.fixed:
+            return packing  # for hooks, which average all of it
+        return replace(packing, adopt_bytes=min(packing.adopt_bytes, _ALONE_BYTES))
+
+    # ------------------------------------------------------------------ what the engine calls
+
+    def arm(self, module_state: ModuleState) -> None:
+        """Take the gradients of ``module_state``, in its order, from now on.
+
+        Raises:
+            ValueError: It has a trainable parameter that had no shard so far, or one that has become another.
+        """
+        known = {id(shard.parameter): k for k, shard in enumerate(self.shards)}
+        self._index: dict[int, int] = {}
+        for i, (parameter, spec) in enumerate(zip(module_state.parameters, module_state.specs, strict=True)):
+            k = known.get(id(parameter))
+            if k is None and not parameter.requires_grad:
+                continue
+            if k is None or self._specs[k] != spec:
+                change = "is new, or trainable only now" if k is None else f"was {self._specs[k].described()}"
+                raise ValueError(
+                    f"rank {self._groups.rank}: parameter {spec.described()} {change}, and the DistributedOptimizer "
+                    "has shards of what there was: make the optimizer anew, on all ranks, after changing the module"
+                )
+            self._index[i] = k
+
+    def with_shards(self, mask: bytes) -> bytes:
+        """``mask`` without the gradients that frozen parameters still have: nobody updates those."""
+        return bytes([here and i in self._index for i, here in enumerate(mask)])
+
+    def flight(self, reduction: Reduction) -> MakeFlight:
+        """What makes flights: whole averages where somebody else's function makes them."""
+        return self._flight if reduction.is_ours else Flight
+
+    def _flight(self, plan: BucketPlan, *args: Any, **keywords: Any) -> Flight:
+        transport = self._transports.get(plan.device)
+        if transport is None:
+            transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
+            self._transports[plan.device] = transport
+        rows = self._layouts.get(plan.members)
+        if rows is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            specs = [self._specs[self._index[i]] for i in plan.members]
+            rows = self._layouts[plan.members] = Rows(specs, self._groups.rank, self._groups.world_size)
+        return ReduceScatterBucket(
+            plan, *args, groups=self._groups, pool=self._pool, transport=transport, rows=rows, **keywords
+        )
+
+    def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
+        """Keep this rank's shards; add them to those that were not cleared.
+
+        Args:
+            averages: By parameter, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
+            scale: What to multiply them by.
+        """
+        for i, average in averages.items():
+            k = self._index[i]
+            if average.is_sparse or average.shape == self._specs[k].shape:
+                average = self._cut(k, average)
+            if scale != 1.0:
+                average.mul_(scale)
+            self._gradients[k].add(average)
+
+    def _cut(self, k: int, whole: Tensor) -> Tensor:
+        flat = flattened(whole, self._specs[k])
+        if self._groups.world_size == 1:
+            return flat
+        return flat[self.shards[k].start : self.shards[k].stop].clone()  # the rest of it is not to live on
+
+    def release(self) -> None:
+        """Give up the memory of gradients that were cleared."""
+        for gradient in self._gradients:
+            gradient.release()
+
+    def trim(self) -> None:
+        """Give up memory that the last step had no use for."""
+        self._pool.trim()
+
+    # ------------------------------------------------------------------ what the optimizer calls
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all gradients are averages."""
+        return all(gradient.is_synchronized for gradient in self._gradients)
+
+    def attach(self, index: int, weight: Tensor) -> None:
+        """Put the gradient of the shard at ``index`` into ``weight.grad`` from now on, as soon as it is averaged."""
+        self._gradients[index].attach(weight)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The averages since ``.grad`` was cleared; None for a parameter that no rank used.
+
+        Raises:
+            RuntimeError: Some gradients were never averaged.
+        """
+        for gradient in self._gradients:
+            if not gradient.is_synchronized:
+                raise RuntimeError(
+                    f"rank {self._groups.rank}: the gradient of {gradient.name!r} has parts that no "
+                    "synchronization has averaged; run the last backward outside no_sync(), or call "
+                    "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
+                )
+        self.release()
+        return [gradient.value for gradient in self._gradients]
+
+    def assign_gradients(self) -> list[bool]:
+        """Nothing to do but to forget what was cleared: averages come into ``.grad`` of the weights by themselves."""
+        self.gradients()
+        return [gradient.exists for gradient in self._gradients]
+
+    def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
+        """Forget the averages, and what has accumulated in ``.grad``."""
+        for index in indices:
+            self._gradients[index].clear(set_to_none=set_to_none)
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Set this rank's shard; ``values`` may be that very memory."""
+        shard, spec = self.shards[index], self._specs[index]
+        self._written[self._unit_of[index]].add(index)
+        own = shard.parameter.data_ptr() + shard.start * shard.parameter.element_size()
+        if shard.numel == 0 or (values.data_ptr() == own and values.dtype is shard.parameter.dtype):
+            return
+        parameter = shard.parameter.detach()
+        if is_dense(parameter, spec):
+            parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start).copy_(values)
+            return
+        flat = flattened(parameter, spec)
+        flat[shard.start : shard.stop] = values
+        parameter.copy_(flat.as_strided(spec.shape, spec.stride))
+
+    def gather(self, unit: int) -> Waitable | None:
+        """Send what was written in ``unit`` since the last time; other parameters of it do not travel."""
+        self.install(unit)  # of another optimizer, whose parameters share the unit
+        members = sorted(self._written[unit])
+        self._written[unit].clear()
+        if self._groups.world_size == 1 or not members:
+            for k in members:
+                increment_version(self.shards[k].parameter)
+            return None
+        gather = self._gathers.get(unit)
+        if gather is None or not gather.fits(members):
+            parameters = [self.shards[k].parameter for k in members]
+            specs = [self._specs[k] for k in members]
+            gather = self._gathers[unit] = UnitGather(members, parameters, specs, self._groups, self._pool)
+        pending = gather.start()
+        self._under_way[unit] = (gather, pending)
+        return pending
+
+    def install(self, unit: int) -> None:
+        """Bring what has come into the parameters."""
+        if unit in self._under_way:
+            gather, pending = self._under_way.pop(unit)
+            if pending is not None:
+                pending.wait()
+            gather.install()
+
+
+def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:
+    """Parameters that travel together: of one dtype and device, in their order; a large one alone."""
+    units: list[list[int]] = []
+    is_open: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for k, spec in enumerate(specs):
+        if spec.nbytes >= _ALONE_BYTES and spec.numel % world_size == 0:
+            units.append([k])
+            continue
+        key = (spec.dtype, spec.device)
+        if key not in is_open:
+            is_open[key], sizes[key] = [], 0
+            units.append(is_open[key])  # where its first member is needed
+        is_open[key].append(k)
+        sizes[key] += spec.nbytes
+        if sizes[key] >= _UNIT_BYTES:
+            del is_open[key]
+    return units

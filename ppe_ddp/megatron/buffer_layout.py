@@ -1,0 +1,185 @@
+"""Pure planning: where each gradient lies in which buffer, and where the buckets are. No communication.
+
+    parameters      0 1 2 3 4 5 6           as registered; those of one kind share a buffer
+    buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse, as backward reaches them; "." pads
+    shares          |  0 |  1 | 0| 1| 0 | 1 |   each bucket divides by the number of ranks
+
+A kind is who averages it (all data-parallel ranks, or those with the same experts), the dtype of the parameter, that
+of the gradient, and the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.bucket_plan import BucketPlan, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+_TICK_ELEMENTS = 1 << 14
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """What the gradients of one buffer have in common.
+
+    Attributes:
+        reduction_group: Who averages them: 0 for dense parameters, 1 for experts.
+        param_dtype: Of the parameters.
+        grad_dtype: Of the gradients in the buffer.
+        device: Of both.
+    """
+
+    reduction_group: int
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Item:
+    """One trainable parameter.
+
+    Attributes:
+        index: Its number among all parameters of the module.
+        numel: Its number of elements.
+        kind: Which buffer it belongs to.
+        alone: Whether it needs a bucket of its own, so that other pipeline stages shard it in the same way.
+        row_major: Whether its gradient is.
+    """
+
+    index: int
+    numel: int
+    kind: BufferKind
+    alone: bool = False
+    row_major: bool = True
+
+
+@dataclass(frozen=True)
+class BucketRange:
+    """A range of a buffer that travels in one piece.
+
+    Attributes:
+        plan: Members and their offsets from the start of the range; ``index`` counts all buckets of the module in
+            the order in which every rank sends them.
+        buffer: The number of the buffer.
+        reduction_group: That of the buffer.
+        start: The first element in the buffer.
+        padded: Elements with padding; divides by the number of ranks.
+    """
+
+    plan: BucketPlan
+    buffer: int
+    reduction_group: int
+    start: int
+    padded: int
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """The buffers of one module.
+
+    Attributes:
+        kinds: One a buffer.
+        sizes: Elements of each buffer.
+        buckets: Of all buffers, in the order in which every rank sends them.
+        bucket_of: Parameter index to position in ``buckets``.
+        ticks: Parameters at whose landing it is worth looking what may be sent.
+    """
+
+    kinds: tuple[BufferKind, ...]
+    sizes: tuple[int, ...]
+    buckets: tuple[BucketRange, ...]
+    bucket_of: dict[int, int]
+    ticks: frozenset[int]
+
+    def plan(self, present: bytes) -> Plan:
+        """The buckets that have a gradient on some rank.
+
+        Args:
+            present: One byte a parameter, non-zero where some rank has its gradient.
+        """
+        chosen = tuple(b.plan for b in self.buckets if any(present[i] for i in b.plan.members))
+        bucket_of = {i: k for k, bucket in enumerate(chosen) for i in bucket.members}
+        return Plan(present, chosen, bucket_of, len(chosen) - 1)
+
+
+def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequence[int]) -> BufferLayout:
+    """Lay out buffers and buckets.
+
+    Args:
+        items: The trainable parameters in the order of their registration.
+        bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
+        divisors: By what the size of a bucket must divide, for each reduction_group.
+    """
+    reverse = list(reversed(items))
+    kinds = tuple(dict.fromkeys(item.kind for item in reverse))
+    sizes: list[int] = []
+    drafts: list[tuple[int, BucketRange]] = []
+    for number, kind in enumerate(kinds):
+        start = 0
+        for members in _packed([item for item in reverse if item.kind == kind], bucket_size):
+            draft = _placed(members, number, start, divisors[kind.reduction_group])
+            # A bucket stands where its last gradient lands.
+            drafts.append((-members[-1].index, draft))
+            start += draft.padded
+        sizes.append(start)
+    drafts.sort(key=lambda draft: draft[0])
+    buckets = tuple(_numbered(draft, index) for index, (_, draft) in enumerate(drafts))
+    bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.plan.members}
+    return BufferLayout(kinds, tuple(sizes), buckets, bucket_of, frozenset(_ticks(reverse, buckets)))
+
+
+def _packed(items: Sequence[Item], bucket_size: int | None) -> Iterator[list[Item]]:
+    members: list[Item] = []
+    size = 0
+    for item in items:
+        if item.alone and members:
+            yield members
+            members, size = [], 0
+        members.append(item)
+        size += item.numel
+        if item.alone or (bucket_size is not None and size >= bucket_size):
+            yield members
+            members, size = [], 0
+    if members:
+        yield members
+
+
+def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> BucketRange:
+    offsets, numel = [], 0
+    for item in members:
+        offsets.append(numel)
+        numel += item.numel
+    kind = members[0].kind
+    plan = BucketPlan(
+        index=0,
+        members=tuple(item.index for item in members),
+        offsets=tuple(offsets),
+        numel=numel,
+        dtype=kind.grad_dtype,
+        device=kind.device,
+        adopted=False,
+        sparse=False,
+        row_major=all(item.row_major for item in members),
+    )
+    return BucketRange(plan, buffer, kind.reduction_group, start, -(-numel // divisor) * divisor)
+
+
+def _numbered(bucket: BucketRange, index: int) -> BucketRange:
+    return replace(bucket, plan=replace(bucket.plan, index=index))
+
+
+def _ticks(reverse: Sequence[Item], buckets: Sequence[BucketRange]) -> Iterator[int]:
+    for bucket in buckets:
+        yield bucket.plan.members[-1]
+    size = 0
+    for item in reverse:
+        size += item.numel
+        if size >= _TICK_ELEMENTS:
+            yield item.index
+            size = 0

@@ -1,0 +1,331 @@
+"""Carries gradients that lie in buffers: mask, buckets, vote; and later, when somebody asks, results and repair.
+
+    backward        ask ── buckets leave ── vote            as the reducer says
+    afterwards      results ── repair ── what went wrong    in ``finish_grad_sync()``
+
+Several reduction groups (dense parameters, experts) are asked one after another, and all their buckets leave in one
+order that every rank has, so that no rank waits in one group for a rank that waits for it in another.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.bucket_buffers import BucketBuffers
+from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.round import Departures, Round
+from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.unused_forwards import Comparison, said
+from ppe_ddp.megatron.buffer_bucket import is_finite
+from ppe_ddp.megatron.step_status import RankStatus, StepStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.engine.backward import Backward
+    from ppe_ddp.engine.bucket_plan import ParameterSpec, Plan
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.mask_exchange import MaskExchange
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.megatron.buffer_bucket import BufferBucket
+    from ppe_ddp.megatron.buffer_layout import BufferLayout
+    from ppe_ddp.megatron.main_gradients import MainGradients
+    from ppe_ddp.megatron.reduction_group import ReductionGroup
+
+
+class BufferSynchronizer(Synchronizer):
+    """Carries the gradients of one module's buffers.
+
+    Args:
+        reduction_groups: Who averages which parameters.
+        layout: Where the gradients lie.
+        buckets: Those of the layout.
+        gradients: The accumulated gradients.
+        specs: Of all parameters, with the dtypes of ``main_grad``.
+        parameters: All parameters of the module.
+        check_finite: Whether to look for NaN and infinity before gradients are sent.
+    """
+
+    def __init__(
+        self,
+        reduction_groups: Sequence[ReductionGroup],
+        layout: BufferLayout,
+        buckets: Sequence[BufferBucket],
+        gradients: MainGradients,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[nn.Parameter],
+        *,
+        check_finite: bool,
+    ) -> None:
+        self._reduction_groups = reduction_groups
+        self._comparisons = [Comparison(reduction_group.groups.rank) for reduction_group in reduction_groups]
+        self._layout = layout
+        self._buckets = buckets
+        self._specs = specs
+        self._parameters = parameters
+        self._check_finite = check_finite
+        self._exchanges: list[MaskExchange] = []
+        self._settling: Completion | None = None
+        self._holds_averages = False
+        self.gradients = gradients
+        self.step_status = StepStatus(reduction_groups)
+
+    # ------------------------------------------------------------------ what the reducer asks for
+
+    @property
+    def groups(self) -> Sequence[Groups]:
+        """Those of all reduction_groups."""
+        return [reduction_group.groups for reduction_group in self._reduction_groups]
+
+    @property
+    def idle(self) -> bool:
+        """Never: also one rank alone has its reduce function called."""
+        return False
+
+    @property
+    def ticks(self) -> Collection[int]:
+        """The last parameter of each bucket, and some in between."""
+        return self._layout.ticks
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradient buffers."""
+        return sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
+
+    def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Only take the streams: the buffers are made for one module_state."""
+        self.gradients.streams = streams
+
+    def landed(self, indices: Sequence[int]) -> None:
+        """Add these to ``main_grad``; what is still on its way there comes back first."""
+        if self._settling is not None:
+            self.settle()
+        if self._holds_averages:
+            with torch.no_grad():
+                for i in indices:
+                    if i in self._layout.bucket_of:
+                        self._buckets[self._layout.bucket_of[i]].reopen()
+        self.gradients.add(indices)
+
+    def ask(self, backward: Backward) -> None:
+        """Start to agree on the gradients: expected in this backward, or accumulated before."""
+        self.settle()
+        for reduction_group in self._reduction_groups:
+            reduction_group.groups.renew()
+        local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
+        backward.recorder.local = bytes(local)
+        self._exchanges = [
+            reduction_group.negotiation.ask(reduction_group.local(local), RankStatus.FINE)
+            for reduction_group in self._reduction_groups
+        ]
+        backward.phase = Phase.NEGOTIATING
+
+    def is_agreed(self, backward: Backward) -> bool:
+        """Whether the answers of all reduction_groups are there."""
+        return all(exchange.done() for exchange in self._exchanges)
+
+    def open_round(self, backward: Backward) -> Departures:
+        """Take the agreed masks, waiting for them if need be, and make the round that sends what is in them."""
+        present = self._answers(self._exchanges, backward.recorder.local)
+        backward.recorder.control_nbytes += sum(exchange.nbytes for exchange in self._exchanges)
+        backward.recorder.agreed = bytes(present)
+        backward.recorder.agreed_at = perf_counter_ns()
+        self._note_averaged(present)
+        backward.phase = Phase.LAUNCHING
+        waiting = backward.waiting or bytes(len(self._parameters))
+        backward.round = BufferRound(self._layout.plan(bytes(present)), waiting, self._launch)
+        backward.recorder.rounds.append(backward.round.record)
+        return backward.round
+
+    def complete(self, backward: Backward) -> Steps:
+        """Launch what is left and send the vote; results are taken by :meth:`settle`."""
+        if backward.round is None:
+            for exchange in self._exchanges:
+                yield exchange.done
+        round_ = backward.round or self.open_round(backward)
+        yield from round_.launch_all()
+        backward.phase = Phase.FINISHING
+        late = self.gradients.take(backward.unexpected)
+        if self._check_finite:
+            self.step_status.found(self._specs[i].name for i, gradient in late.items() if not is_finite(gradient))
+        status = RankStatus.ABORTED if backward.aborted else self.step_status.status
+        mask = bytearray(len(self._parameters))
+        for i in late:
+            mask[i] = 1
+        word = said(status, backward.dropped)
+        votes = [
+            reduction_group.negotiation.ask(reduction_group.local(mask), word, is_vote=True)
+            for reduction_group in self._reduction_groups
+        ]
+        way = _OnTheWay(backward, round_, votes, late)
+        self._settling = Completion(self._settle(way), self._reduction_groups[0].groups, threading.RLock())
+        self._settling.keep_open()
+        self.gradients.is_dirty = False
+        backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
+
+    def put_back(self, backward: Backward) -> None:
+        """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
+        for bucket in self._buckets:
+            bucket.abandon()
+        backward.round = None
+
+    # ------------------------------------------------------------------ afterwards
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether there are results that :meth:`settle` has to take."""
+        return self._settling is not None
+
+    def settle(self) -> None:
+        """Wait for the results of the last synchronized backward, if there are any; repair if the ranks voted so.
+
+        What went wrong on some rank is noted in the step_status.
+        """
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            settling.finish()
+
+    def _settle(self, way: _OnTheWay) -> Steps:
+        try:
+            yield from self._take_results(way)
+        except BaseException as error:
+            way.backward.phase = Phase.FINISHING
+            heard = self.fail(way.backward, error)
+            if heard is None:
+                raise
+            raise heard from error
+
+    def _take_results(self, way: _OnTheWay) -> Steps:
+        self.gradients.revision += 1
+        for k, plan in enumerate(way.round.plan.buckets):
+            bucket = self._buckets[plan.index]
+            if bucket.is_under_way:
+                yield bucket.probe()
+            bucket.land()
+            way.round.record.done[k] = perf_counter_ns()
+        for vote in way.votes:
+            yield vote.done
+        outcomes = [
+            reduction_group.negotiation.answer(vote, b"")
+            for reduction_group, vote in zip(self._reduction_groups, way.votes, strict=True)
+        ]
+        for reduction_group, outcome in zip(self._reduction_groups, outcomes, strict=True):
+            if any(outcome.mask):
+                yield from self._repair(way, reduction_group, outcome.mask)
+        statuses = [heard.heard(outcome.extra) for heard, outcome in zip(self._comparisons, outcomes, strict=True)]
+        self.step_status.heard(statuses, aborted_here=way.backward.aborted)
+        self._holds_averages = True
+        way.backward.recorder.done_at = perf_counter_ns()
+
+    def clear(self) -> None:
+        """The buffers were zeroed."""
+        for bucket in self._buckets:
+            bucket.reset()
+        self._holds_averages = False
+        self.gradients.forget()
+        self.step_status = StepStatus(self._reduction_groups)
+
+    # ------------------------------------------------------------------ inside
+
+    def _launch(self, index: int, is_last: bool) -> None:
+        bucket = self._buckets[index]
+        bucket.reopen()
+        # What landed here though no rank expected it waits for the second round, of which all ranks know.
+        self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
+        if self._check_finite:
+            self.step_status.found(bucket.non_finite())
+        bucket.launch(is_last=is_last)
+
+    def _answers(self, exchanges: Sequence[MaskExchange], local: bytes) -> bytearray:
+        present = bytearray(len(self._parameters))
+        for reduction_group, exchange in zip(self._reduction_groups, exchanges, strict=True):
+            answer = reduction_group.negotiation.answer(exchange, reduction_group.local(local))
+            for i, here in zip(reduction_group.indices, answer.mask, strict=True):
+                present[i] = here
+        return present
+
+    def _note_averaged(self, present: bytes | bytearray) -> None:
+        for i, here in enumerate(present):
+            if here:
+                self.gradients.averaged[i] = 1
+
+    def _repair(self, way: _OnTheWay, reduction_group: ReductionGroup, agreed: bytes) -> Steps:
+        """Average what came late, and add it: averaging is linear."""
+
+        def take(members: Sequence[int]) -> list[Tensor | None]:
+            taken = [way.late.pop(reduction_group.indices[j], None) for j in members]
+            return [None if gradient is None else gradient * reduction_group.gain for gradient in taken]
+
+        round_ = Round(
+            reduction_group.repairs.plan(agreed),
+            BucketBuffers(allocator(reduction_group.groups.buckets)),
+            waiting=bytes(len(reduction_group.indices)),
+            take=take,
+            reduction=reduction_group.reduction,
+            specs=reduction_group.repairs.specs,
+            parameters=[self._parameters[i] for i in reduction_group.indices],
+            repair=True,
+        )
+
+        def hand_over(members: Sequence[int], gradients: list[Tensor]) -> None:
+            for j, gradient in zip(members, gradients, strict=True):
+                i = reduction_group.indices[j]
+                bucket = self._buckets[self._layout.bucket_of[i]]
+                bucket.add(i, gradient)
+                self.gradients.averaged[i] = 1
+
+        yield from round_.launch_all()
+        yield from round_.land(reduction_group.groups, hand_over)
+        way.backward.recorder.rounds.append(round_.record)
+
+
+@dataclass(frozen=True, eq=False)
+class _OnTheWay:
+    """What :meth:`BufferSynchronizer.settle` has to wait for.
+
+    Attributes:
+        backward: Whose gradients these are.
+        round: The buckets that have left.
+        votes: One a reduction_group: what came late and went wrong.
+        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
+    """
+
+    backward: Backward
+    round: Departures
+    votes: list[MaskExchange]
+    late: dict[int, Tensor]
+
+
+class BufferRound(Departures):
+    """The buckets of one backward on their way.
+
+    Args:
+        plan: What to send.
+        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
+        launch: ``launch(index, is_last)`` sends one bucket.
+    """
+
+    def __init__(self, plan: Plan, waiting: bytes | bytearray, launch: Callable[[int, bool], None]) -> None:
+        super().__init__(plan, waiting)
+        self._send = launch
+
+    def _launch(self, k: int) -> None:
+        self._send(self.plan.buckets[k].index, k == self.plan.last)
+
+    def _must_wait(self) -> bool:
+        return False
+
+    def _settle(self) -> Steps:
+        """Buckets do not wait for one another."""
+        yield from ()

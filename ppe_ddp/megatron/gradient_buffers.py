@@ -1,0 +1,182 @@
+"""All buffers of one module, and whoever averages what lies in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.engine.bucket_buffers import BucketBuffers
+from ppe_ddp.engine.groups import Groups, allocator
+from ppe_ddp.engine.module_state import ModuleState
+from ppe_ddp.engine.zero.message_pool import MessagePool
+from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.megatron.buffer_bucket import BufferBucket
+from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
+from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+from ppe_ddp.megatron.main_gradients import MainGradients
+from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
+from ppe_ddp.megatron.reduction_group import ReductionGroup
+from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
+from ppe_ddp.megatron.shared_weights import needs_own_bucket
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.megatron.signature import Setup
+
+_HALF = (torch.bfloat16, torch.float16)
+_ALIGNED = 8  # elements: a rank's share starts at a multiple of 16 bytes
+_ALIGNED_FOR_NCCL = 1 << 16
+
+
+class GradientBuffers:
+    """Lays out the gradients of a module, and makes what averages them.
+
+    All ranks of the groups must make theirs together.
+
+    Args:
+        setup: The module, and how to synchronize it.
+        default_group: Averages dense parameters where the setup names no group.
+        sums: Whether gradients are to be summed over the ranks instead of averaged.
+        bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
+
+    Raises:
+        DisagreementError: On every rank, if their parameters or options differ; names the first.
+        ValueError: There are experts and no group for them; names the first.
+    """
+
+    def __init__(self, setup: Setup, default_group: ProcessGroup, *, sums: bool, bucket_size: int | None) -> None:
+        config = setup.ddp_config
+        self.module_state = ModuleState(setup.module)
+        parameters = self.module_state.parameters
+        self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
+        self.groups = _duplicates(setup, default_group, self.module_state)
+        self.reduction_groups = self._reduction_groups(setup, sums=sums)
+        aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
+        self.layout = lay_out(
+            self._items(setup),
+            bucket_size=bucket_size,
+            divisors=[reduction_group.groups.world_size * aligned for reduction_group in self.reduction_groups],
+        )
+        self.buffers = [
+            ParamAndGradBuffer(
+                kind,
+                size,
+                [bucket for bucket in self.layout.buckets if bucket.buffer == number],
+                parameters,
+                self.specs,
+                allocator(self.reduction_groups[kind.reduction_group].groups.buckets),
+                with_params=config.use_distributed_optimizer,
+            )
+            for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
+        ]
+        self._pool = MessagePool(allocator(self.groups[0].buckets))
+        buckets = self._buckets(scatter=config.use_distributed_optimizer)
+        main = {i: slot for b in buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
+        self.gradients = MainGradients(parameters, main)
+        self.synchronizer = BufferSynchronizer(
+            self.reduction_groups,
+            self.layout,
+            buckets,
+            self.gradients,
+            self.specs,
+            parameters,
+            check_finite=config.check_for_nan_in_grad,
+        )
+
+    def __del__(self) -> None:
+        # The reducer gives back the first one, that of the dense parameters.
+        if hasattr(self, "synchronizer") and not self.synchronizer.is_on_the_way:
+            for groups in self.groups[1:]:
+                groups.release()
+
+    def _reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
+        parameters = self.module_state.parameters
+        named = list(setup.module.named_parameters(remove_duplicate=False))
+        reduction_groups = []
+        for number, groups in enumerate(self.groups):
+            indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
+            others = [name for name, parameter in named if _reduction_group_of(parameter) != number]
+            size = groups.world_size
+            reduction_group = ReductionGroup.of(
+                groups,
+                ModuleState(setup.module, others),
+                indices,
+                [self.specs[i] for i in indices],
+                setup.reduce_function,
+                gain=float(size) if sums else size / self.groups[0].world_size,
+                options=f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}",
+            )
+            reduction_group.negotiation.check()
+            reduction_groups.append(reduction_group)
+        return reduction_groups
+
+    def _items(self, setup: Setup) -> list[Item]:
+        config = setup.ddp_config
+        alone = needs_own_bucket(setup.module) if config.use_distributed_optimizer else set()
+        items = []
+        for i, parameter in enumerate(self.module_state.parameters):
+            if parameter.requires_grad:
+                kind = BufferKind(
+                    _reduction_group_of(parameter), parameter.dtype, self.specs[i].dtype, parameter.device
+                )
+                is_alone, is_row_major = id(parameter) in alone, self.specs[i].is_row_major
+                items.append(Item(i, parameter.numel(), kind, is_alone, is_row_major))
+        return items
+
+    def _buckets(self, *, scatter: bool) -> list[BufferBucket]:
+        buffers = BucketBuffers(allocator(self.groups[0].buckets))
+        buckets = []
+        for extent in self.layout.buckets:
+            reduction_group, memory = (
+                self.reduction_groups[extent.reduction_group],
+                self.buffers[extent.buffer].grads(extent),
+            )
+            way = ReduceScatter.fitting(reduction_group.groups, self._pool, memory.device) if scatter else None
+            parameters = self.module_state.parameters
+            buckets.append(BufferBucket(extent, memory, reduction_group, buffers, self.specs, parameters, scatter=way))
+        return buckets
+
+    def sharded(self, reduction_group: int) -> ShardedBuffers:
+        """The shards of one reduction_group, for a distributed optimizer."""
+        return ShardedBuffers(
+            reduction_group,
+            self.reduction_groups[reduction_group],
+            self.buffers,
+            self.layout.buckets,
+            self.gradients,
+            self.specs,
+            self.module_state.parameters,
+            self.synchronizer.settle,
+            self._pool,
+        )
+
+
+def _reduction_group_of(parameter: nn.Parameter) -> int:
+    return 0 if getattr(parameter, "allreduce", True) else 1
+
+
+def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
+    """The form of ``main_grad``: that of the parameter, dense, and in fp32 where that is asked for."""
+    dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
+    return replace(spec, dtype=dtype, sparse=False)
+
+
+def _duplicates(setup: Setup, default_group: ProcessGroup, module_state: ModuleState) -> list[Groups]:
+    experts = [
+        name for name, p in zip(module_state.names, module_state.parameters, strict=True) if _reduction_group_of(p)
+    ]
+    parents = [setup.groups.data or default_group]
+    if experts:
+        if setup.groups.expert is None:
+            raise ValueError(
+                f"parameter {experts[0]!r} is an expert's (allreduce = False), and no group averages experts: pass "
+                "groups=ParallelGroups(expert=...) or expert_data_parallel_group=..., the ranks that hold the same "
+                "experts"
+            )
+        parents.append(setup.groups.expert)
+    return [Groups.duplicate(parent) for parent in parents]

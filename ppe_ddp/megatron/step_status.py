@@ -1,0 +1,88 @@
+"""What went wrong in a synchronization, on this rank or another, and the error that says so on all of them."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from torch import distributed as dist
+
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.megatron.reduction_group import ReductionGroup
+
+_SOME = 5
+
+
+class RankStatus(enum.IntEnum):
+    """What a rank says of itself beside its last bucket."""
+
+    FINE = 0
+    ABORTED = 1
+    NON_FINITE = 2
+
+
+class StepStatus:
+    """Collects what the ranks say, until somebody wants to know.
+
+    Args:
+        reduction_groups: The groups that are asked.
+    """
+
+    def __init__(self, reduction_groups: Sequence[ReductionGroup]) -> None:
+        self._reduction_groups = reduction_groups
+        self._non_finite: list[str] = []
+        self._error: Exception | None = None
+
+    def found(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters are NaN or infinite here."""
+        self._non_finite.extend(names)
+
+    @property
+    def status(self) -> RankStatus:
+        """What this rank has to say, as far as numbers are concerned."""
+        return RankStatus.NON_FINITE if self._non_finite else RankStatus.FINE
+
+    def heard(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
+        """Take note of what all ranks said, one byte a rank for each reduction_group; every rank must call this.
+
+        Where a rank has found NaN or infinity, all ranks of the reduction_group exchange the names.
+        """
+        for reduction_group, said in zip(self._reduction_groups, statuses, strict=True):
+            if RankStatus.NON_FINITE in said:
+                tables: list[list[str]] = [[] for _ in said]
+                dist.all_gather_object(tables, self._non_finite, group=reduction_group.groups.control)
+                self._error = self._error or _non_finite(tables, reduction_group.groups)
+        for reduction_group, said in zip(self._reduction_groups, statuses, strict=True):
+            aborted = [rank for rank, status in enumerate(said) if status == RankStatus.ABORTED]
+            if aborted and not aborted_here:
+                self._error = PeerAbortedError(
+                    f"rank {reduction_group.groups.rank}: the backward of rank {', '.join(map(str, aborted))} raised "
+                    "an error, so the gradients of this step are not the average of all; call zero_grad_buffer() and "
+                    "go on with the next step, or look at that rank's traceback"
+                )
+        self._non_finite.clear()
+
+    def raise_if_bad(self) -> None:
+        """Raise what went wrong since the last call, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _non_finite(tables: Sequence[Sequence[str]], groups: Groups) -> NonFiniteGradientError:
+    found = [
+        f"rank {rank} in {', '.join(map(repr, names[:_SOME]))}"
+        + (f" and {len(names) - _SOME} more" if len(names) > _SOME else "")
+        for rank, names in enumerate(tables)
+        if names
+    ]
+    return NonFiniteGradientError(
+        f"NaN or infinity in local gradients, before they were averaged: {'; '.join(found)} (ranks of the "
+        f"{groups.world_size} that average them). The gradients of this step are of no use: call zero_grad_buffer(), "
+        "and look at the data, the learning rate or the loss scale of that rank"
+    )

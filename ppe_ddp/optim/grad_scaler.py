@@ -1,0 +1,47 @@
+"""Lets ``torch.amp.GradScaler`` decide for all ranks at once: inf in one rank's shard skips the step on all.
+
+The scaler looks for inf where it divides by the scale, in one call of torch for all gradients. A tensor that takes
+part in this call as a subclass of ours adds what torch leaves out between ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+
+class SharedScaleCheck(Tensor):
+    """A gradient shard whose check for inf is one of all ranks. Everything else works on it as on any tensor."""
+
+    _group: ProcessGroup
+
+    @classmethod
+    def of(cls, gradient: Tensor, group: ProcessGroup) -> SharedScaleCheck:
+        """``gradient`` itself, in another type."""
+        shared: SharedScaleCheck = gradient.as_subclass(cls)
+        shared._group = group
+        return shared
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``; if it was the scaler's check, agree on what it found."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                group = next(gradient._group for gradient in args[0] if isinstance(gradient, cls))
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=group)
+            return result

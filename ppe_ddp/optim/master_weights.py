@@ -1,0 +1,71 @@
+"""The weights that the wrapped optimizer updates: 1-D, this rank's shard of each parameter, in high precision.
+
+Where a parameter has that precision itself, its master weight is the very memory of the shard. Else it is a
+copy, and a parameter that somebody changes (``load_state_dict``) is noticed by its version.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppe_ddp.engine.zero.shards import Shard
+
+
+class MasterWeight:
+    """The master weight of one shard.
+
+    Args:
+        index: Which of the model's shards it is.
+        shard: The shard.
+        dtype: At least this precision.
+    """
+
+    def __init__(self, index: int, shard: Shard, dtype: torch.dtype) -> None:
+        self.index = index
+        self.shard = shard
+        self.dtype = torch.promote_types(shard.parameter.dtype, dtype)
+        own = self._own()
+        self.is_alias = own.dtype == self.dtype and _lies_flat(shard.parameter)
+        self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
+        self._version = shard.parameter._version
+        self._address = shard.parameter.data_ptr()
+
+    def _own(self) -> Tensor:
+        """This rank's part of the parameter as it is now: its memory where that is dense, else a copy."""
+        parameter, shard = self.shard.parameter.detach(), self.shard
+        if _lies_flat(parameter):
+            return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
+        return parameter.reshape(-1)[shard.start : shard.stop].clone()
+
+    def refresh(self) -> None:
+        """Take over what somebody else has made of the parameter since the last step."""
+        parameter = self.shard.parameter
+        if self.is_alias:
+            if parameter.data_ptr() != self._address:
+                self.weight.data = self._own()
+                self._address = parameter.data_ptr()
+        elif parameter._version != self._version:
+            own = self._own()
+            changed = own != self.weight.to(own.dtype)
+            self.weight.data = torch.where(changed, own.to(self.dtype), self.weight)
+            self.keep()
+
+    def keep(self) -> None:
+        """The parameter is now what the master weight says."""
+        self._version = self.shard.parameter._version
+
+
+def _lies_flat(tensor: Tensor) -> bool:
+    """Whether the tensor fills its memory without holes, in some order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True

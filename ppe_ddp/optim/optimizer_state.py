@@ -1,0 +1,281 @@
+"""The state of a distributed optimizer as a checkpoint that any number of ranks can load.
+
+    state           layer.weight    exp_avg       1-D DTensor of the flattened parameter, a shard on each rank
+                                    step          the same on every rank
+    exists          layer.weight    1             0: never updated, and what is in ``state`` is not to be loaded
+    master          layer.weight    1-D DTensor   where the parameter itself is not as precise
+    param_groups    hyper-parameters, with names in the place of parameters
+    layout          layer.weight    the order of its elements
+
+Every parameter has all its entries from the beginning, since torch.distributed.checkpoint loads into what is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ppe_ddp.engine.zero.chunks import bounds_of
+from ppe_ddp.optim.shared_errors import agree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from ppe_ddp.engine.zero.shards import Shard, ShardedModel
+    from ppe_ddp.optim.master_weights import MasterWeight
+
+_SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too
+_PROBE = 3  # elements of a trial parameter: as many has each state that is cut like its parameter
+
+
+def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
+    """This rank's part of a whole parameter's state."""
+    shard = master.shard
+    parameter = shard.parameter
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _SCALARS:
+            laid_out = torch.empty_strided(parameter.shape, _strides(parameter), dtype=value.dtype, device=value.device)
+            value = laid_out.copy_(value).as_strided((parameter.numel(),), (1,))[shard.start : shard.stop].clone()
+        cut[key] = value
+    return cut
+
+
+def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel) -> dict[str, Any]:
+    """The checkpoint of an optimizer that updates ``masters`` of ``model``. See the top of this file."""
+    shards = _Shards(model)
+    by_weight = {id(master.weight): master for master in masters}
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for options in optimizer.param_groups:
+        members = [by_weight[id(weight)] for weight in options["params"]]
+        # copies: torch gives all groups one tensor where the learning rate is one
+        own = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
+        groups.append({"params": [member.shard.name for member in members], **own})
+        template: dict[str, Any] | None = None
+        for member in members:
+            held = optimizer.state.get(member.weight)
+            if not held:
+                template = _template(optimizer, options) if template is None else template
+                held = _empty(template, member)
+            state[member.shard.name] = {key: shards.of(value, member) for key, value in held.items()}
+    return {
+        "state": state,
+        "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight)))) for m in masters},
+        "master": {m.shard.name: shards.of(m.weight.detach(), m) for m in masters if not m.is_alias},
+        "param_groups": groups,
+        "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},
+    }
+
+
+def restore(
+    optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
+) -> list[MasterWeight]:
+    """Give ``optimizer`` the state in ``checkpoint``; on all ranks, or on none.
+
+    Returns:
+        The masters that have new weights.
+
+    Raises:
+        ValueError: It does not fit, here or on another rank.
+    """
+    found: _Found | None = None
+    error: Exception | None = None
+    try:  # no collective in here: a rank that fails would leave the others in it
+        found = _Found(optimizer, masters, model, checkpoint)
+    except Exception as failure:
+        error = failure
+    agree(error, [] if found is None else found.collectives, model.group)
+    assert found is not None
+    found.complete()
+    for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
+        options.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+    for master in masters:
+        optimizer.state.pop(master.weight, None)
+        if master.index in found.state:
+            optimizer.state[master.weight] = found.state[master.index]
+        if master.index in found.weights:
+            master.weight.copy_(found.weights[master.index])
+    return [master for master in masters if master.index in found.weights]
+
+
+class _Found:
+    """What a checkpoint has for this rank. All that can be wrong with it is found out when this is made.
+
+    Attributes:
+        state: By index of the master, this rank's part of its state, copied.
+        weights: The same of master weights.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
+    ) -> None:
+        _check_groups(_names(optimizer, masters), checkpoint)
+        rank, world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
+        self.state: dict[int, dict[str, Any]] = {}
+        self.weights: dict[int, Tensor] = {}
+        self._others: list[tuple[dict[Any, Any], Any, Any, MasterWeight]] = []
+        for master in masters:
+            name = master.shard.name
+            expected, saved = _layout(master.shard.parameter), checkpoint["layout"][name]
+            if saved != expected:
+                raise ValueError(
+                    f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
+                    "give it the shape and memory format with which it was saved"
+                )
+            fit = _Fit(master, rank, world_size, even=model.has_even_shards)
+            if int(checkpoint["exists"][name]):
+                self.state[master.index] = {}
+                for key, value in checkpoint["state"][name].items():
+                    self._take(fit, self.state[master.index], key, value)
+            if not master.is_alias:
+                value = checkpoint["master"].get(name, master.weight.detach())
+                self._take(fit, self.weights, master.index, value)
+
+    def _take(self, fit: _Fit, table: dict[Any, Any], key: Any, value: Any) -> None:
+        table[key] = fit.own(value)
+        if fit.lies_elsewhere(value):
+            self._others.append((table, key, value, fit.master))
+
+    @property
+    def collectives(self) -> list[str]:
+        """What :meth:`complete` does, in its order: the same on every rank, or not to be begun."""
+        return [f"{master.shard.name} {key}" for _, key, _, master in self._others]
+
+    def complete(self) -> None:
+        """Get this rank's part of what other ranks hold; every rank must call this."""
+        for table, key, value, master in self._others:
+            whole = value.full_tensor()
+            table[key] = whole[master.shard.start : master.shard.stop].to(master.weight.device, copy=True)
+
+
+class _Shards:
+    """Makes DTensors of local shards; where these are no even chunks, each rank gets its chunk from the others."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._group = model.group
+        self._even = model.has_even_shards
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def of(self, value: Any, master: MasterWeight) -> Any:
+        """``value``; as a DTensor if it is this rank's shard of something."""
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
+            return value
+        # imported here, as it takes a third of a second
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Cut
+
+        kind = value.device.type
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(self._group, kind)
+        return DTensor.from_local(
+            value.detach() if self._even else self._chunk(value.detach(), master.shard),
+            self._meshes[kind],
+            [Cut(0)],
+            run_check=False,
+            shape=torch.Size([master.shard.parameter.numel()]),
+            stride=(1,),
+        )
+
+    def _chunk(self, value: Tensor, shard: Shard) -> Tensor:
+        numel = shard.parameter.numel()
+        whole = value.new_zeros(numel)
+        whole[shard.start : shard.stop] = value
+        dist.all_reduce(whole, group=self._group)
+        start, stop = bounds_of(numel, dist.get_rank(self._group), dist.get_world_size(self._group))
+        return whole[start:stop].clone()
+
+
+class _Fit:
+    """Takes the local shards out of a checkpoint, and refuses those of other ranks."""
+
+    def __init__(self, master: MasterWeight, rank: int, world_size: int, *, even: bool) -> None:
+        self.master = master
+        self._even = even
+        self._rank = rank
+        self._world_size = world_size
+
+    def own(self, value: Any) -> Any:
+        """A copy of what this rank has of ``value``."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        shard = self.master.shard
+        if not hasattr(value, "placements"):
+            return value.detach().clone()
+        ranks = value.device_mesh.size()  # type: ignore[attr-defined]
+        own: Tensor = value.to_local()  # type: ignore[attr-defined]
+        place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+        start, stop = bounds_of(shard.parameter.numel(), self._rank, self._world_size)
+        if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
+            raise ValueError(
+                f"the state of {shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
+                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
+                "of ranks"
+            )
+        return own.to(self.master.weight.device, copy=True)
+
+    def lies_elsewhere(self, value: Any) -> bool:
+        """Whether this rank's shard is not the chunk that it has of ``value``."""
+        return not self._even and hasattr(value, "placements")
+
+
+def _names(optimizer: Optimizer, masters: Sequence[MasterWeight]) -> list[list[str]]:
+    by_weight = {id(master.weight): master.shard.name for master in masters}
+    return [[by_weight[id(weight)] for weight in options["params"]] for options in optimizer.param_groups]
+
+
+def _check_groups(names: list[list[str]], checkpoint: Mapping[str, Any]) -> None:
+    missing = {"state", "exists", "master", "param_groups", "layout"} - set(checkpoint)
+    if missing:
+        raise ValueError(
+            f"this is no state_dict of a DistributedOptimizer: {', '.join(sorted(missing))} is missing; that of a "
+            "plain optimizer is loaded into a plain optimizer before it is wrapped"
+        )
+    saved = [list(options["params"]) for options in checkpoint["param_groups"]]
+    if saved != names:
+        mine, theirs = ({name for part in parts for name in part} for parts in (names, saved))
+        which = sorted(mine ^ theirs)[:3] or "the same parameters in other groups"
+        raise ValueError(f"the checkpoint is of other parameters or groups: they differ in {which}")
+
+
+def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that ``optimizer`` gives a parameter at its first step, found out on a small one."""
+    trial = nn.Parameter(torch.zeros(_PROBE, dtype=options["params"][0].dtype, device=options["params"][0].device))
+    trial.grad = torch.zeros_like(trial)
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**options, "params": [trial]}]
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    with torch.no_grad():
+        type(optimizer).step(twin)  # not a method that a scheduler has put in its place
+    return dict(twin.state[trial])
+
+
+def _empty(template: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
+    """Tensors of this parameter's own: what is loaded is loaded into them."""
+    return {
+        key: value.new_zeros(master.shard.numel)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for key, value in template.items()
+    }
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """In which order its elements are flattened: that of its memory where it has no holes."""
+    return torch.empty_like(parameter, device="meta").stride() if parameter.dim() else ()
+
+
+def _layout(parameter: Tensor) -> str:
+    return f"{tuple(parameter.shape)} strides {tuple(_strides(parameter))}"

@@ -1,0 +1,191 @@
+"""Gradient memory: used again when nobody holds anything of it, and never before."""
+
+import pytest
+import torch
+from torch import nn
+
+from ppe_ddp.engine.bucket_buffers import BucketBuffers, sole_owner
+from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, make_plan
+
+CPU = torch.device("cpu")
+SHAPES = [(3, 3), (5,), (2, 3, 2, 2)]
+
+
+class World:
+    """Parameters, the only bucket of them, and an buffers that counts what it allocates."""
+
+    def __init__(self, shapes=SHAPES, dtype=torch.float32, *, is_row_major=True):
+        self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        if not is_row_major:
+            self.parameters[-1].data = self.parameters[-1].data.to(memory_format=torch.channels_last)
+        self.specs = [ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), dtype, CPU) for i, p in self.numbered()]
+        self.bucket = self.bucket_of(range(len(shapes)))
+        self.sizes = []
+        self.buffers = BucketBuffers(self._allocate)
+
+    def numbered(self):
+        return enumerate(self.parameters)
+
+    def bucket_of(self, members):
+        present = bytes(i in members for i in range(len(self.parameters)))
+        (bucket,) = make_plan(present, self.specs, [*range(len(self.specs))], Packing(10**9, 10**9)).buckets
+        return bucket
+
+    def _allocate(self, numel, dtype, device):
+        self.sizes.append(numel)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def buffer(self, bucket=None):
+        return self.buffers.buffer(bucket or self.bucket, self.specs, self.parameters)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.mark.parametrize("is_row_major", [True, False])
+def test_slots_are_the_parameters_places_in_one_buffer(is_row_major):
+    world = World(is_row_major=is_row_major)
+    buffer = world.buffer()
+    assert buffer.flat.shape == (world.bucket.numel,)
+    buffer.flat.copy_(torch.arange(float(world.bucket.numel)))
+    for slot, parameter, offset in zip(buffer.slots, world.parameters, world.bucket.offsets, strict=True):
+        assert (slot.shape, slot.stride()) == (parameter.shape, parameter.stride())
+        in_memory = slot.as_strided((slot.numel(),), (1,))
+        assert in_memory.tolist() == list(range(offset, offset + slot.numel()))
+
+
+def test_a_buffer_that_nobody_holds_is_given_out_again(world):
+    first = world.buffer()
+    assert first.is_free()
+    assert world.buffer() is first
+    assert len(world.sizes) == 1
+    assert world.buffers.nbytes == 4 * world.sizes[0]
+    other = world.buffer(world.bucket_of([1]))  # another bucket, laid out in the same memory
+    assert other is first
+    assert [slot.shape for slot in other.slots] == [(5,)]
+    assert len(world.sizes) == 1
+
+
+def hold_by_name(slot, parameter):
+    return slot
+
+
+def hold_a_view(slot, parameter):
+    return slot.view(-1)[1:]
+
+
+def hold_a_detached_one(slot, parameter):
+    return slot.detach()
+
+
+def hold_as_gradient(slot, parameter):
+    parameter.grad = slot
+
+
+def hold_in_a_graph(slot, parameter):
+    return (parameter * slot).sum()  # autograd has saved it
+
+
+@pytest.mark.parametrize("hold", [hold_by_name, hold_a_view, hold_a_detached_one, hold_as_gradient, hold_in_a_graph])
+def test_a_buffer_is_left_alone_while_somebody_holds_a_slot(world, hold):
+    buffer = world.buffer()
+    held = hold(buffer.slots[1], world.parameters[1])
+    assert not buffer.is_free()
+    assert world.buffer() is not buffer
+    assert world.buffer(world.bucket_of([0])) is not buffer
+    del held
+    world.parameters[1].grad = None
+    assert buffer.is_free()
+    assert buffer in (world.buffer(), world.buffer())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda slot: slot.resize_(1), lambda slot: slot.requires_grad_(), lambda slot: slot.t_()],
+    ids=["resized", "requires grad", "turned"],
+)
+def test_a_slot_that_somebody_made_into_something_else_is_not_given_out(world, change):
+    buffer = world.buffer()
+    change(buffer.slots[0])
+    assert not buffer.is_free()
+    fresh = world.buffer()
+    assert fresh is not buffer
+    assert fresh.slots[0].shape == world.parameters[0].shape
+    assert not fresh.slots[0].requires_grad
+
+
+def test_buckets_of_about_the_same_size_share_buffers(world):
+    large = World([(40_000,), (30_000,)])
+    first = large.buffer()
+    assert large.buffer(large.bucket_of([1])) is first
+    assert large.sizes == [81_920]  # in units of 64 KiB
+    small = large.buffer(large.bucket_of([1]))
+    held = small.slots[0]
+    large.buffer(large.bucket_of([0]))
+    assert len(large.sizes) == 2
+    del held
+    assert large.buffer(large.bucket_of([1])).memory.numel() == min(large.sizes)  # the smallest that fits
+
+
+def test_a_dtype_has_buffers_of_its_own(world):
+    buffers = world.buffers
+    other = World(dtype=torch.float64)
+    first, second = world.buffer(), buffers.buffer(other.bucket, other.specs, other.parameters)
+    assert first is not second
+    assert second.flat.dtype == torch.float64
+
+
+def test_the_lease_that_gradients_are_slots_of_is_found(world):
+    buffer = world.buffer()
+    gradients = list(buffer.slots)
+    assert world.buffers.holding(gradients, world.bucket) is buffer
+    assert world.buffers.holding([*gradients[:-1], None], world.bucket) is None
+    assert world.buffers.holding([*gradients[:-1], gradients[-1].detach()], world.bucket) is None
+    assert world.buffers.holding(gradients, world.bucket_of([0, 1, 2])) is None  # equal, and not the same
+
+
+def test_a_kept_lease_is_found_too(world):
+    buffer, others = world.buffer(), World()
+    gradients = list(buffer.slots)
+    assert others.buffers.holding(gradients, world.bucket) is None
+    others.buffers.keep(buffer)
+    assert others.buffers.holding(gradients, world.bucket) is buffer
+
+
+def test_what_was_not_used_since_the_last_trim_is_given_up(world):
+    buffer = world.buffer()
+    world.buffers.trim()
+    assert world.buffers.nbytes == buffer.memory.nbytes
+    gradients = list(buffer.slots)
+    assert world.buffers.holding(gradients, world.bucket) is buffer  # also a use
+    world.buffers.trim()
+    assert world.buffers.nbytes > 0
+    buffer.flat.fill_(3.0)
+    world.buffers.trim()
+    assert world.buffers.nbytes == 0
+    world.buffer().flat.zero_()
+    assert len(world.sizes) == 2
+    assert all((gradient == 3.0).all() for gradient in gradients)  # it stays theirs
+
+
+def test_sole_owner():
+    tensor = torch.ones(4)
+    other = tensor  # a second name, the same tensor
+    assert sole_owner(other)
+    view = tensor[1:]
+    assert not sole_owner(tensor)
+    assert not sole_owner(view)
+    del view
+    assert sole_owner(tensor)
+    detached = tensor.detach()
+    assert not sole_owner(tensor)
+    del detached
+    weight = torch.ones(2, requires_grad=True)
+    result = tensor[:2] + weight  # needs nothing of the view in backward
+    assert sole_owner(tensor)
+    result = tensor[:2] * weight  # the view is gone, but not for autograd
+    assert not sole_owner(tensor)
+    del result
+    assert sole_owner(tensor)

@@ -1,0 +1,275 @@
+"""Plans of buckets, on random parameters: what travels, in which order, and that every rank computes the same."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, Planner, fingerprint, make_plan
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+SPECS = st.lists(
+    st.builds(
+        lambda shape, dtype, sparse: ParameterSpec(
+            "", tuple(shape), torch.empty(shape, device="meta").stride(), dtype, CPU, sparse
+        ),
+        st.lists(st.integers(0, 6), max_size=3),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+    ),
+    max_size=10,
+)
+SIZES = st.integers(0, 300)
+
+
+def spec(numel, dtype=torch.float32, *, name="weight", device=CPU, sparse=False):
+    return ParameterSpec(name, (numel,), (1,), dtype, device, sparse)
+
+
+@st.composite
+def situations(draw, fixed=None):
+    """Parameters, which of them exist, an order, and how they are packed."""
+    specs = draw(SPECS)
+    count = len(specs)
+    present = bytes(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
+    order = draw(st.permutations(range(count)))
+    is_fixed = draw(st.booleans()) if fixed is None else fixed
+    return present, specs, order, Packing(draw(SIZES), draw(SIZES), is_fixed)
+
+
+# --- plans
+
+
+@given(situations())
+def test_every_gradient_that_exists_has_one_place(situation):
+    present, specs, order, packing = situation
+    plan = make_plan(*situation)
+    placed = [i for bucket in plan.buckets for i in bucket.members]
+    assert len(set(placed)) == len(placed)
+    assert {i for i, here in enumerate(present) if here} <= set(placed)
+    assert packing.fixed or all(present[i] for i in placed)
+    assert plan.bucket_of == {i: k for k, bucket in enumerate(plan.buckets) for i in bucket.members}
+    for bucket in plan.buckets:
+        assert any(present[i] for i in bucket.members)
+        assert [order.index(i) for i in bucket.members] == sorted(order.index(i) for i in bucket.members)
+        sizes = [specs[i].numel for i in bucket.members]
+        assert list(bucket.offsets) == [0, *itertools.accumulate(sizes)][:-1]
+        assert bucket.numel == sum(sizes)
+        assert bucket.nbytes == sum(specs[i].nbytes for i in bucket.members)
+        assert {specs[i].dtype for i in bucket.members} == {bucket.dtype}
+        assert bucket.row_major == all(specs[i].is_row_major for i in bucket.members)
+
+
+@given(situations())
+def test_a_bucket_is_closed_when_it_is_full_and_not_before(situation):
+    _, specs, order, packing = situation
+    plan = make_plan(*situation)
+    ends, open_ends, kinds = [], [], []
+    for bucket in plan.buckets:
+        last = bucket.members[-1]
+        is_large = specs[last].nbytes >= packing.adopt_bytes
+        assert bucket.sparse == specs[last].sparse
+        assert bucket.adopted == (is_large and not bucket.sparse)
+        if bucket.sparse or is_large:
+            assert len(bucket.members) == 1
+            ends.append(order.index(last))
+            continue
+        assert not any(specs[i].sparse or specs[i].nbytes >= packing.adopt_bytes for i in bucket.members)
+        assert len(bucket.members) == 1 or bucket.nbytes - specs[last].nbytes < packing.bucket_bytes
+        if bucket.nbytes >= packing.bucket_bytes:
+            ends.append(order.index(last))
+        else:
+            open_ends.append(order.index(last))
+            kinds.append(bucket.dtype)
+    # The full ones as they fill, then what is left: one a dtype, as each got its last member.
+    assert ends == sorted(ends)
+    assert open_ends == sorted(open_ends)
+    assert len(set(kinds)) == len(kinds)
+    places = [order.index(bucket.members[-1]) for bucket in plan.buckets]
+    assert places == ends + open_ends
+
+
+@given(situations())
+def test_the_last_bucket_of_a_function_is_known_beforehand(situation):
+    plan = make_plan(*situation)
+    given_to_functions = [k for k, bucket in enumerate(plan.buckets) if bucket.numel and not bucket.sparse]
+    assert plan.last == (given_to_functions[-1] if given_to_functions else -1)
+
+
+@given(situations(fixed=False), st.data())
+def test_what_exists_nowhere_changes_nothing(situation, data):
+    present, specs, order, packing = situation
+    plan = make_plan(*situation)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    others = [one if present[i] else dataclasses.replace(one, shape=(99,), stride=(1,)) for i, one in enumerate(specs)]
+    moved = data.draw(st.permutations([i for i in order if not present[i]]))
+    among = [i for i in order if present[i]]
+    for i in moved:
+        among.insert(data.draw(st.integers(0, len(among))), i)
+    assert make_plan(present, others, among, packing).buckets == plan.buckets
+
+
+@given(situations(), st.data())
+def test_names_and_numbers_of_parameters_mean_nothing(situation, data):
+    present, specs, order, packing = situation
+    number_of = data.draw(st.permutations(range(len(specs))))  # the new number of each parameter
+    old_of = sorted(range(len(specs)), key=number_of.__getitem__)
+    renamed = [dataclasses.replace(specs[i], name=f"parameter {i}") for i in old_of]
+    plan = make_plan(bytes(7 * present[i] for i in old_of), renamed, [number_of[i] for i in order], packing)
+    expected = make_plan(*situation)
+    assert [tuple(old_of[i] for i in bucket.members) for bucket in plan.buckets] == [
+        bucket.members for bucket in expected.buckets
+    ]
+    for ours, theirs in zip(plan.buckets, expected.buckets, strict=True):
+        assert dataclasses.replace(ours, members=()) == dataclasses.replace(theirs, members=())
+
+
+@given(situations(fixed=True))
+def test_fixed_buckets_always_carry_the_same(situation):
+    present, specs, order, packing = situation
+    whole = make_plan(bytes([1]) * len(specs), specs, order, packing)
+    chosen = [bucket for bucket in whole.buckets if any(present[i] for i in bucket.members)]
+    assert list(make_plan(present, specs, order, packing).buckets) == chosen
+    assert [bucket.index for bucket in whole.buckets] == list(range(len(whole.buckets)))
+
+
+def test_a_plan_by_example():
+    specs = [spec(2), spec(1), spec(100), spec(3, torch.float64), spec(4, sparse=True), spec(2)]
+    plan = make_plan(bytes([1, 1, 1, 1, 1, 0]), specs, [5, 4, 3, 2, 1, 0], Packing(bucket_bytes=8, adopt_bytes=100))
+    assert [bucket.members for bucket in plan.buckets] == [(4,), (3,), (2,), (1, 0)]
+    assert [bucket.offsets for bucket in plan.buckets] == [(0,), (0,), (0,), (0, 1)]
+    assert [bucket.adopted for bucket in plan.buckets] == [False, False, True, False]
+    assert plan.last == 3
+
+
+def test_what_is_left_stands_where_its_last_member_stands():
+    specs = [spec(1), spec(1, torch.float64), spec(1)]
+    plan = make_plan(bytes([1, 1, 1]), specs, [0, 1, 2], Packing(10**6, 10**6))
+    assert [bucket.members for bucket in plan.buckets] == [(1,), (0, 2)]
+
+
+# --- what is planned for
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_row_major_is_what_torch_calls_contiguous(shape, data):
+    tensor = torch.empty(shape).permute(data.draw(st.permutations(range(len(shape)))))
+    one = ParameterSpec("", tuple(tensor.shape), tensor.stride(), tensor.dtype, CPU)
+    assert one.is_row_major == tensor.is_contiguous()
+    assert (one.numel, one.nbytes) == (tensor.numel(), tensor.nbytes)
+
+
+def test_a_description_has_what_ranks_must_agree_on():
+    one = spec(3)
+    changes = [
+        {"name": "bias"},
+        {"shape": (4,)},
+        {"stride": (2,)},
+        {"dtype": torch.float64},
+        {"device": torch.device("cuda", 0)},
+        {"sparse": True},
+    ]
+    texts = {dataclasses.replace(one, **change).described() for change in [{}, *changes]}
+    assert len(texts) == 1 + len(changes)
+    on_gpu = [dataclasses.replace(one, device=torch.device("cuda", k)).described() for k in range(2)]
+    assert on_gpu[0] == on_gpu[1]  # a rank has its own
+    assert spec(1).described() == dataclasses.replace(one, shape=(), stride=()).described()
+
+
+def test_the_size_of_a_bucket_is_given_in_mebibytes_and_by_default_follows_the_device():
+    assert Packing.of([0.5]).bucket_bytes == 1 << 19
+    assert Packing.of([0.5]).adopt_bytes > Packing.of([0.5]).bucket_bytes
+    on_gpu = Packing.of(None, [spec(1), spec(1, device=torch.device("cuda", 0))])
+    assert on_gpu.bucket_bytes > Packing.of(None, [spec(1)]).bucket_bytes
+    assert Packing.of([1], fixed=True) == dataclasses.replace(Packing.of([1]), fixed=True)
+
+
+@given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
+def test_fingerprints_are_equal_where_the_lines_are(first, second):
+    first, second = ([line.replace("\n", "") for line in lines] for lines in (first, second))
+    assert (fingerprint(first) == fingerprint(second)) == (first == second)
+    assert len(fingerprint(first)) == 16
+
+
+def test_a_fingerprint_knows_where_a_line_ends():
+    assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"]) != fingerprint(["abc"])
+
+
+# --- the planner
+
+
+def planner(count=4, capacity=32, **packing):
+    return Planner([spec(2)] * count, Packing(**{"bucket_bytes": 8, "adopt_bytes": 10**6} | packing), capacity)
+
+
+def members(plan):
+    return [bucket.members for bucket in plan.buckets]
+
+
+def test_parameters_are_expected_in_reverse_until_their_order_is_learned():
+    ours, everything = planner(), bytes([1] * 4)
+    assert members(ours.plan(everything)) == [(3,), (2,), (1,), (0,)]
+    assert ours.unlearned(everything)
+    ours.learn([0.0, None, 0.9, None])
+    assert not ours.unlearned(bytes([1, 0, 1, 0]))
+    assert ours.unlearned(bytes([1, 1, 0, 0]))
+    # 3 and 1 stay where they were guessed: at 0 and at a half.
+    assert members(ours.plan(everything)) == [(3,), (0,), (1,), (2,)]
+    ours.learn([None, 0.1, None, 0.2])
+    assert not ours.unlearned(everything)
+    assert sorted(ours.order) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.none() | st.floats(0, 1, exclude_max=True), min_size=6, max_size=6))
+def test_what_was_seen_is_ordered_as_it_was_seen(positions):
+    ours = planner(6)
+    ours.learn(positions)
+    assert sorted(ours.order) == list(range(6))
+    seen = [positions[i] for i in ours.order if positions[i] is not None]
+    assert seen == sorted(seen)
+    assert ours.unlearned(bytes([1] * 6)) == (None in positions)
+
+
+def test_fixed_buckets_learn_no_order():
+    assert not planner(fixed=True).unlearned(bytes([1] * 4))
+
+
+def test_a_plan_is_the_same_object_for_as_long_as_it_is_kept():
+    ours = planner(capacity=2)
+    first, second, third = (bytes([1, 0, 0, k]) for k in range(3))
+    plan = ours.plan(first)
+    ours.plan(second)
+    assert ours.plan(first) is plan
+    ours.plan(third)  # in the place of the one that was not used for longest
+    assert len(ours) == 2
+    assert ours.plan(first) is plan
+    assert ours.plan(second).present == second
+
+
+def test_no_plan_survives_another_packing_or_order():
+    ours, everything = planner(), bytes([1] * 4)
+    ours.plan(everything)
+    ours.repack(Packing(16, 10**6))
+    assert members(ours.plan(everything)) == [(3, 2), (1, 0)]
+    ours.learn([0.0, 0.1, 0.2, 0.3])
+    assert members(ours.plan(everything)) == [(0, 1), (2, 3)]
+
+
+@given(st.lists(st.integers(0, 1 << 17), max_size=8))
+def test_somebody_looks_once_so_many_bytes_have_landed(numels):
+    ours = Planner([spec(numel) for numel in numels], Packing(1, 1))
+    size = 0
+    for i in ours.order:
+        size += ours.specs[i].nbytes
+        assert (i in ours.ticks) == (size >= 1 << 16)
+        size = 0 if i in ours.ticks else size
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_there_may_be_next_to_nothing_to_plan(count):
+    plan = planner(count).plan(bytes(count))
+    assert (plan.buckets, plan.bucket_of, plan.last) == ((), {}, -1)

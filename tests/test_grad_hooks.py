@@ -1,0 +1,239 @@
+"""Hooks on parameters: ours comes first and hears of every landing, the user's wait until averages are there."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ppe_ddp.engine.grad_hooks import GradHook, GradHooks, UserGradHooks
+
+
+class Listener:
+    """An owner of landings: what it was told, in order."""
+
+    def __init__(self, parameters):
+        self.told = []
+        self.times_displaced = 0
+        self.landings = GradHooks(parameters, hear, weakref.ref(self))
+
+    def displaced(self):
+        self.times_displaced += 1
+
+
+def hear(owner, index, parameter):
+    owner().told.append((index, parameter.grad is not None))
+
+
+def parameters(count=3):
+    return [nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def backward(*some):
+    """Gradients land in the order given."""
+    for parameter in some:
+        parameter.sum().backward()
+
+
+# --- landings
+
+
+def test_every_landing_is_heard_with_its_index_once_the_gradient_is_there():
+    ours = parameters()
+    ours[1].requires_grad_(False)
+    listener = Listener(ours)
+    backward(ours[2], ours[0], ours[2])
+    assert listener.told == [(2, True), (0, True), (2, True)]
+    listener.landings.remove()
+    backward(ours[2])
+    assert len(listener.told) == 3
+
+
+def test_ours_comes_before_the_hooks_that_were_there():
+    (parameter,), order = parameters(1), []
+    parameter.register_post_accumulate_grad_hook(lambda _: order.append(("user", len(listener.told))))
+    listener = Listener([parameter])
+    parameter.register_post_accumulate_grad_hook(lambda _: order.append(("later", len(listener.told))))
+    backward(parameter)
+    assert order == [("user", 1), ("later", 1)]
+
+
+def test_a_users_hook_can_still_be_removed():
+    (parameter,), calls = parameters(1), []
+    handle = parameter.register_post_accumulate_grad_hook(calls.append)
+    listener = Listener([parameter])
+    handle.remove()
+    backward(parameter)
+    assert (len(listener.told), calls) == (1, [])
+
+
+def test_the_last_owner_alone_hears_and_the_one_before_is_told():
+    ours = parameters(2)
+    first = Listener(ours)
+    second = Listener(ours[:1])
+    assert (first.times_displaced, second.times_displaced) == (1, 0)
+    backward(*ours)
+    assert first.told == [(1, True)]
+    assert second.told == [(0, True)]
+    first.landings.remove()
+    backward(*ours)
+    assert second.told == [(0, True)] * 2
+
+
+def test_an_owner_that_is_gone_is_not_kept_by_its_hooks():
+    ours = parameters(1)
+    first = Listener(ours)
+    seen = weakref.ref(first)
+    del first
+    gc.collect()
+    assert seen() is None
+    second = Listener(ours)
+    backward(*ours)
+    assert second.told == [(0, True)]
+
+
+def test_a_quiet_parameter_is_noted_until_it_is_woken():
+    ours = parameters()
+    listener = Listener(ours)
+    listener.landings.quieten([0, 2])
+    backward(ours[2], ours[1], ours[0])
+    assert listener.told == [(1, True)]
+    assert listener.landings.noted() == [2, 0]
+    assert listener.landings.noted() == []
+    backward(ours[0])
+    listener.landings.wake()
+    backward(ours[2])
+    assert listener.told == [(1, True), (2, True)]
+    assert listener.landings.noted() == [0]
+
+
+def test_notes_of_the_last_backward_are_forgotten():
+    ours = parameters()
+    listener = Listener(ours)
+    listener.landings.quieten([0])
+    backward(ours[0])
+    listener.landings.wake()
+    listener.landings.quieten([1])
+    backward(ours[1])
+    assert listener.landings.noted() == [1]
+
+
+@pytest.mark.parametrize("ends", ["wake", "remove"])
+def test_quiet_hooks_keep_their_place_before_the_users(ends):
+    (parameter,), order = parameters(1), []
+    listener = Listener([parameter])
+    parameter.register_post_accumulate_grad_hook(lambda _: order.append(listener.landings.noted()))
+    listener.landings.quieten([0])
+    backward(parameter)
+    assert order == [[0]]
+    if ends == "remove":
+        listener.landings.remove()
+        listener.landings.wake()  # finds nothing
+    else:
+        listener.landings.wake()
+    backward(parameter)
+    assert order == [[0], []]
+    assert listener.told == ([(0, True)] if ends == "wake" else [])
+
+
+def test_another_owner_takes_over_a_quiet_parameter():
+    ours = parameters(1)
+    first = Listener(ours)
+    first.landings.quieten([0])
+    second = Listener(ours)
+    assert first.times_displaced == 1
+    first.landings.wake()
+    backward(*ours)
+    assert second.told == [(0, True)]
+    assert first.told == []
+
+
+def test_a_landing_hook_costs_no_frame_of_its_own():
+    hook = GradHook(hear, None, 3)
+    assert hook.func is hear  # autograd calls a C function, which calls this
+
+
+# --- the user's
+
+
+class Waiting:
+    """The hooks of a user, one a parameter, and whether they have to wait."""
+
+    def __init__(self, count=2):
+        self.parameters = parameters(count)
+        self.listener = Listener(self.parameters)
+        self.calls = []
+        self.waits = False
+        self.handles = [p.register_post_accumulate_grad_hook(self.note) for p in self.parameters]
+        self.hooks = UserGradHooks(self.parameters, lambda: self.waits)
+
+    def note(self, parameter):
+        self.calls.append(next(i for i, one in enumerate(self.parameters) if one is parameter))
+
+
+def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_average():
+    user = Waiting(3)
+    user.hooks.keep_back()
+    user.waits = True
+    backward(*user.parameters[:2])
+    assert user.calls == []
+    user.hooks.run(bytes([0, 1, 1]))  # 2 has its gradient from another rank
+    assert user.calls == [1, 2]
+    user.waits = False
+    backward(user.parameters[0])  # as in no_sync()
+    assert user.calls == [1, 2, 0]
+
+
+def test_hooks_are_kept_back_once_and_new_ones_are_found():
+    user = Waiting(1)
+    user.hooks.keep_back()
+    user.hooks.keep_back()
+    later = []
+    user.parameters[0].register_post_accumulate_grad_hook(later.append)
+    user.hooks.keep_back()
+    user.waits = True
+    backward(*user.parameters)
+    assert (user.calls, later) == ([], [])
+    user.hooks.run(bytes([1]))
+    assert (user.calls, len(later)) == ([0], 1)
+
+
+def test_a_hook_that_is_removed_while_it_is_kept_back_is_not_called():
+    user = Waiting(2)
+    user.hooks.keep_back()
+    user.waits = True
+    user.handles[0].remove()
+    user.hooks.run(bytes([1, 1]))
+    assert user.calls == [1]
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_ours_is_not_kept_back(is_quiet):
+    user = Waiting(1)
+    if is_quiet:
+        user.listener.landings.quieten([0])
+    user.hooks.keep_back()
+    user.waits = True
+    backward(*user.parameters)
+    assert user.listener.told == ([] if is_quiet else [(0, True)])
+    assert user.listener.landings.noted() == ([0] if is_quiet else [])
+
+
+class Descent:
+    def __init__(self, parameter):
+        self.parameter = parameter
+
+    def step(self):
+        self.parameter.data -= self.parameter.grad
+
+
+def test_optimizers_that_torch_left_to_the_wrapper_step_on_averages():
+    first, second = ours = parameters(2)
+    for parameter in ours:
+        parameter._in_backward_optimizers = [Descent(parameter)]
+        parameter.grad = torch.full((2,), 0.5)
+    UserGradHooks(ours, lambda: True).run(bytes([0, 1]))
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0.5, 0.5])
+    assert first.grad is not None
+    assert second.grad is None

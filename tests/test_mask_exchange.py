@@ -1,0 +1,224 @@
+"""What this backward will reach, and what exists on any rank: ranks are threads here, over groups of their own."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.engine.reached_parameters import ReachedParameters
+
+# --- what this backward reaches
+
+
+def seen_while(reach, start, *tensors):
+    """What `reach` says inside the backward that `start` runs: as the gradient of each of these tensors comes."""
+    seen = []
+    for tensor in tensors:
+        tensor.register_hook(lambda _: seen.append(reach.indices()))
+    start()
+    return seen
+
+
+@pytest.fixture
+def three():
+    return [nn.Parameter(torch.ones(2)) for _ in range(3)]
+
+
+def test_what_a_graph_leads_to_is_reached(three):
+    reach = ReachedParameters(three)
+    hidden = three[0] * 2
+    assert seen_while(reach, (hidden + three[2]).sum().backward, hidden) == [[0, 2]]
+    other = three[1] * 2
+    assert seen_while(reach, other.sum().backward, other) == [[1]]
+
+
+def test_nothing_is_reached_outside_of_a_backward_and_by_autograd_grad(three):
+    reach = ReachedParameters(three)
+    assert reach.indices() == []
+    hidden = three[0] * 2
+    assert seen_while(reach, lambda: torch.autograd.grad(hidden.sum(), three[0]), hidden) == [[]]
+
+
+def test_backward_with_inputs_reaches_those_alone(three):
+    reach = ReachedParameters(three)
+    hidden = three[0] * three[1]
+    assert seen_while(reach, lambda: hidden.sum().backward(inputs=[three[1]]), hidden) == [[1]]
+
+
+def test_what_needs_no_gradient_is_not_reached(three):
+    three[1].requires_grad_(False)
+    reach = ReachedParameters(three)
+    hidden = three[0] * three[1]
+    assert seen_while(reach, hidden.sum().backward, hidden) == [[0]]
+
+
+class Reentrant(torch.autograd.Function):
+    """What a reentrant checkpoint is: a backward of its own within the backward."""
+
+    @staticmethod
+    def forward(ctx, x, body):
+        ctx.x, ctx.body = x.detach().requires_grad_(), body
+        return body(x).detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.body(ctx.x), gradient)
+        return ctx.x.grad, None
+
+
+def test_a_reentrant_checkpoint_reaches_what_only_it_knows(three):
+    reach = ReachedParameters(three)
+    inside = []
+
+    def body(x):
+        y = x * three[1]
+        if y.requires_grad:
+            y.register_hook(lambda _: inside.append(reach.indices()))
+        return y
+
+    hidden = three[0] * 2
+    output = Reentrant.apply(hidden, body)
+    assert seen_while(reach, output.sum().backward, output) == [[0]]
+    assert inside == [[1]]
+
+
+def test_a_parameter_that_was_cast_is_looked_up_again(three):
+    reach = ReachedParameters(three)
+    three[0].data = three[0].data.double()
+    reach.refresh([0])
+    hidden = three[0] * 2
+    assert seen_while(reach, hidden.sum().backward, hidden) == [[0]]
+
+
+def test_parameters_are_looked_up_under_no_grad_too(three):
+    with torch.no_grad():
+        reach = ReachedParameters(three)
+    hidden = three[2] * 2
+    assert seen_while(reach, hidden.sum().backward, hidden) == [[2]]
+
+
+# --- what exists on any rank
+
+PATIENCE = timedelta(seconds=20)
+
+
+def groups_of(rank, size, store):
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(store, rank, size, PATIENCE)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return Groups(group, group, group, rank, size, pid=0, number=0)
+
+
+class Threads:
+    """A channel a rank, each on a thread of its own."""
+
+    def __init__(self, size):
+        self._pool, store = ThreadPoolExecutor(size), dist.HashStore()
+        made = [self._pool.submit(groups_of, rank, size, store) for rank in range(size)]
+        self.channels = [MaskExchanger(one.result(timeout=20)) for one in made]
+
+    def exchange(self, *messages):
+        """What each rank gets for its `(digest, mask, extra)`, and the bytes that it sent."""
+        answers = [
+            self._pool.submit(self._exchange, channel, message)
+            for channel, message in zip(self.channels, messages, strict=True)
+        ]
+        return [answer.result(timeout=20) for answer in answers]
+
+    def _exchange(self, channel, message):
+        exchange = channel.exchange(*message)
+        answer = exchange.result()
+        return answer, exchange.nbytes
+
+    def close(self):
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def threads(request):
+    ranks = Threads(request.param)
+    yield ranks
+    ranks.close()
+
+
+BYTES = st.integers(0, 255)
+
+
+@settings(max_examples=25)
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 200), st.integers(0, 3), st.data())
+def test_every_rank_gets_the_maximum(threads, digest, count, more, data):
+    size = len(threads.channels)
+    masks, extras = (
+        [bytes(data.draw(st.lists(BYTES, min_size=length, max_size=length))) for _ in range(size)]
+        for length in (count, more)
+    )
+    answers = threads.exchange(*((digest, mask, extra) for mask, extra in zip(masks, extras, strict=True)))
+    for answer, nbytes in answers:
+        assert answer.same
+        assert answer.mask == bytes(map(max, zip(*masks, strict=True)))
+        assert answer.extra == bytes(map(max, zip(*extras, strict=True)))
+        assert nbytes >= count + more
+    assert len({nbytes for _, nbytes in answers}) == 1
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks that tests share."""
+    ranks = Threads(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("count", [3, 1000])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_rank_with_another_digest_is_noticed_by_all_whatever_it_has(pair, count, odd):
+    messages = [(bytes(16), b"\1\1\1", b"")] * 2
+    messages[odd] = (bytes([5]) + bytes(15), bytes([1]) * count, b"")
+    assert [answer for answer, _ in pair.exchange(*messages)] == [(False, b"", b"")] * 2
+    # They can go on.
+    answers = pair.exchange((bytes(16), b"\1\0", b""), (bytes(16), b"\0\0", b""))
+    assert [answer.mask for answer, _ in answers] == [b"\1\0"] * 2
+
+
+@settings(max_examples=25)
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 15), st.integers(0, 255))
+def test_a_digest_that_differs_in_one_byte_differs(pair, digest, place, byte):
+    other = digest[:place] + bytes([byte]) + digest[place + 1 :]
+    same = [answer.same for answer, _ in pair.exchange((digest, b"\1", b""), (other, b"\0", b""))]
+    assert same == [digest == other] * 2
+
+
+def test_a_long_mask_goes_in_one_message_from_the_second_time_on(monkeypatch):
+    ranks, sent, all_reduce = Threads(2), [], dist.all_reduce
+
+    def counted(message, *arguments, **options):
+        sent.append(message.numel())
+        return all_reduce(message, *arguments, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    messages = [(bytes(16), bytes([1, 0]) * 5_000, b"")] * 2
+    for count in (2, 1, 1):
+        sent.clear()
+        answers = ranks.exchange(*messages)
+        assert len(sent) == 2 * count
+        assert [nbytes for _, nbytes in answers] == [sum(sent) // 2] * 2
+        assert 10_000 <= sum(sent) // 2 < 25_000
+    ranks.close()
+
+
+def test_nothing_waits_before_the_result_is_asked_for(pair):
+    first, second = pair.channels
+    early = first.exchange(bytes(16), b"\1\0")  # the other rank has not started
+    late = second.exchange(bytes(16), b"\0\0")
+    assert late.result() == early.result() == (True, b"\1\0", b"")
+    assert early.done()
+    assert late.done()
