@@ -72,7 +72,7 @@ def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
     assert bare > LAYERS * LAYER_NBYTES
     wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
     # The buffers is empty at the start, so the peak has in it what it comes to hold.
-    assert wrapper._reducer.buffer_nbytes == 0
+    assert wrapper._reducer.synchronizer.nbytes == 0
     peak = peak_of(wrapper, range(60), ranks=[dist.get_rank()])
     rounding = 0 if options.get("gradient_as_bucket_view", True) else len(wrapper.trace().buckets) * 2**16
     assert peak - bare <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding, f"{peak - bare} bytes more than {bare}"
@@ -86,7 +86,7 @@ def test_what_is_held_between_steps(options):
     held = []
     for step in range(60):
         train(wrapper, step, [rank])
-        held.append(wrapper._reducer.buffer_nbytes)
+        held.append(wrapper._reducer.synchronizer.nbytes)
         agreed = {k for r in range(2) for k in way_of(r, step)}
         # Capacities are rounded up, one piece a bucket.
         rounding = len(wrapper.trace().buckets) * 2**16
@@ -115,7 +115,7 @@ def test_nothing_grows_with_the_number_of_masks():
     assert len(masks) > 100
     # The set of masks grows here, not there.
     assert counts[179] - counts[59] < 2 * len(masks)
-    held = wrapper._reducer.buffer_nbytes
+    held = wrapper._reducer.synchronizer.nbytes
     assert held <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + len(wrapper.trace().buckets) * 2**16
 
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
 from ppe_ddp.engine.failures import LEFT_BEHIND, Failure, Failures, reason_of
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
+
+if TYPE_CHECKING:
+    from ppe_ddp.engine.exit_order import User
 
 
 @dataclass(eq=False)
@@ -45,6 +49,7 @@ class Groups:
         generation: How often the duplicates were made anew.
         step: The synchronized backwards since then; the same on every rank.
         is_closed: Whether they have to be made anew.
+        user: Who synchronizes in them, if somebody does.
     """
 
     parent: ProcessGroup
@@ -57,12 +62,15 @@ class Groups:
     generation: int = 0
     step: int = 0
     is_closed: bool = False
+    user: Callable[[], User | None] = lambda: None
 
     def __post_init__(self) -> None:
         self.name = self._name()
         self.timeout_seconds = (_timeout(self.control) or c10d.default_pg_timeout).total_seconds()
         self.failures = self._failures()
         self._unusable = ""
+        if self.is_duplicate:
+            ended_at_exit(self.pid).add(self)
 
     @classmethod
     def duplicate(cls, parent: ProcessGroup) -> Groups:
@@ -173,6 +181,16 @@ class Groups:
             and not self._destroyed()
         ):
             _made_from(self.parent).idle.append(self)
+
+    def end(self) -> None:
+        """End the connections of gloo, unless something may be under way in them: that would be waited for."""
+        user = self.user()
+        if self.is_closed or (user is not None and user.is_running) or os.getpid() != self.pid:
+            return
+        duplicates = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
+        self.buckets = self.control = self.parent
+        self.is_closed = True
+        _destroy(duplicates)
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""

@@ -65,6 +65,7 @@ class Reducer(Generic[C]):
         sync_hooks: Mapping[int, SyncHook],
     ) -> None:
         self.groups = groups
+        groups.user = weakref.ref(self)
         self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
@@ -117,9 +118,9 @@ class Reducer(Generic[C]):
         return None if self._last is None else self._last.trace()
 
     @property
-    def buffer_nbytes(self) -> int:
-        """Bytes of gradient memory held beside the gradients."""
-        return self.synchronizer.nbytes
+    def is_running(self) -> bool:
+        """Whether a synchronization may have something under way."""
+        return self._backward is not None
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
@@ -395,6 +396,5 @@ class Reducer(Generic[C]):
 def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
     """Whether the average of a gradient that has landed now is still to come."""
     self = owner()
-    if self is None or not self.enabled or self._backward is None:
-        return False
-    return self._backward.phase is not Phase.FAILED
+    backward = None if self is None or not self.enabled else self._backward
+    return backward is not None and backward.phase is not Phase.FAILED

@@ -1,0 +1,56 @@
+"""Ends process groups before Python ends: their threads must not need Python any more when it is gone.
+
+A thread of gloo gives up an operation a moment after it was waited for. If Python is at its end by then, the thread is
+killed where it asks for Python's lock, and C++ aborts the process: "terminate called without an active exception". The
+results are all there, but the launcher reports a failure.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Ending(Protocol):
+    """Something that can be ended."""
+
+    def end(self) -> None:
+        """End now what can be ended without waiting for other ranks."""
+        ...
+
+
+class User(Protocol):
+    """Who communicates in something that can be ended."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something may be under way there, so that it must not be ended."""
+        ...
+
+
+@functools.cache
+def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
+    """What this process ends when Python exits, as far as it is still alive by then."""
+    alive: weakref.WeakSet[Ending] = weakref.WeakSet()
+    atexit.register(_end_all, alive)
+    return alive
+
+
+def is_over_gloo(group: ProcessGroup) -> bool:
+    """Whether ``group`` communicates over gloo alone."""
+    return type(group) is ProcessGroup and all(
+        isinstance(group._get_backend(device), dist.ProcessGroupGloo) for device in group._device_types
+    )
+
+
+def _end_all(alive: Iterable[Ending]) -> None:
+    for each in list(alive):
+        each.end()
