@@ -284,12 +284,13 @@ def test_gradients_that_came_late_are_not_lost():
     wrapper = DistributedDataParallel(seeded(Late), reduce_function=turns)
     expected = mean_gradients(wrapper.module, square)
     own = mean_gradients(wrapper.module, lambda model, _: square(model, rank), world_size=1)
-    for fails in (False, True, False):
+    for step, fails in enumerate((False, True, False, False)):
         wrapper.zero_grad()
         turns.fails = fails
         if not fails:
             square(wrapper, rank)
-            assert wrapper.trace().repaired == ("inner.weight", "inner.bias")
+            # After a failure the ranks connect again when backward is over: nothing comes late then.
+            assert wrapper.trace().repaired == (() if step == 2 else ("inner.weight", "inner.bias"))
             assert_gradients(wrapper.module, expected)
             continue
         with pytest.raises(Refused, match="late"):
