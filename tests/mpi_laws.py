@@ -7,7 +7,9 @@ import functools
 import json
 import logging
 import operator
+import shutil
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from mpi4py import MPI
 
 import mpi_megatron
 import ppe_ddp
+from optim_runners import first_half, second_half
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.testing.backend_probes import probe_backend
@@ -89,6 +92,20 @@ def hold_random_training():
         dist.destroy_process_group()
 
 
+def hold_random_programs():
+    """A distributed optimizer is used in many ways, as in test_optim_programs.py."""
+    for way, seed in (("messages", 1), ("shared", 2)):
+        dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
+        path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(path)
+        scaler = first_half(seed, path[0])
+        second_half(seed, path[0], scaler, dist.get_world_size())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path[0])
+        dist.destroy_process_group()
+
+
 def main():
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
@@ -98,6 +115,7 @@ def main():
         hold_random_training()
     if MPI.COMM_WORLD.Get_size() == 2:
         reports["megatron"] = mpi_megatron.report()
+        hold_random_programs()
     if MPI.COMM_WORLD.Get_rank() == 0:
         print(json.dumps(reports))
 

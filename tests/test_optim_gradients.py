@@ -226,22 +226,23 @@ def test_unscaling_and_clipping_halves_alone(wrapper):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_itself", [False, True])
 @on_two_ranks
-def test_no_gradient_of_another_step_is_used(dtype):
-    """Tensors come and go, and one is where another was before."""
-    wrapper = DistributedDataParallel(seeded(mlp, 6, 5, 3).to(dtype))
+def test_no_gradient_of_another_step_is_used(by_itself, dtype):
+    """Tensors come and go, and one is where another was before; most often where one rank is alone."""
+    ranks = [dist.get_rank()] if by_itself else range(2)
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 5, 3).to(dtype), process_group=alone() if by_itself else None)
     optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.0, master_dtype=torch.float64)
     twin = seeded(mlp, 6, 5, 3).to(dtype)
     for step in range(60):
         optimizer.zero_grad()
         wrapper(data(3, 6, step=step, dtype=dtype)).sum().backward()
-        expected = 0.0
         sums = [torch.zeros_like(p, dtype=torch.float64) for p in twin.parameters()]
-        for rank in range(2):
+        for rank in ranks:
             twin.zero_grad()
             twin(data(3, 6, rank=rank, step=step, dtype=dtype)).sum().backward()
             for total, parameter in zip(sums, twin.parameters(), strict=True):
-                total += parameter.grad.double() / 2
+                total += parameter.grad.double() / len(ranks)
         expected = torch.stack([total.norm() for total in sums]).norm()
         torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), expected, rtol=1e-6, atol=0.0)
         optimizer.step()
@@ -262,6 +263,27 @@ def test_what_is_written_into_main_grad_counts_wherever_it_can_be_seen():
     net.weight.main_grad.mul_(2)
     with pytest.raises(RuntimeError, match=r"'weight' was changed by its optimizer .* and then in main_grad"):
         optimizer.step()
+
+
+@on_three_ranks
+def test_averages_in_main_grad_are_added_to_as_they_are():
+    """Three times 40000 is no float16, nor three times 129 a bfloat16."""
+    for dtype, size in ((torch.float16, 40000.0), (torch.bfloat16, 129.0)):
+        net = nn.Linear(7, 1, bias=False).to(dtype)
+        nn.init.zeros_(net.weight)
+        config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = megatron.DistributedDataParallel(None, config, net)
+        optimizer = DistributedOptimizer(torch.optim.SGD, ddp, lr=1.0)
+        for step, part in enumerate((1.0, -0.5, 0.25)):
+            with ddp.no_sync():
+                ddp(torch.zeros(1, 7, dtype=dtype)).float().sum().backward()
+            if step == 2:
+                ddp.scale_gradients(0.5)  # of what was averaged, too
+            ddp(torch.full((1, 7), part * size, dtype=dtype)).float().sum().backward()
+            ddp.finish_grad_sync()
+            expected = (1.0, 0.5, 0.5)[step] * size
+            (weight,) = optimizer.param_groups[0]["params"]
+            assert torch.equal(weight.grad, torch.full_like(weight, expected))
 
 
 @on_two_ranks

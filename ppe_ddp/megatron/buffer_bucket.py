@@ -72,6 +72,7 @@ class BufferBucket:
         buffers.keep(buffer)
         self.slots = buffer.slots
         self._is_reduced = False
+        self._kept: Tensor | None = None
         self._flight: Flight | None = None
         self._pending: Waitable | None = None
 
@@ -85,6 +86,12 @@ class BufferBucket:
     def reset(self) -> None:
         """The buffer was zeroed."""
         self._is_reduced = False
+        self._kept = None
+
+    def scale(self, factor: float | Tensor) -> None:
+        """The buffer was multiplied by ``factor``."""
+        if self._kept is not None:
+            self._kept.mul_(factor)
 
     def reopen(self) -> None:
         """Let more be added to averages, so that the next reduction gives their sum with its own averages."""
@@ -96,9 +103,10 @@ class BufferBucket:
             if gain != 1.0:
                 self._memory.mul_(1.0 / gain)
             return
-        own = self.share.mul(self.reduction_group.groups.world_size / gain)
+        # No other rank has this share of the averages. As many times as there are ranks, to be reduced once more,
+        # they would be rounded in halves, or too large for them.
+        self._kept = self.share.clone()
         self._memory.zero_()
-        self.share.copy_(own)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add an average that came late to that of parameter ``index``."""
@@ -149,6 +157,9 @@ class BufferBucket:
                     f"reduce-scatter failed: {error}. An error or a crash on another rank ends here: look for the "
                     "first traceback of all ranks."
                 ) from error
+        if self._kept is not None:
+            self.share.add_(self._kept)
+            self._kept = None
         self._is_reduced = True
 
     def abandon(self) -> None:

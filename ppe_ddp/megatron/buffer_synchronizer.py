@@ -228,6 +228,11 @@ class BufferSynchronizer(Synchronizer):
         self._holds_averages = True
         way.backward.recorder.done_at = perf_counter_ns()
 
+    def scale(self, factor: float | Tensor) -> None:
+        """The buffers were multiplied by ``factor``."""
+        for bucket in self._buckets:
+            bucket.scale(factor)
+
     def clear(self) -> None:
         """The buffers were zeroed."""
         for bucket in self._buckets:

@@ -38,14 +38,18 @@ _PROBE = 3  # elements of a trial parameter: as many has each state that is cut 
 
 
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
-    """This rank's part of a whole parameter's state."""
+    """This rank's part of a whole parameter's state, as precise as the master weight.
+
+    Adagrad has state before its first step, in the dtype of the parameter.
+    """
     shard = master.shard
     parameter = shard.parameter
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _SCALARS:
             laid_out = torch.empty_strided(parameter.shape, _strides(parameter), dtype=value.dtype, device=value.device)
-            value = laid_out.copy_(value).as_strided((parameter.numel(),), (1,))[shard.start : shard.stop].clone()
+            value = laid_out.copy_(value).as_strided((parameter.numel(),), (1,))[shard.start : shard.stop]
+            value = value.to(_dtype_of(value, master), copy=True)
         cut[key] = value
     return cut
 
@@ -154,8 +158,8 @@ class _Found:
     def complete(self) -> None:
         """Get this rank's part of what other ranks hold; every rank must call this."""
         for table, key, value, master in self._others:
-            whole = value.full_tensor()
-            table[key] = whole[master.shard.start : master.shard.stop].to(master.weight.device, copy=True)
+            own = value.full_tensor()[master.shard.start : master.shard.stop]
+            table[key] = own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
 
 class _Shards:
@@ -222,7 +226,7 @@ class _Fit:
                 "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
                 "of ranks"
             )
-        return own.to(self.master.weight.device, copy=True)
+        return own.to(self.master.weight.device, _dtype_of(own, self.master), copy=True)
 
     def lies_elsewhere(self, value: Any) -> bool:
         """Whether this rank's shard is not the chunk that it has of ``value``."""
@@ -270,6 +274,11 @@ def _empty(template: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
         else copy.deepcopy(value)
         for key, value in template.items()
     }
+
+
+def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
+    """Of state that is cut like ``master``: that of the weight, as in torch's own ``load_state_dict()``."""
+    return master.weight.dtype if state.is_floating_point() else state.dtype
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

@@ -85,7 +85,8 @@ class ShardedModel(ABC):
         """Bring ``.grad`` of all attached weights up to date, before they are looked at.
 
         There is one such gradient, and the optimizer's changes to it (to unscale, to clip), in place or by another
-        tensor in its place, stay until the next synchronization, which adds to it unless it was cleared.
+        tensor in its place, stay until the next synchronization, which adds to it unless it was cleared. (Where
+        gradients add up in memory of the wrapper's own, they add up there: a copy or another tensor is then replaced.)
 
         Returns:
             For each shard, whether there is a gradient on some rank: the same on every rank.
