@@ -233,11 +233,11 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients in the buffers by ``scaling_factor``."""
-        communication = self._ready().synchronizer
+        synchronizer = self._ready().synchronizer
         synchronizer.settle()
         for buffer in self._gradient_buffers.buffers:
             buffer.scale_gradients(scaling_factor)
-        communication.scale(scaling_factor)
+        synchronizer.scale(scaling_factor)
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
         """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
