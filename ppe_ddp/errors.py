@@ -6,6 +6,8 @@ function that a user plugged in, is one of these.
 
 from __future__ import annotations
 
+import traceback
+
 
 class PpeDdpError(RuntimeError):
     """Base of every error that this library defines."""
@@ -54,3 +56,18 @@ class NonFiniteGradientError(PpeDdpError):
 
 class UnusableError(PpeDdpError):
     """The wrapper cannot synchronize here: its process group was destroyed, or this is a forked child."""
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables of the functions that have raised ``error``, and what it came from.
+
+    They may hold a process group, whose connections end with the last reference.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            errors += [one.__cause__, one.__context__]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed as dist
+
+from ppe_ddp.errors import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,6 +154,9 @@ class _Overlapped:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._thread: ThreadPoolExecutor | None = None
+        # Not arguments of submit(): the traceback of an error keeps the frames that it has come through, and the
+        # pool's would hold the process group, whose connections end with the last reference.
+        self._calls: deque[_Call] = deque()
         self._failed: tuple[int, int, Exception] | None = None
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
@@ -160,18 +166,18 @@ class _Overlapped:
         # A Future that knows its devices makes the streams wait for one another.
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._thread.submit(self._run, future, ready, gradients, group)
+        self._calls.append(_Call(future, ready, gradients, group))
+        self._thread.submit(self._run)
         return future
 
-    def _run(
-        self,
-        future: torch.futures.Future[Any],
-        ready: torch.cuda.Event | None,
-        gradients: GradBucket,
-        group: ProcessGroup | None,
-    ) -> None:
+    def _run(self) -> None:
+        future, ready, gradients, group = self._calls.popleft()
+        place = gradients.index(), id(group)
+        failed = self._failed_before(*place)
+        if failed is not None:
+            future.set_exception(failed)
+            return
         try:
-            self._check(gradients.index(), id(group))
             with torch.no_grad():
                 if ready is not None:
                     torch.cuda.set_device(gradients.buffer().device)
@@ -180,20 +186,29 @@ class _Overlapped:
                 if pending is not None:
                     pending.wait()
         except Exception as error:
-            self._failed = gradients.index(), id(group), error
-            del group  # the error holds this frame, and connections end with the last reference
+            self._failed = *place, error
+            clear_frames(error)
+            del group  # this frame runs still, and cannot be cleared
             future.set_exception(error)
         else:
             # A Future makes the streams wait only for what is in its value.
             future.set_result(gradients.buffer())
 
-    def _check(self, index: int, group: int) -> None:
-        """Send no bucket after one that has failed: the other ranks would take it for that one."""
+    def _failed_before(self, index: int, group: int) -> Exception | None:
+        """What an earlier bucket of this step has failed with: the other ranks would take this bucket for that one."""
         if self._failed is not None:
             failed_index, failed_group, error = self._failed
             if group == failed_group and index > failed_index:
-                raise error
+                return error
             self._failed = None  # this is another step
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_function": self._function, "_thread": None, "_failed": None}
+        return {"_function": self._function, "_thread": None, "_calls": deque(), "_failed": None}
+
+
+class _Call(NamedTuple):
+    future: torch.futures.Future[Any]
+    ready: torch.cuda.Event | None
+    gradients: GradBucket
+    group: ProcessGroup | None

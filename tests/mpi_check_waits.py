@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from mpi_check_kit import check
 from mpi_check_shared import in_shared_memory, shared_group
+from ppe_ddp import CommunicationError
+from ppe_ddp.testing.backend_probes import probe_backend
 
 
 @check(ranks=2)
@@ -128,3 +130,20 @@ def waits_that_an_interrupt_ends():
     if rank > 0:
         with pytest.raises(CommunicationError, match="rank 0 has given this group up: all_reduce was left: Keyb"):
             dist.all_reduce(torch.ones(1), group=group)
+
+
+@check(ranks=2)
+def a_group_that_one_rank_does_not_make():
+    if dist.get_rank() == 1:
+        start = monotonic()
+        with pytest.raises(
+            CommunicationError, match=r"rank 1: making group .* of ranks \[0, 1\] .* of 0.5 s: rank 0 did"
+        ):
+            dist.new_group([0, 1], timedelta(seconds=0.5), use_local_synchronization=True)
+        assert monotonic() - start < 5
+
+
+@check(ranks=2)
+def the_probes_hold_again_and_again():
+    for _ in range(2):
+        assert probe_backend("cpu") == []

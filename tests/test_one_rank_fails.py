@@ -5,8 +5,7 @@ import pytest
 import failing
 from rank_tests import on_three_ranks, on_two_ranks
 
-# Over gloo, what a thread of `overlapped` waits for ends only at the timeout; over mpi4py it is tested.
-each_way = pytest.mark.parametrize("way", [way for way in failing.WAYS if way != "on_a_thread"])
+each_way = pytest.mark.parametrize("way", list(failing.WAYS))
 
 
 @each_way
@@ -25,3 +24,28 @@ def test_of_three(way):
 @on_two_ranks
 def test_after_backward(way):
     failing.hold(way, turns=4, seed=2, overlap=False)
+
+
+@pytest.mark.parametrize("how", failing.HOOKS)
+@on_two_ranks
+def test_torch_hooks_of_two(how):
+    failing.hold_hooks(how)
+
+
+@pytest.mark.parametrize(("how", "overlap"), [("group", True), ("stateful", False)])
+@on_three_ranks
+def test_torch_hooks_of_three(how, overlap):
+    failing.hold_hooks(how, seed=1, overlap=overlap)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("way", ["before", "in_the_middle", "on_a_thread"])
+@on_two_ranks
+def test_megatrons_wrapper(way, overlap):
+    failing.hold_megatron(way, overlap_grad_reduce=overlap)
+
+
+@pytest.mark.parametrize("way", ["before", "on_a_thread", "in_the_wait"])
+@on_three_ranks
+def test_after_backward_of_three(way):
+    failing.hold(way, turns=3, seed=3, overlap=False)

@@ -162,7 +162,7 @@ class BucketSynchronizer(Synchronizer):
             backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(landed)
             backward.recorder.agreed_at = perf_counter_ns()
             return
-        self._groups.renew()
+        self._groups.renew(self.reduction.progress)
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
@@ -262,8 +262,7 @@ class BucketSynchronizer(Synchronizer):
         round_, backward.round = backward.round, None
         late, backward.late = backward.late, {}
         if isinstance(round_, Round):
-            if self.reduction.has_own_group and not round_.is_back():
-                self._groups.leave_behind(self.reduction.title)
+            self.reduction.abandon()
             gradients = round_.abandon()
             if round_.record.repair:
                 late.update(gradients)

@@ -19,6 +19,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
@@ -41,6 +42,7 @@ step waits then."""
 _SPINS = 32  # polls before a core is given away
 _SHORTEST_NAP = 20e-6  # seconds
 _LONGEST_NAP = 500e-6
+_ENDING_SECONDS = 1.0
 
 
 def probe(pending: object) -> Probe | None:
@@ -48,10 +50,23 @@ def probe(pending: object) -> Probe | None:
     return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
+def ends_soon(is_done: Probe) -> bool:
+    """Whether what this probe asks for ends, waiting for a second: after a failure, what it needs may never come."""
+    end = time.monotonic() + _ENDING_SECONDS
+    try:
+        while not is_done():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LONGEST_NAP)
+    except RuntimeError:
+        pass  # another error is on its way to the user already
+    return True
+
+
 def run(steps: Steps) -> None:
     """Go through all steps, waiting where they wait."""
-    for _ in steps:
-        pass
+    # Not by a variable: the traceback of an error would keep it, a probe keeps its Work, and that the connection.
+    deque(steps, maxlen=0)
 
 
 class Completion:
@@ -135,6 +150,8 @@ class Completion:
             self._error = error
         finally:
             self._is_running = False
+            if self.is_over:
+                self._probe = _at_once  # a probe keeps its Work, and that the connection
 
     def close(self) -> None:
         """Give up: the steps see a GeneratorExit where they are."""

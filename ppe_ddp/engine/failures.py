@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=_LOOK_SECONDS)
-LEFT_BEHIND = "left behind"
-"""In place of a phase: something that cannot be made anew was left under way in a group that is not ours."""
 _LONGEST_REASON = 2000  # characters
 
 
@@ -42,6 +40,21 @@ class Failure:
     step: int
     phase: str
     reason: str
+
+
+@dataclass(frozen=True)
+class HookProgress:
+    """How far one rank has come in groups that are not ours, and that nobody can make anew.
+
+    Attributes:
+        title: What communicates there.
+        calls: How often it was called.
+        is_under_way: Whether the last one had not ended when the communication failed.
+    """
+
+    title: str
+    calls: int
+    is_under_way: bool
 
 
 class Failures:
@@ -66,19 +79,43 @@ class Failures:
 
     def of_others(self) -> list[Failure]:
         """What the other ranks have reported so far."""
-        return [failure for failure in self.of_all() if failure.rank != self._rank]
-
-    def of_all(self) -> list[Failure]:
-        """What all ranks have reported so far."""
         if not self._store.check([f"{self._key}/count"]):
             return []
         count = self._store.add(f"{self._key}/begun", 0)
         keys = [key for key in (f"{self._key}/{number + 1}" for number in range(count)) if self._store.check([key])]
-        return [Failure(**json.loads(self._store.get(key))) for key in keys]
+        failures = [Failure(**json.loads(self._store.get(key))) for key in keys]
+        return [failure for failure in failures if failure.rank != self._rank]
+
+    def compare(self, progress: HookProgress, world_size: int, timeout: timedelta) -> str:
+        """Tell the others how far this rank has come, and wait for what they say; all ranks must call this.
+
+        Returns:
+            Why that cannot go on, the same on every rank; empty where all have come equally far.
+
+        Raises:
+            DistError: Not all ranks have come within ``timeout``.
+        """
+        keys = [f"{self._key}/progress/{rank}" for rank in range(world_size)]
+        self._store.set(keys[self._rank], json.dumps(asdict(progress)))
+        self._store.wait(keys, timeout)
+        everyone = [HookProgress(**json.loads(self._store.get(key))) for key in keys]
+        under_way = [rank for rank, one in enumerate(everyone) if one.is_under_way]
+        if under_way:
+            place = f"was under way on rank {', '.join(map(str, under_way))}"
+        elif len({one.calls for one in everyone}) > 1:
+            counts = ", ".join(f"{one.calls} on rank {rank}" for rank, one in enumerate(everyone))
+            place = f"had been called a different number of times ({counts})"
+        else:
+            return ""
+        return (
+            f"when a rank failed, {progress.title} {place}, in a process group that the wrapper did not make, and "
+            "cannot make anew: what is sent there next would be taken for the rest of it. Make that group anew, and "
+            "wrap the module again"
+        )
 
     def check(self) -> None:
         """Raise :class:`PeerAbortedError` where another rank has failed."""
-        others = [failure for failure in self.of_others() if failure.phase != LEFT_BEHIND]
+        others = self.of_others()
         if others:
             raise self.error(others)
 
@@ -103,7 +140,7 @@ class Failures:
         """
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
-        if isinstance(pending, torch.futures.Future) and not pending.done():
+        if isinstance(pending, torch._C.Future) and not pending.done():
             arrived = threading.Event()
             pending.add_done_callback(lambda _: arrived.set())
             while not arrived.wait(_LOOK_SECONDS):

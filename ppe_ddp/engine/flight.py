@@ -148,7 +148,7 @@ class Flight:
     def check(self, reduction: Reduction) -> None:
         """Raise what it is known to have failed with."""
         pending, bucket = self._pending, self._bucket
-        if bucket is None or not isinstance(pending, torch.futures.Future) or self.plan.device.type != "cpu":
+        if bucket is None or not isinstance(pending, torch._C.Future) or self.plan.device.type != "cpu":
             return
         if pending.done():
             reduction.settle(bucket, pending)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
-from ppe_ddp.engine.failures import LEFT_BEHIND, Failure, Failures, reason_of
-from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
 
 if TYPE_CHECKING:
     from ppe_ddp.engine.exit_order import User
@@ -103,41 +102,36 @@ class Groups:
         """Whether there are duplicates, which can be closed and made anew."""
         return self.number > 0
 
-    def renew(self) -> None:
+    def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
+
+        Args:
+            progress: Of a hook that communicates in groups of its own; None on every rank where there is none.
 
         Raises:
             CommunicationError: Not all ranks have come within the group's timeout.
-            UnusableError: On all ranks: a hook was left under way in a group of its own, which nobody can make anew.
+            UnusableError: On all ranks: the hook has not come equally far on all of them.
         """
         if not self.is_closed:
             return
-        self.generation += 1
+        self.check()
+        timeout = timedelta(seconds=self.timeout_seconds)
         try:
-            self.buckets, self.control = _duplicates(self.parent, f"{self.number}/{self.generation}")
+            reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
+            if not reason:
+                self.generation += 1
+                self.buckets, self.control = _duplicates(self.parent, f"{self.number}/{self.generation}")
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
                 f"{error}. Every rank must go on with its next step"
             ) from error
-        # All ranks have come, so all that they have to say about the failure is there.
-        left = [failure for failure in self.failures.of_all() if failure.phase == LEFT_BEHIND]
+        if reason:
+            self._unusable = f"rank {self.rank}: {reason}"
+            raise UnusableError(self._unusable)
         self.failures = self._failures()
         self.step = 0
         self.is_closed = False
-        if left:
-            self._unusable = f"rank {self.rank}: {left[0].reason}"
-            raise UnusableError(self._unusable)
-
-    def leave_behind(self, title: str) -> None:
-        """Take note, on all ranks, that ``title`` was left under way in a group of its own after a failure."""
-        if self.is_duplicate:
-            reason = (
-                f"when a rank failed, {title} was under way on rank {self.rank} in a process group that the wrapper "
-                "did not make, and cannot make anew: what is sent there next would be taken for the rest of it. Make "
-                "that group anew, and wrap the module again"
-            )
-            self.failures.report(Failure(self.rank, self.step, LEFT_BEHIND, reason))
 
     def fail(self, error: BaseException, phase: str) -> PeerAbortedError | None:
         """End the communication of this step after ``error``: tell the other ranks, and close the duplicates.
@@ -152,12 +146,12 @@ class Groups:
             return None
         peers: PeerAbortedError | None = None
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            others = [failure for failure in self.failures.of_others() if failure.phase != LEFT_BEHIND]
+            others = self.failures.of_others()
             if others and _is_of_transport(error):
                 peers = self.failures.error(others)
             elif not isinstance(error, DisagreementError):  # which every rank has
                 self.failures.report(Failure(self.rank, self.step, phase, reason_of(error)))
-        traceback.clear_frames(error.__traceback__)
+        clear_frames(error)
         self.is_closed = True
         duplicates = [self.buckets, self.control]
         self.buckets = self.control = self.parent

@@ -147,6 +147,7 @@ class MaskExchange:
             self._wait(self._work)
             if not self._goes_on():
                 break
+        self._work = None  # gloo's keeps the connection
         reply = self._message.numpy().tobytes()
         if self._is_body:
             body = reply

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ppe_ddp.contracts import Waitable
+from ppe_ddp.engine.completion import ends_soon, probe
+from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import average, total
@@ -33,8 +35,6 @@ class Reduction(ABC):
 
     may_resize = False
     """Whether the flat buffer may be made larger meanwhile."""
-    has_own_group = False
-    """Whether it communicates in groups that are not ours."""
     one_at_a_time = False
     """Whether a bucket must not leave before the one ahead of it has come back."""
 
@@ -51,6 +51,11 @@ class Reduction(ABC):
     def idle(self) -> bool:
         """Whether nothing has to be sent at all, since one rank alone has its average already."""
         return False
+
+    @property
+    def progress(self) -> HookProgress | None:
+        """How far it has come in groups that are not ours; None if it uses none."""
+        return None
 
     def share(self, device: torch.device) -> float:
         """What a gradient on ``device`` is to be multiplied by as it is put into a bucket."""
@@ -110,6 +115,10 @@ class Reduction(ABC):
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"in {self.title} on {self.place(bucket)}")
+
+    def abandon(self) -> None:
+        """The communication has failed: nothing of it will be waited for any more."""
+        return
 
     def pass_over(self, name: str) -> None:
         """Take note that the sparse gradient of parameter ``name`` does not come through here; warn once."""
@@ -189,12 +198,14 @@ class HookReduction(Reduction):
     # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
     # was done in. With two buckets under way, the ranks would not communicate in the same order.
     one_at_a_time = True
-    has_own_group = True
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
         self._state = state
         self._hook = hook
+        self._calls = 0
+        self._last: Waitable | None = None
+        self._is_left = False
         # None or a process group is all the state of a hook that keeps none.
         self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
 
@@ -203,9 +214,23 @@ class HookReduction(Reduction):
         """The hook's name."""
         return f"communication hook {_name(self._hook)}"
 
+    @property
+    def progress(self) -> HookProgress:
+        """How far it has come; no hook of torch's kind gets to know our group."""
+        return HookProgress(self.title, self._calls, self._is_left)
+
+    def abandon(self) -> None:
+        """Take note whether the last call will not end, as those of other ranks are missing."""
+        ended = probe(self._last)
+        self._is_left = self._last is not None and not (ended is not None and ends_soon(ended))
+        self._last = None
+
     def _call(self, bucket: GradBucket) -> Waitable:
+        self._calls += 1
+        self._last = None
         future = self._hook(self._state, bucket)
         if isinstance(future, Waitable):
+            self._last = future
             return future
         raise FunctionError(
             f"{self.title} returned {type(future).__name__} ({self.place(bucket)}); it must return a "
@@ -213,6 +238,8 @@ class HookReduction(Reduction):
         )
 
     def _accept(self, bucket: GradBucket, value: object) -> None:
+        if bucket.is_last():
+            self._last = None
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         if not isinstance(value, Tensor):

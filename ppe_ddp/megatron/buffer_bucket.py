@@ -6,14 +6,12 @@ afterwards is of no use.
 
 from __future__ import annotations
 
-import contextlib
-from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 import torch
 
 from ppe_ddp.engine.bucket_buffers import BucketBuffer
-from ppe_ddp.engine.completion import probe
+from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.errors import CommunicationError
 
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
     from ppe_ddp.megatron.buffer_layout import BucketRange
     from ppe_ddp.megatron.reduction_group import ReductionGroup
-
-_ENDING_SECONDS = 1.0  # for a message to end whose connection was closed
 
 
 class BufferBucket:
@@ -165,10 +161,8 @@ class BufferBucket:
     def abandon(self) -> None:
         """Forget what is still in flight, in connections that were closed; what ends soon is waited for."""
         is_done = self.probe()
-        end = monotonic() + _ENDING_SECONDS
-        with contextlib.suppress(RuntimeError):  # another error is on its way to the user already
-            while is_done is not None and not is_done() and monotonic() < end:
-                sleep(0.001)
+        if is_done is not None:
+            ends_soon(is_done)
         self._flight = self._pending = None
 
     @property

@@ -178,6 +178,7 @@ class BufferSynchronizer(Synchronizer):
         """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
         for bucket in self._buckets:
             bucket.abandon()
+        self._exchanges = []
         backward.round = None
 
     # ------------------------------------------------------------------ afterwards

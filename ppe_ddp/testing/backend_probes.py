@@ -148,6 +148,8 @@ def _subgroup(device: str) -> Iterator[str]:
     """A group of some ranks, made by these alone, in an order of its own."""
     members = list(range(1, dist.get_world_size()))
     if dist.get_rank() not in members:
+        # torch names such a group by how many groups a process has: equally many on all ranks, for those to come
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return
     group = dist.new_group(members, use_local_synchronization=True)
     if dist.get_world_size(group) != len(members) or dist.get_rank(group) != dist.get_rank() - 1:

@@ -21,7 +21,7 @@ from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, guard_job
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
 from ppe_ddp.backends.mpi.mpi_options import MpiOptions
-from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
+from ppe_ddp.backends.mpi.mpi_rendezvous import await_members, mismatch
 from ppe_ddp.backends.mpi.mpi_thread import communication_thread
 from ppe_ddp.backends.mpi.mpi_waits import Waits
 from ppe_ddp.backends.mpi.mpi_work import CombinedWork, FinishedWork
@@ -62,6 +62,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         _check_world(dist.get_rank(), dist.get_world_size())
         # The tag keeps apart the groups that several threads make at a time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
+        await_members(arguments, ranks)
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
