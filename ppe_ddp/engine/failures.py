@@ -1,4 +1,4 @@
-"""Who has failed alone, where and why: told through the store, since no collective reaches ranks that wait in another.
+"""Reports of ranks that failed alone, through the store: ranks that wait in a collective cannot be told by another.
 
 the rank that fails     reports, then closes its connections
 the others              leave their waits: the connection is closed, or they look here now and then
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=_LOOK_SECONDS)
 LEFT_BEHIND = "left behind"
-"""In place of a phase: something that cannot be made anew was left under way in a group that is not ours."""
+"""In place of a phase: something was left in flight in a group that is not ours, and cannot be made anew."""
 _LONGEST_REASON = 2000  # characters
 
 
@@ -32,9 +32,9 @@ class Failure:
     """What one rank has reported.
 
     Attributes:
-        rank: Who.
+        rank: The rank that has failed.
         step: Which synchronized backward, counted since the connections were made.
-        phase: How far it was.
+        phase: The phase of the backward in which it failed.
         reason: The error.
     """
 
@@ -59,17 +59,17 @@ class Failures:
         self._rank = rank
 
     def report(self, failure: Failure) -> None:
-        """Tell the others; before the connections are closed, so that who notices that finds the reason."""
+        """Write the report; before the connections are closed, so that a rank that notices that finds the reason."""
         number = self._store.add(f"{self._key}/begun", 1)
         self._store.set(f"{self._key}/{number}", json.dumps(asdict(failure)))
         self._store.add(f"{self._key}/count", 1)
 
     def of_others(self) -> list[Failure]:
-        """What the other ranks have reported so far."""
+        """The reports of the other ranks so far."""
         return [failure for failure in self.of_all() if failure.rank != self._rank]
 
     def of_all(self) -> list[Failure]:
-        """What all ranks have reported so far."""
+        """The reports of all ranks so far."""
         if not self._store.check([f"{self._key}/count"]):
             return []
         count = self._store.add(f"{self._key}/begun", 0)
@@ -83,13 +83,13 @@ class Failures:
             raise self.error(others)
 
     def error(self, failures: list[Failure]) -> PeerAbortedError:
-        """What to raise on this rank."""
-        said = "; ".join(
+        """The error to raise on this rank for the reports of others."""
+        reports = "; ".join(
             f"rank {failure.rank} failed in the {failure.phase} phase of its backward: {failure.reason}"
             for failure in failures
         )
         error = PeerAbortedError(
-            f"rank {self._rank}: {said}. The gradients of this step are not averages: zero them and go on with the "
+            f"rank {self._rank}: {reports}. The gradients of this step are not averages: zero them and go on with the "
             "next step, or look at that rank's traceback"
         )
         error.step = min(failure.step for failure in failures)

@@ -1,6 +1,6 @@
-"""The process groups that a wrapper talks in: its own, so that nobody else's collectives come between.
+"""A wrapper's own duplicates of the user's process group, so that no other collectives come between.
 
-Buckets leave at moments that differ from rank to rank. On a group that the user's own code also uses during
+Buckets are launched at moments that differ from rank to rank. On a group that the user's own code also uses during
 backward (SyncBatchNorm, expert parallelism), the order of collectives would then differ between ranks. So a
 wrapper duplicates the user's group, as MPI programs duplicate their communicator: once for buckets, which a
 function may send from a thread of its own, and once for the small messages by which the ranks agree.
@@ -40,8 +40,8 @@ class Groups:
 
     Attributes:
         parent: The group that the user named.
-        buckets: Carries gradients and buffers.
-        control: Carries masks; serves CPU tensors.
+        buckets: For gradients and buffers.
+        control: For masks and votes; serves CPU tensors.
         rank: This process in the group.
         world_size: The size of the group.
         pid: The process that made them.
@@ -108,7 +108,7 @@ class Groups:
 
         Raises:
             CommunicationError: Not all ranks have come within the group's timeout.
-            UnusableError: On all ranks: a hook was left under way in a group of its own, which nobody can make anew.
+            UnusableError: On all ranks: a hook was left in flight in a group of its own, which cannot be made anew.
         """
         if not self.is_closed:
             return
@@ -120,7 +120,7 @@ class Groups:
                 f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
                 f"{error}. Every rank must go on with its next step"
             ) from error
-        # All ranks have come, so all that they have to say about the failure is there.
+        # All ranks have come, so all their reports of the failure are there.
         left = [failure for failure in self.failures.of_all() if failure.phase == LEFT_BEHIND]
         self.failures = self._failures()
         self.step = 0
@@ -130,7 +130,7 @@ class Groups:
             raise UnusableError(self._unusable)
 
     def leave_behind(self, title: str) -> None:
-        """Take note, on all ranks, that ``title`` was left under way in a group of its own after a failure."""
+        """Record, for all ranks, that ``title`` was left in flight in a group of its own after a failure."""
         if self.is_duplicate:
             reason = (
                 f"when a rank failed, {title} was under way on rank {self.rank} in a process group that the wrapper "
@@ -173,7 +173,7 @@ class Groups:
         return self.control.group_name
 
     def release(self) -> None:
-        """Let another wrapper over the same parent have them; call this when nothing is on its way in them."""
+        """Let another wrapper over the same parent have them; call this when nothing is in flight in them."""
         if (
             self.is_duplicate
             and not (self.is_closed or self._unusable)
@@ -270,7 +270,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 
 def _options(group: ProcessGroup) -> Any:
-    """What the backend that serves CPUs was made with, if it says so."""
+    """The options of the backend that serves CPUs, if it has them as an attribute."""
     return getattr(group._get_backend(torch.device("cpu")), "pg_options", None)
 
 
@@ -374,7 +374,7 @@ class GroupHandle:
         return self
 
     def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
-        """Only the ranks travel, and none for the default group."""
+        """Only the ranks are pickled, and none for the default group."""
         group = self._group
         if group is None or group is dist.group.WORLD or group not in c10d._world.pg_map:
             return GroupHandle, (None, self._ranks)
