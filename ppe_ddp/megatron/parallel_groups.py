@@ -1,4 +1,4 @@
-"""The process groups of one training job, one a dimension of parallelism."""
+"""The process groups of one training job, one for each dimension of parallelism."""
 
 from __future__ import annotations
 
