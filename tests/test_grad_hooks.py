@@ -1,4 +1,4 @@
-"""Hooks on parameters: ours comes first and hears of every landing, the user's wait until averages are there."""
+"""Hooks on parameters: ours is called first and for every gradient, the user's wait for the averages."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from ppe_ddp.engine.grad_hooks import GradHook, GradHooks, UserGradHooks
 
 
 class Listener:
-    """An owner of landings: what it was told, in order."""
+    """An owner of gradient hooks: records its calls in order."""
 
     def __init__(self, parameters):
         self.told = []

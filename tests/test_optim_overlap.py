@@ -1,4 +1,4 @@
-"""Parameters gathered during the next forward, or at once, and read in every way: the numbers of one process."""
+"""Gathers that overlap with the next forward or not: every read gives the values of one process."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A rank that skips a backward is a step behind: every rank is told; what is quite right stays silent."""
+"""Skipped backwards: every rank warns where one is a step behind, and none where all is right."""
 
 import logging
 
@@ -16,7 +16,7 @@ from test_graphs_broken import Broken, Fuse
 
 
 class Heard(logging.Handler):
-    """What the library warns about on this rank."""
+    """Records the library's warnings on this rank."""
 
     def __init__(self):
         super().__init__(logging.WARNING)

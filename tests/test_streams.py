@@ -1,4 +1,4 @@
-"""The rule of streams: who reads gradients waits for every stream that they land on. On a stand-in of CUDA."""
+"""CUDA streams: a read of gradients waits for every stream that they are computed on. On a stand-in of CUDA."""
 
 import random
 
