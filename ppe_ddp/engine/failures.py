@@ -1,4 +1,4 @@
-"""Reports of ranks that failed alone, through the store: ranks that wait in a collective cannot be told by another.
+"""Reports of ranks that failed alone, through the store: ranks that wait in one collective are not reached by another.
 
 the rank that fails     reports, then closes its connections
 the others              leave their waits: the connection is closed, or they look here now and then

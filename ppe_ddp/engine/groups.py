@@ -49,7 +49,7 @@ class Groups:
         generation: How often the duplicates were made anew.
         step: The synchronized backwards since then; the same on every rank.
         is_closed: Whether they have to be made anew.
-        user: Who synchronizes in them, if somebody does.
+        user: Gives the reducer that synchronizes in them, if there is one.
     """
 
     parent: ProcessGroup
@@ -183,7 +183,7 @@ class Groups:
             _made_from(self.parent).idle.append(self)
 
     def end(self) -> None:
-        """End the connections of gloo, unless something may be under way in them: that would be waited for."""
+        """End the connections of gloo, unless something may be in flight in them: that would be waited for."""
         user = self.user()
         if self.is_closed or (user is not None and user.is_running) or os.getpid() != self.pid:
             return

@@ -4,8 +4,8 @@
     buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse, as backward reaches them; "." pads
     shares          |  0 |  1 | 0| 1| 0 | 1 |   each bucket divides by the number of ranks
 
-A kind is who averages it (all data-parallel ranks, or those with the same experts), the dtype of the parameter, that
-of the gradient, and the device.
+A kind is the ranks that average it (all data-parallel ones, or those with the same experts), the dtype of the
+parameter, that of the gradient, and the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BufferKind:
     """What the gradients of one buffer have in common.
 
     Attributes:
-        reduction_group: Who averages them: 0 for dense parameters, 1 for experts.
+        reduction_group: The ranks that average them: 0 for dense parameters, 1 for experts.
         param_dtype: Of the parameters.
         grad_dtype: Of the gradients in the buffer.
         device: Of both.

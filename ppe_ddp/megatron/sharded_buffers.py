@@ -35,7 +35,7 @@ class _Assigned:
 
     Attributes:
         revision: That of the averages.
-        source_version: That of the buffer: it changes where somebody writes into ``main_grad``.
+        source_version: That of the buffer: it changes with each write into ``main_grad``.
         gradient: A view of the buffer, or where the dtypes differ a copy.
         version: That of the copy; it changes where the optimizer unscales or clips it.
     """

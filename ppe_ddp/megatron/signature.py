@@ -38,7 +38,7 @@ class Setup:
         module: The model.
         ddp_config: How to synchronize.
         disable_bucketing: Whether everything goes into one bucket a buffer.
-        groups: Who averages.
+        groups: The ranks that average.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`.
     """
 

@@ -131,7 +131,7 @@ class Distribution:
         try:
             self._targets = self._targets_of()
             expected = expect(self._targets, load_group.ranks[load_group.rank])
-        except Exception as error:  # told where all listen
+        except Exception as error:  # raised below, on all ranks
             failure = error
         header = load_group.from_source(lambda: self._head(expected))
 

@@ -105,7 +105,7 @@ class TensorTransfer:
         self.failure: Exception | None = None
 
     def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], None]) -> None:
-        """Send and receive ``messages``; ``tell`` gets the bytes of each as it leaves.
+        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent.
 
         Raises:
             CommunicationError: The process group failed.
@@ -171,7 +171,7 @@ class TensorTransfer:
                 self._try(self._keep, piece)
             return _NOTHING, 0
         packed: tuple[Tensor, int] | None = self._try(self._pack, message)
-        # The others wait for so many bytes, even if they mean nothing, as is told at the end.
+        # The others wait for so many bytes, even after an error, which they get at the end.
         return packed or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
 
     def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:

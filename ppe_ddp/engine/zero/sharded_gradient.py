@@ -4,8 +4,8 @@
     backward, averaged     .grad ShardedGradient    this rank's shard is in ``.grad`` of the weight that is updated
     another backward       .grad the same           what autograd adds is kept beside the shard, until it is averaged
 
-With None in its place it could not be seen whether the user has cleared it. So whatever he does to clear gradients does
-here what it does with any other tensor: without it the shard is over, and ``zero_()`` makes it zero.
+With None in its place it could not be seen whether the user has cleared it. So whatever clears a gradient works as
+with any other tensor: where it is gone from ``.grad`` the shard is void, and ``zero_()`` makes the shard zero.
 """
 
 from __future__ import annotations
