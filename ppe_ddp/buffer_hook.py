@@ -1,4 +1,4 @@
-"""A function of the user's that synchronizes buffers in the place of the broadcast, as torch's wrapper has it."""
+"""A buffer communication hook, as torch's wrapper has it: synchronizes buffers in place of the broadcast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BufferHook:
-    """What ``_register_buffer_comm_hook`` was given, and what it has started.
+    """Calls the hook of ``_register_buffer_comm_hook``, and waits for what it has started.
 
     As in torch, it is called in a forward if the one before it was to be synchronized, and in the first.
 
@@ -69,5 +69,5 @@ class BufferHook:
             future.wait()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is on its way."""
+        """Everything but what is in flight."""
         return {**self.__dict__, "_pending": []}

@@ -1,4 +1,4 @@
-"""The hooks that a user has registered with a wrapper, each of its kind."""
+"""The hooks that a user has registered with a wrapper: pytorch-pfn-extras' kind, torch's, and torch's for buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_GIVEN: Any = object()
 
 
 class Hooks:
-    """What is called in a step.
+    """The registered hooks of one wrapper.
 
     Attributes:
         sync: pytorch-pfn-extras' kind, called with the wrapper before synchronization.

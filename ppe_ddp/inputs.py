@@ -1,4 +1,4 @@
-"""What a wrapped module is called with: tensors on its device, wherever the user has them."""
+"""Moves the inputs of a wrapped module to its device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inputs:
         self.look(module)
 
     def look(self, module: nn.Module) -> None:
-        """Take note of the device: of all parameters, or of all buffers if there are none."""
+        """Set the device: that of all parameters, or of all buffers if there are none."""
         devices = {tensor.device for tensor in module.parameters()} or {tensor.device for tensor in module.buffers()}
         self.device = devices.pop() if len(devices) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Uneven inputs, through torch's ``Join`` protocol: a rank that has run out lets the others go on."""
+"""Uneven numbers of inputs, by torch's ``Join`` protocol: a rank that has run out takes part with zeros."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def announce(reducer: Reducer[BucketSynchronizer], *, synchronizes: bool) -> Non
 
 
 def _any_synchronizes(reducer: Reducer[BucketSynchronizer]) -> bool:
-    """Hear, on a rank that has joined, what the others announce."""
+    """Receive, on a rank that has joined, what the others :func:`announce`."""
     word = torch.tensor([0])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
     return bool(word.item())
 
 
 class DdpJoinHook(JoinHook):
-    """What a rank does for a wrapper after its own inputs have ended.
+    """Takes part in the synchronizations of a wrapper after this rank's inputs have ended.
 
     Args:
         reducer: The wrapper's reducer; None where nothing is synchronized.

@@ -1,4 +1,4 @@
-"""Who started this process, and how it joins the others.
+"""init_process_group(): finds out which launcher started this process, and joins the others.
 
 Owns `init_process_group` and the launchers behind it. A launcher is a pure function from an
 environment to this process's place in a job, or to None where the environment is not its own, so that
@@ -48,8 +48,8 @@ class Job:
         local_rank: The rank among the processes of this machine, from 0.
         device: Where this rank's model belongs: `cuda:N` or `cpu`.
         backend: The backend as torch.distributed was told, such as `gloo` or `cpu:gloo,cuda:nccl`.
-        launcher: Who started the ranks: `torchrun`, `mpirun`, `slurm`, `alone` for a process that nobody
-            launched, or `caller` where torch.distributed was initialised by somebody else.
+        launcher: What started the ranks: `torchrun`, `mpirun`, `slurm`, `alone` for a process that no launcher
+            started, or `caller` where torch.distributed was initialised before.
     """
 
     rank: int
@@ -70,8 +70,8 @@ class Rendezvous:
         world_size: How many ranks the job has.
         local_rank: The rank on this machine.
         init_method: The address where the ranks meet, as torch.distributed takes it. None for a process
-            that meets nobody and opens no port.
-        note: What the user should hear about this choice; empty for nothing.
+            that is alone and opens no port.
+        note: What to tell the user about this choice; empty for nothing.
     """
 
     launcher: str
@@ -157,7 +157,7 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
         place = launcher(environment, init_method)
         if place is not None:
             return place
-    return _from_nobody(environment, init_method)
+    return _alone(environment, init_method)
 
 
 def first_host(nodelist: str) -> str:
@@ -215,7 +215,7 @@ def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvou
 
 
 def _local_rank_from_slurm(environment: Environment, rank: int) -> int:
-    """For process managers that do not tell: Slurm may; else all ranks are on this machine."""
+    """The local rank where MPI's process manager sets none: Slurm's, else that of all ranks on one machine."""
     return _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
 
 
@@ -229,7 +229,7 @@ def _from_slurm(environment: Environment, init_method: str | None) -> Rendezvous
     return Rendezvous("slurm", rank, world_size, local_rank, init_method)
 
 
-def _from_nobody(environment: Environment, init_method: str | None) -> Rendezvous:
+def _alone(environment: Environment, init_method: str | None) -> Rendezvous:
     tasks = environment.get("SLURM_NTASKS", "1")
     note = "" if tasks == "1" else f"SLURM_NTASKS is {tasks}: start with srun to use them all"
     return Rendezvous("alone", 0, 1, 0, init_method, note)
@@ -364,7 +364,7 @@ def _job_of_caller() -> Job:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     backend = str(dist.get_backend())
     if backend == dist.Backend.UNDEFINED:
-        # What torch says when nobody named a backend and it chose one for each kind of device.
+        # What torch has where no backend was named and it chose one for each kind of device.
         backend = str(dist.get_backend_config())
     launcher, local_rank = "caller", rank
     try:

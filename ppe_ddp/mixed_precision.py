@@ -5,7 +5,7 @@
     reduction    bucket    ── cast ──> message in reduce_dtype ── cast ──> bucket
 
 torch changes the data of the parameters and changes it back when their bucket has been reduced. Here the cast is a
-part of the graph, so a gradient lands in ``.grad`` in the parameter's dtype whatever the graph, gradients of several
+part of the graph, so a gradient arrives in ``.grad`` in the parameter's dtype whatever the graph, gradients of several
 backwards add up in that dtype, and after an error or a forward without a backward there is nothing to change back.
 """
 

@@ -1,4 +1,4 @@
-"""A module that holds another one and goes by its names: those of its state, and of what is to be left alone."""
+"""The base of the wrapper: holds a module, and has its state dict and its names of tensors to ignore."""
 
 from __future__ import annotations
 

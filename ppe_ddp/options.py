@@ -1,4 +1,4 @@
-"""What a user may choose beside ppe's own arguments: torch's keywords, and a few of ours."""
+"""The wrapper's options beside pytorch-pfn-extras' arguments: torch's keywords, and a few of ours."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class IgnoredByUs(TypedDict, total=False):
 _WITHOUT_EFFECT = {
     "dim": "inputs are not scattered",
     "output_device": "outputs stay where the module puts them",
-    "delay_all_reduce_named_params": "buckets leave when their gradients are there",
-    "param_to_hook_all_reduce": "buckets leave when their gradients are there",
+    "delay_all_reduce_named_params": "buckets are launched when their gradients are there",
+    "param_to_hook_all_reduce": "buckets are launched when their gradients are there",
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """The choices of one wrapper.
+    """The options of one wrapper.
 
     Attributes:
-        bucket_cap_mb: Size of a bucket in MiB. Smaller ones leave earlier and leave less to wait for at the
+        bucket_cap_mb: Size of a bucket in MiB. Smaller ones are launched earlier and leave less to wait for at the
             end; larger ones pay the latency of a message less often. None: 4, as measured on CPUs; on GPUs
-            25, which is torch's. Several: one a bucket in the order in which they leave, the last for all further
-            ones; so that a small first bucket is on its way early. ``bucket_cap_mb_list``, torch's keyword for
+            25, which is torch's. Several: one a bucket in launch order, the last for all further ones; so that
+            a small first bucket is launched early. ``bucket_cap_mb_list``, torch's keyword for
             several, takes precedence.
         gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory. One
             ``.grad`` that is kept keeps the memory of its bucket; it is never overwritten.
@@ -92,7 +92,7 @@ class Options:
 
     @property
     def bucket_caps_mb(self) -> tuple[float, ...] | None:
-        """Sizes of the buckets in MiB, in the order in which they leave, the last for all further ones."""
+        """Sizes of the buckets in MiB, in launch order, the last for all further ones."""
         cap = self.bucket_cap_mb
         if cap is None:
             return None
@@ -143,7 +143,7 @@ def check_ignored(ignored: Mapping[str, Any], call: Callable[..., None]) -> None
 
 
 def unknown_keyword(name: str, known: set[str]) -> str:
-    """What to say of a keyword that is none of ``known``."""
+    """The message for a keyword that is none of ``known``."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{meant}"

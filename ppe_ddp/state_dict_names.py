@@ -1,4 +1,4 @@
-"""The names in a state dict: ours have no ``module.``, torch's wrapper's have, and both are understood."""
+"""Converts names in state dicts: torch's wrapper's have ``module.`` in front, this one's have not; both load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXTRA = "_extra_state"
 
 
 def add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Where the wrapper is a part of a larger module, that looks for our names with ``module.``."""
+    """A pre-hook of loading, for a wrapper inside a larger module: that looks for our names with ``module.``."""
     module = wrapper.get_submodule("module")
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Backends that are wrong in a known way: what `python -m ppe_ddp doctor` has to find."""
+"""Backends with known defects, for tests of `python -m ppe_ddp doctor`."""
 
 import threading
 
@@ -7,7 +7,7 @@ from torch.distributed import Backend, ProcessGroup, ProcessGroupGloo
 
 
 class _OverGloo(ProcessGroup):
-    """A process group that hands what the engine calls to gloo, and does something of its own in all-reduces."""
+    """A process group over gloo, of which subclasses change the all-reduces."""
 
     def __init__(self, arguments, spoil):
         super().__init__(arguments.group_rank, arguments.group_size)

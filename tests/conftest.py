@@ -1,4 +1,4 @@
-"""Ranks that every test file shares, started when the first test asks for them."""
+"""Fixtures: ranks that all test files share, started when the first test needs them."""
 
 import os
 from multiprocessing import forkserver

@@ -1,4 +1,4 @@
-"""Steps in which one rank alone fails, and what all ranks must see then, over any backend and launcher."""
+"""Steps in which one rank alone fails, and checks of what all ranks see, for any backend and launcher."""
 
 import random
 import time
@@ -20,11 +20,11 @@ SECONDS = 5.0  # for a rank to hear of it; the groups' timeouts are longer
 
 
 class Refused(Exception):
-    """What fails."""
+    """The error that is raised on the failing rank."""
 
 
 class Switch:
-    """Whether, and at which call from then on, this rank fails."""
+    """Makes this rank fail, at a given call from then on."""
 
     def __init__(self):
         self.left = -1

@@ -1,6 +1,6 @@
-"""What the checks of the backend `mpi4py` share: their registry, data of every dtype, and what must come of them.
+"""Shared by the checks of the backend `mpi4py`: their registry, data of every dtype, and expected results.
 
-Data come from seeds that every rank knows, so that each rank computes what all must have got without asking them.
+Data come from seeds that every rank knows, so that each rank computes the results of all by itself.
 Floats are multiples of 1/8 whose float32 sums are exact: a half-precision result is right only if it was rounded once.
 """
 

@@ -1,4 +1,4 @@
-"""What every rank does for tests/test_mpi_backend.py: run by mpirun, prints one JSON line a check on rank 0."""
+"""Runs the checks of the backend `mpi4py` under mpirun, for test_mpi_backend.py: one JSON line a check on rank 0."""
 
 import json
 import sys

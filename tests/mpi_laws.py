@@ -1,6 +1,6 @@
-"""Run under mpirun by test_mpi_laws.py: over mpi4py, the laws on random models, and the distributed optimizer.
+"""The laws on random models and the distributed optimizer over mpi4py; run under mpirun by test_mpi_laws.py.
 
-Takes the number of cases by way, as JSON, and prints one JSON line on rank 0: what each way has come to.
+Takes the number of cases of each kind, as JSON, and prints one JSON line on rank 0: the result of each kind.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Run under mpirun by test_two_wrappers.py: the same over mpi4py, as far as nothing blocks there.
+"""The cases of test_two_wrappers.py over mpi4py, as far as no call waits there; run under mpirun by that file.
 
 What blocks is whatever does not lie in the memory that the ranks share: gradients that are reduced where they lie,
 sparse ones, broadcasts. Prints on rank 0 how many have passed.

@@ -1,6 +1,6 @@
-"""What a process group over NCCL has to compute, on every rank: over the stand-in on CPUs, and over CuPy on GPUs.
+"""Checks of a process group over NCCL, for every rank: over the stand-in on CPUs, and over CuPy on GPUs.
 
-Every rank computes from seeds what all must have got, in a dtype with room.
+Every rank computes the results of all from seeds, in a wider dtype.
 """
 
 import torch

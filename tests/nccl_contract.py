@@ -1,4 +1,4 @@
-"""What this library takes for granted of `cupy.cuda.nccl`: of the stand-in on CPUs, and of CuPy's on GPUs.
+"""Checks what the backend expects of `cupy.cuda.nccl`: of the stand-in on CPUs, and of CuPy's on GPUs.
 
 The same calls are made of both, on one rank, and what the backend asks of a library can be recorded, to compare what it
 asks of the one with what it asks of the other.

@@ -1,8 +1,9 @@
 """A stand-in for `cupy.cuda.nccl` and for CUDA, on CPU memory: it computes, and records what it was asked.
 
-A communicator reads and writes the addresses that it is given and talks to its peers over gloo, which it meets by way
-of the unique id alone. Within a group of calls nothing happens before the group's end, as with NCCL. `StandInDevice`
-has streams that note who waited for whom. tests/test_gpu.py holds the stand-in and the real library to the same.
+A communicator reads and writes the addresses that it is given and communicates over gloo with its peers, which it
+meets by way of the unique id alone. Within a group of calls nothing happens before the group's end, as with NCCL.
+`StandInDevice` has streams that note who waited for whom. tests/test_gpu.py holds the stand-in and the real library
+to the same.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a single process would compute: the reference that ranks are held to."""
+"""The reference for tests with ranks: the same training in a single process."""
 
 import copy
 import itertools

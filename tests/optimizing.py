@@ -1,4 +1,4 @@
-"""What tests of the distributed optimizer share: a model with every kind of parameter, and one process's training."""
+"""Shared by tests of the distributed optimizer: a model with every kind of parameter, and its training."""
 
 import torch
 import torch.distributed as dist

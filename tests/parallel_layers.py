@@ -34,8 +34,8 @@ EXCHANGES = {
 }
 
 
-class MaskExchange(torch.autograd.Function):
-    """Applies one of these to the values and its counterpart to the gradients."""
+class Exchange(torch.autograd.Function):
+    """Applies one of ``EXCHANGES`` to the values, and its counterpart to the gradients."""
 
     @staticmethod
     def forward(ctx, x, kind, group):
@@ -70,7 +70,7 @@ class Split:
         self.local_experts = range(first, first + count)
 
     def apply(self, x, kind):
-        return x if self.tensor is None else MaskExchange.apply(x, kind, self.tensor)
+        return x if self.tensor is None else Exchange.apply(x, kind, self.tensor)
 
     def enter(self, x):
         return self.apply(x, "gather" if self.sequence else "copy")
@@ -127,7 +127,7 @@ class Experts(nn.Module):
         gates = self.router(tokens).softmax(-1)
         group = self.split.experts
         if group is not None:
-            tokens, gates = MaskExchange.apply(tokens, "gather", group), MaskExchange.apply(gates, "gather", group)
+            tokens, gates = Exchange.apply(tokens, "gather", group), Exchange.apply(gates, "gather", group)
         choice = gates.argmax(-1)
         result = tokens * 0 + 0 * gates.sum(-1, keepdim=True)
         for e, expert in self.experts.items():
@@ -136,7 +136,7 @@ class Experts(nn.Module):
                 place = mine.nonzero().squeeze(1)
                 result = result.index_add(0, place, gates[place, int(e)].unsqueeze(-1) * expert(tokens[place]))
         if group is not None:
-            result = MaskExchange.apply(result, "sum and scatter", group)
+            result = Exchange.apply(result, "sum and scatter", group)
         return result.unflatten(0, x.shape[:2])
 
 

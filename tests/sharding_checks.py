@@ -1,4 +1,4 @@
-"""What holds of sharded loading on four ranks: run by test_sharding.py over gloo, and under mpirun."""
+"""Checks of sharded loading on four ranks; run by test_sharding.py over gloo, and under mpirun."""
 
 import itertools
 import json

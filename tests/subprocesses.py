@@ -1,4 +1,4 @@
-"""Programs that tests start: bounded in time, and nothing of theirs lives on."""
+"""Runs programs for tests: with a time limit, and with all their processes ended."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The state of one backward is its own."""
+"""Two backwards share no state."""
 
 import pytest
 

@@ -15,7 +15,7 @@ from rank_tests import each_variant, on_two_ranks
 
 
 class Refused(Exception):
-    """What a user's function raises."""
+    """The error that a user's function raises."""
 
 
 class Turns:

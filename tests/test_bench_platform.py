@@ -1,4 +1,4 @@
-"""What benchmarks run on: what is refused before anything starts, who may share a GPU, and which clock is read."""
+"""Platforms of benchmarks: what is refused before ranks start, how ranks share a GPU, and which clock is read."""
 
 import os
 from unittest import mock

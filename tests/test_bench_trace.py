@@ -1,4 +1,4 @@
-"""When things happened: the times of a bucket follow one another, in every engine that records them."""
+"""Traces: the times of a bucket are in order, in every engine that records them."""
 
 from time import perf_counter_ns
 

@@ -1,4 +1,4 @@
-"""Gradient memory: used again when nobody holds anything of it, and never before."""
+"""Buffers for buckets: reused when no tensor holds a part of them, and never before."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SHAPES = [(3, 3), (5,), (2, 3, 2, 2)]
 
 
 class World:
-    """Parameters, the only bucket of them, and an buffers that counts what it allocates."""
+    """Parameters, their only bucket, and buffers that count what they allocate."""
 
     def __init__(self, shapes=SHAPES, dtype=torch.float32, *, is_row_major=True):
         self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]

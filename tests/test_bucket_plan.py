@@ -1,4 +1,4 @@
-"""Plans of buckets, on random parameters: what travels, in which order, and that every rank computes the same."""
+"""Bucket plans for random parameters: their members, their order, and that every rank computes the same."""
 
 import dataclasses
 import itertools

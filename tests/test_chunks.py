@@ -1,4 +1,4 @@
-"""Parameters cut among ranks: rows are the inverse of themselves, and chunks are torch's."""
+"""Chunks of parameters: they are torch.chunk's, and what is put into rows comes out of them."""
 
 import pytest
 import torch

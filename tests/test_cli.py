@@ -1,4 +1,4 @@
-"""The command line: what is called how, and what a measurement says. Never how long anything takes."""
+"""The command line: its commands and arguments, and the form of results. Never how long anything takes."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""The conformance kit accepts what is right, and says of what is wrong why it is."""
+"""The conformance kit accepts what is right, and says what is wrong with what is not."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""`python -m ppe_ddp doctor`: what is well is called well, and what is broken is named, with all ranks gone."""
+"""`python -m ppe_ddp doctor`: working backends pass, broken ones are named, and no rank is left behind."""
 
 import json
 from unittest import mock

@@ -1,4 +1,4 @@
-"""`python -m ppe_ddp env`: what it tells is there, and what is not there has a reason and a remedy."""
+"""`python -m ppe_ddp env`: what it lists exists, and what is missing has a reason and a remedy."""
 
 import json
 import os

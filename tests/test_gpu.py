@@ -1,7 +1,7 @@
-"""What needs a CUDA device: `make test-gpu`. Skipped, with the reason, where there is none or a library is missing.
+"""Tests that need a CUDA device: `make test-gpu`. Skipped, with a reason, without one or without a library.
 
 Two ranks are on one GPU where there is no second one: over NCCL that needs a version that allows it (2.30). Without it,
-one rank alone goes all the ways over NCCL that it can.
+one rank alone is tested.
 """
 
 import copy

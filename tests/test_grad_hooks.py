@@ -1,4 +1,4 @@
-"""Hooks on parameters: ours comes first and hears of every landing, the user's wait until averages are there."""
+"""Hooks on parameters: ours is called first and for every gradient, the user's wait for the averages."""
 
 import gc
 import weakref
@@ -11,18 +11,18 @@ from ppe_ddp.engine.grad_hooks import GradHook, GradHooks, UserGradHooks
 
 
 class Listener:
-    """An owner of landings: what it was told, in order."""
+    """An owner of gradient hooks: records its calls in order."""
 
     def __init__(self, parameters):
         self.told = []
         self.times_displaced = 0
-        self.landings = GradHooks(parameters, hear, weakref.ref(self))
+        self.hooks = GradHooks(parameters, record, weakref.ref(self))
 
     def displaced(self):
         self.times_displaced += 1
 
 
-def hear(owner, index, parameter):
+def record(owner, index, parameter):
     owner().told.append((index, parameter.grad is not None))
 
 
@@ -31,21 +31,21 @@ def parameters(count=3):
 
 
 def backward(*some):
-    """Gradients land in the order given."""
+    """Gradients arrive in the order given."""
     for parameter in some:
         parameter.sum().backward()
 
 
-# --- landings
+# --- hooks of ours
 
 
-def test_every_landing_is_heard_with_its_index_once_the_gradient_is_there():
+def test_every_gradient_is_reported_with_its_index_once_it_is_there():
     ours = parameters()
     ours[1].requires_grad_(False)
     listener = Listener(ours)
     backward(ours[2], ours[0], ours[2])
     assert listener.told == [(2, True), (0, True), (2, True)]
-    listener.landings.remove()
+    listener.hooks.remove()
     backward(ours[2])
     assert len(listener.told) == 3
 
@@ -76,7 +76,7 @@ def test_the_last_owner_alone_hears_and_the_one_before_is_told():
     backward(*ours)
     assert first.told == [(1, True)]
     assert second.told == [(0, True)]
-    first.landings.remove()
+    first.hooks.remove()
     backward(*ours)
     assert second.told == [(0, True)] * 2
 
@@ -96,42 +96,42 @@ def test_an_owner_that_is_gone_is_not_kept_by_its_hooks():
 def test_a_quiet_parameter_is_noted_until_it_is_woken():
     ours = parameters()
     listener = Listener(ours)
-    listener.landings.quieten([0, 2])
+    listener.hooks.quieten([0, 2])
     backward(ours[2], ours[1], ours[0])
     assert listener.told == [(1, True)]
-    assert listener.landings.noted() == [2, 0]
-    assert listener.landings.noted() == []
+    assert listener.hooks.noted() == [2, 0]
+    assert listener.hooks.noted() == []
     backward(ours[0])
-    listener.landings.wake()
+    listener.hooks.wake()
     backward(ours[2])
     assert listener.told == [(1, True), (2, True)]
-    assert listener.landings.noted() == [0]
+    assert listener.hooks.noted() == [0]
 
 
 def test_notes_of_the_last_backward_are_forgotten():
     ours = parameters()
     listener = Listener(ours)
-    listener.landings.quieten([0])
+    listener.hooks.quieten([0])
     backward(ours[0])
-    listener.landings.wake()
-    listener.landings.quieten([1])
+    listener.hooks.wake()
+    listener.hooks.quieten([1])
     backward(ours[1])
-    assert listener.landings.noted() == [1]
+    assert listener.hooks.noted() == [1]
 
 
 @pytest.mark.parametrize("ends", ["wake", "remove"])
 def test_quiet_hooks_keep_their_place_before_the_users(ends):
     (parameter,), order = parameters(1), []
     listener = Listener([parameter])
-    parameter.register_post_accumulate_grad_hook(lambda _: order.append(listener.landings.noted()))
-    listener.landings.quieten([0])
+    parameter.register_post_accumulate_grad_hook(lambda _: order.append(listener.hooks.noted()))
+    listener.hooks.quieten([0])
     backward(parameter)
     assert order == [[0]]
     if ends == "remove":
-        listener.landings.remove()
-        listener.landings.wake()  # finds nothing
+        listener.hooks.remove()
+        listener.hooks.wake()  # finds nothing
     else:
-        listener.landings.wake()
+        listener.hooks.wake()
     backward(parameter)
     assert order == [[0], []]
     assert listener.told == ([(0, True)] if ends == "wake" else [])
@@ -140,18 +140,18 @@ def test_quiet_hooks_keep_their_place_before_the_users(ends):
 def test_another_owner_takes_over_a_quiet_parameter():
     ours = parameters(1)
     first = Listener(ours)
-    first.landings.quieten([0])
+    first.hooks.quieten([0])
     second = Listener(ours)
     assert first.times_displaced == 1
-    first.landings.wake()
+    first.hooks.wake()
     backward(*ours)
     assert second.told == [(0, True)]
     assert first.told == []
 
 
 def test_a_landing_hook_costs_no_frame_of_its_own():
-    hook = GradHook(hear, None, 3)
-    assert hook.func is hear  # autograd calls a C function, which calls this
+    hook = GradHook(record, None, 3)
+    assert hook.func is record  # autograd calls a C function, which calls this
 
 
 # --- the user's
@@ -212,12 +212,12 @@ def test_a_hook_that_is_removed_while_it_is_kept_back_is_not_called():
 def test_ours_is_not_kept_back(is_quiet):
     user = Waiting(1)
     if is_quiet:
-        user.listener.landings.quieten([0])
+        user.listener.hooks.quieten([0])
     user.hooks.keep_back()
     user.waits = True
     backward(*user.parameters)
     assert user.listener.told == ([] if is_quiet else [(0, True)])
-    assert user.listener.landings.noted() == ([0] if is_quiet else [])
+    assert user.listener.hooks.noted() == ([0] if is_quiet else [])
 
 
 class Descent:

@@ -1,4 +1,4 @@
-"""A backward that raises: what comes out, what the other ranks hear, and that the next step is right."""
+"""A backward that raises: its error, the errors of the other ranks, and that the next step is right."""
 
 import gc
 
@@ -15,7 +15,7 @@ from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
 class Broken(Exception):
-    """What the graph raises."""
+    """The error that the graph raises."""
 
 
 class Fuse(torch.autograd.Function):

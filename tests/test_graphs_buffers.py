@@ -1,4 +1,4 @@
-"""Buffers that forward writes: a graph that still needs them is not disturbed when they are broadcast."""
+"""Buffers that forward writes: their broadcast leaves graphs that still need them alone."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Whatever is done to ``.grad`` between two backwards: the next averages are those of one process."""
+"""Changes of ``.grad`` between two backwards: the next averages are those of one process."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Who started this process: each launcher on plain dicts, then real processes that meet through them."""
+"""Launchers: each on plain dicts, then real processes that join a group through them."""
 
 import contextlib
 import io

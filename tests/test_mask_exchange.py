@@ -1,4 +1,4 @@
-"""What this backward will reach, and what exists on any rank: ranks are threads here, over groups of their own."""
+"""Reached parameters and the exchange of masks: ranks are threads here, with groups of their own."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -60,7 +60,7 @@ def test_what_needs_no_gradient_is_not_reached(three):
 
 
 class Reentrant(torch.autograd.Function):
-    """What a reentrant checkpoint is: a backward of its own within the backward."""
+    """A reentrant checkpoint: a backward of its own within the backward."""
 
     @staticmethod
     def forward(ctx, x, body):
@@ -119,23 +119,23 @@ def groups_of(rank, size, store):
 
 
 class Threads:
-    """A channel a rank, each on a thread of its own."""
+    """An exchanger for each rank, each on a thread of its own."""
 
     def __init__(self, size):
         self._pool, store = ThreadPoolExecutor(size), dist.HashStore()
         made = [self._pool.submit(groups_of, rank, size, store) for rank in range(size)]
-        self.channels = [MaskExchanger(one.result(timeout=20)) for one in made]
+        self.exchangers = [MaskExchanger(one.result(timeout=20)) for one in made]
 
     def exchange(self, *messages):
         """What each rank gets for its `(digest, mask, extra)`, and the bytes that it sent."""
         answers = [
-            self._pool.submit(self._exchange, channel, message)
-            for channel, message in zip(self.channels, messages, strict=True)
+            self._pool.submit(self._exchange, exchanger, message)
+            for exchanger, message in zip(self.exchangers, messages, strict=True)
         ]
         return [answer.result(timeout=20) for answer in answers]
 
-    def _exchange(self, channel, message):
-        exchange = channel.exchange(*message)
+    def _exchange(self, exchanger, message):
+        exchange = exchanger.exchange(*message)
         answer = exchange.result()
         return answer, exchange.nbytes
 
@@ -156,7 +156,7 @@ BYTES = st.integers(0, 255)
 @settings(max_examples=25)
 @given(st.binary(min_size=16, max_size=16), st.integers(0, 200), st.integers(0, 3), st.data())
 def test_every_rank_gets_the_maximum(threads, digest, count, more, data):
-    size = len(threads.channels)
+    size = len(threads.exchangers)
     masks, extras = (
         [bytes(data.draw(st.lists(BYTES, min_size=length, max_size=length))) for _ in range(size)]
         for length in (count, more)
@@ -216,7 +216,7 @@ def test_a_long_mask_goes_in_one_message_from_the_second_time_on(monkeypatch):
 
 
 def test_nothing_waits_before_the_result_is_asked_for(pair):
-    first, second = pair.channels
+    first, second = pair.exchangers
     early = first.exchange(bytes(16), b"\1\0")  # the other rank has not started
     late = second.exchange(bytes(16), b"\0\0")
     assert late.result() == early.result() == (True, b"\1\0", b"")

@@ -1,4 +1,4 @@
-"""Where gradients lie: pure planning, on random parameters."""
+"""Layouts of gradient buffers, on random parameters. Pure, without ranks."""
 
 import torch
 from hypothesis import given

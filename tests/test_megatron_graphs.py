@@ -204,7 +204,7 @@ def test_buckets_that_no_rank_has_are_not_sent_and_the_others_leave_during_backw
 
 
 class Blown(Exception):
-    """What the graph raises."""
+    """The error that the graph raises."""
 
 
 class Fuse(torch.autograd.Function):

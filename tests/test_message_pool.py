@@ -1,4 +1,4 @@
-"""Buffers for messages: used again when nothing lies in them, and given up when they are not used."""
+"""The pool of message buffers: they are reused when no tensor uses them, and freed when they are not needed."""
 
 import pytest
 import torch

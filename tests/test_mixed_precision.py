@@ -1,4 +1,4 @@
-"""Mixed precision: held to a module that computes in low precision as a whole, with any graph.
+"""Mixed precision, compared with a module that is in low precision as a whole, with any graph.
 
 torch's own wrapper is no reference on CPUs: it raises there ("cpu backend doesn't support events").
 """

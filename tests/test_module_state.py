@@ -1,4 +1,4 @@
-"""What a module holds, and that a change of it is noticed, and nothing else is."""
+"""The parameters and buffers of a module: what is listed, and which changes of the module are noticed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One rank alone fails in its part of the communication: all hear of it, and the next step is right."""
+"""One rank alone fails in the communication: all ranks get an error, and the next step is right."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a distributed optimizer: what each parameter has is its own, and all ranks load or none does."""
+"""Checkpoints of a distributed optimizer: each parameter keeps its own state, and all ranks load or none does."""
 
 import copy
 import re

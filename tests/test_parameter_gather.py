@@ -1,4 +1,4 @@
-"""Parameters that are being gathered: whoever uses one has its new values, and no use starts a collective."""
+"""Gathering parameters: every use waits for the new values, and no use starts a collective."""
 
 import copy
 import io

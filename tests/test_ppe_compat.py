@@ -1,4 +1,4 @@
-"""What a program written for pytorch-pfn-extras' wrapper relies on; held to that class as well as to ours."""
+"""Compatibility with pytorch-pfn-extras' wrapper: each test runs with that class as well as with ours."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Random training, in which users do to ``.grad`` what they like, is that of one process."""
+"""Random training with random changes of ``.grad``, compared with one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The launcher of ranks: what comes back, what is heard when a rank fails, and that nothing stays behind."""
+"""The launcher of ranks: results, the errors of ranks that fail, and that no process is left behind."""
 
 import ctypes
 import os

@@ -249,7 +249,7 @@ def test_the_functions_fill_a_dictionary():
 
 
 class Hostile:
-    """What a pickle can do to who loads it."""
+    """A pickle that runs code when it is loaded."""
 
     def __reduce__(self):
         return Path.touch, (Path("executed"),)

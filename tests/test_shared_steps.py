@@ -1,4 +1,4 @@
-"""The arithmetic of sums in shared memory, with every rank's part played by this process, one after another."""
+"""Collectives in shared memory: this process does the part of every rank, one after another."""
 
 import mmap
 
@@ -24,7 +24,7 @@ BEFORE = 192  # bytes of somebody else's in front of what a rank shows
 
 
 class Node:
-    """The memory of every rank of a node; `run` plays one collective on all of them.
+    """The memory of every rank of a node; `run` does one collective on all of them.
 
     Args:
         sharing: By rank, whether it brings a tensor that lies in shared memory already.

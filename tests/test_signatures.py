@@ -1,4 +1,4 @@
-"""What editors, type checkers and `inspect.signature` see of the constructors."""
+"""Signatures of the constructors, for editors, type checkers and `inspect.signature`."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""A rank that skips a backward is a step behind: every rank is told; what is quite right stays silent."""
+"""Skipped backwards: every rank warns where one is a step behind, and none where all is right."""
 
 import logging
 
@@ -15,8 +15,8 @@ from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fuse
 
 
-class Heard(logging.Handler):
-    """What the library warns about on this rank."""
+class Warnings(logging.Handler):
+    """Records the library's warnings on this rank."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -57,14 +57,14 @@ def let_the_others_end(wrapper):
 
 def hold(loses_step, wrapper, steps=4):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    with Heard() as heard:
+    with Warnings() as seen:
         if rank == last:
             loses_step(wrapper)
         for _ in range(steps - (rank == last)):
             backward(wrapper)
         if rank == last:
             let_the_others_end(wrapper)
-    (text,) = heard.texts
+    (text,) = seen.texts
     counts = ", ".join(f"rank {other}: {int(other == last)}" for other in range(last + 1))
     assert text.startswith(f"rank {rank}: the ranks may be averaging gradients of different steps")
     assert f"({counts})" in text
@@ -87,13 +87,13 @@ def test_one_of_three_ranks_does(loses_step):
 def test_over_buffers_of_megatron():
     rank = dist.get_rank()
     wrapper = graphs.wrap(overlap_grad_reduce=True)
-    with Heard() as heard:
+    with Warnings() as seen:
         if rank == 1:
             graphs.loss(wrapper, rank, 0, taken=[0])
         for step in range(3):
             graphs.loss(wrapper, rank, step, taken=[0]).backward()
             wrapper.finish_grad_sync()
-    (text,) = heard.texts
+    (text,) = seen.texts
     assert "(rank 0: 0, rank 1: 1)" in text
 
 
@@ -159,31 +159,31 @@ LEGAL = [
 @on_two_ranks
 def test_what_one_rank_may_do_alone(step):
     wrapper = wrap()
-    with Heard() as heard:
+    with Warnings() as seen:
         for _ in range(4):
             (step if dist.get_rank() else backward)(wrapper)
-    assert heard.texts == []
+    assert seen.texts == []
 
 
 @on_two_ranks
 def test_what_all_ranks_do():
     wrapper = wrap()
-    with Heard() as heard:
+    with Warnings() as seen:
         for _ in range(4):
             skips(wrapper)
             loss = wrapper(data(4, 3)).sum()
             loss.backward(retain_graph=True)
             loss.backward()
-    assert heard.texts == []
+    assert seen.texts == []
 
 
 @on_two_ranks
 def test_join():
     wrapper = wrap()
-    with Heard() as heard, wrapper.join():
+    with Warnings() as seen, wrapper.join():
         for _ in range(2 + 3 * dist.get_rank()):
             backward(wrapper)
-    assert heard.texts == []
+    assert seen.texts == []
 
 
 def test_a_graph_that_is_kept_may_still_have_its_backward():

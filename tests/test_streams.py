@@ -1,4 +1,4 @@
-"""The rule of streams: who reads gradients waits for every stream that they land on. On a stand-in of CUDA."""
+"""CUDA streams: a read of gradients waits for every stream that they are computed on. On a stand-in of CUDA."""
 
 import random
 
@@ -61,10 +61,10 @@ class Machine:
         return stream is self.current or self.current.behind.get(stream, 0) >= place
 
     def reduce(self, bucket, group):
-        """A reduce function that wants to come after all landings."""
+        """A reduce function that wants to come after all gradients."""
         self.sent += bucket.names()
         late = [name for name in bucket.names() if not self.may_read(name)]
-        assert not late, f"sent before they landed: {late}"
+        assert not late, f"sent before they arrived: {late}"
         dist.all_reduce(bucket.buffer().div_(2), group=group)
 
 
@@ -111,7 +111,7 @@ def network():
 
 
 def several_streams(monkeypatch, module, seed):
-    """Let each parameter of `module` land on a stream of its own choice."""
+    """Let each parameter of `module` have its gradient computed on a stream of its own choice."""
     machine = Machine(3)
     draw = random.Random(seed)
     for name, parameter in module.named_parameters():

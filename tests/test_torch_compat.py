@@ -1,4 +1,4 @@
-"""What a program written for torch's wrapper uses: keywords, groups, optimizers in backward."""
+"""Compatibility with torch's wrapper: keywords, groups, optimizers in backward."""
 
 import copy
 import inspect
@@ -18,7 +18,7 @@ from rank_tests import on_three_ranks, on_two_ranks
 
 
 class Warnings(logging.Handler):
-    """The texts that the library warns with."""
+    """Records the texts of the library's warnings."""
 
     def __init__(self):
         super().__init__(logging.WARNING)

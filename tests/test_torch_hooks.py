@@ -1,4 +1,4 @@
-"""torch's own communication hooks, unchanged: the same gradients as torch's wrapper gives with them."""
+"""torch's communication hooks, unchanged: the gradients are those of torch's wrapper with the same hook."""
 
 import contextlib
 import copy

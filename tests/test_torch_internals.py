@@ -1,4 +1,4 @@
-"""Each use of what torch does not promise is tried by itself, and a torch that behaves in another way is told of."""
+"""torch_internals.py: each use of torch's internals has a trial, which names a torch that behaves differently."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps that not every rank has: torch's Join protocol, and synchronization without a backward."""
+"""Uneven numbers of steps: torch's Join protocol, and synchronization without a backward."""
 
 import copy
 

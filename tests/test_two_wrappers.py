@@ -1,4 +1,4 @@
-"""Several wrappers in one backward, in an order that differs from rank to rank: nobody waits for ever."""
+"""Several wrappers in one backward, in an order that differs from rank to rank: no deadlock."""
 
 import copy
 import random

@@ -1,1 +1,1 @@
-"""The commands ``python -m ppe_ddp bench ...``: what each measures is in the file of its name."""
+"""The commands ``python -m ppe_ddp bench ...``: each is in the file of its name."""

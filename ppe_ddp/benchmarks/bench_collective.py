@@ -1,12 +1,15 @@
-"""Measures collectives over backends side by side, in one run, in the manner of nccl-tests.
+"""Measures collectives over backends side by side, as nccl-tests does.
 
-Those are gloo and mpi4py, and with --device cuda NCCL as torch calls it and as CuPy does.
+Those are gloo and mpi4py, and with --device cuda NCCL as torch calls it and as
+CuPy does.
 
-algbw is the size divided by the time; busbw is what each rank's link must carry at least for that, which can be
-compared between numbers of ranks and collectives. "wrong" counts elements that are not what they should be.
+algbw is the size divided by the time; busbw is what each rank's link must
+carry at least for that, which can be compared between numbers of ranks and
+collectives. "wrong" counts elements that are not what they should be.
 
-Started alone it starts its ranks, on the CPU by the mpirun of this Python's environment; under mpirun it uses those
-that there are, and under torchrun or srun it measures gloo alone:
+Started alone it starts its ranks, on the CPU by the mpirun of this Python's
+environment; under mpirun it uses those that there are, and under torchrun or
+srun it measures gloo alone:
 
   python -m ppe_ddp bench collective --op all_reduce --max-size 32M
   mpirun -n 4 python -m ppe_ddp bench collective --json result.json

@@ -1,4 +1,4 @@
-"""Who takes part in ``bench step``: each wraps a model of its own and knows what it has sent.
+"""The contestants of ``bench step``: each wraps a model of its own and knows what it has sent.
 
 Other people's wrappers are imported when they are made, so that one that is not installed is no error.
 """
@@ -43,7 +43,7 @@ class Traffic:
 
     Attributes:
         gradient_nbytes: Gradients.
-        control_nbytes: What says which gradients exist.
+        control_nbytes: Of masks, which show the gradients that exist.
     """
 
     gradient_nbytes: int = 0
@@ -86,7 +86,7 @@ class Contestant(ABC):
         """What the last step sent; its gradients must still be there."""
 
     def launches(self) -> list[float]:
-        """The seconds that the host took to pack and launch each bucket of the last step; empty if nobody tells."""
+        """The seconds that the host took to pack and launch each bucket of the last step; empty if it is not known."""
         return []
 
 

@@ -1,8 +1,10 @@
-"""Measures how long a checkpoint takes from rank 0 into an FSDP2 model on all ranks, and how much memory.
+"""Measures time and memory of loading rank 0's checkpoint into an FSDP2 model.
 
-Contestants take turns in one run: from tensors in memory, ppe_ddp's DistModule and torch's set_model_state_dict; from
-safetensors files, DistModule and accelerate, with rank 0 broadcasting and with all ranks reading. MB is
-what resident memory grew by at most, on rank 0 and on the worst of the others; pages of mapped files count.
+Contestants take turns in one run: from tensors in memory, ppe_ddp's DistModule
+and torch's set_model_state_dict; from safetensors files, DistModule and
+accelerate, with rank 0 broadcasting and with all ranks reading. MB is what
+resident memory grew by at most, on rank 0 and on the worst of the others; pages
+of mapped files count.
 
   python -m ppe_ddp bench load
   mpirun -n 4 python -m ppe_ddp bench load --size 256M --json result.json

@@ -203,7 +203,7 @@ def measure(name: str, settings: Settings) -> RankResult:
     workload = workload_named(name)
     steps = workload.steps if settings.steps is None else settings.steps
     with warnings.catch_warnings():
-        # ppe's own, about which who measures can do nothing.
+        # ppe's own, which a benchmark can do nothing about.
         warnings.filterwarnings("ignore", "Using .*non-full backward hook", FutureWarning)
         return _measure(workload, steps, settings)
 

@@ -1,4 +1,4 @@
-"""What ``bench step`` trains: seven models, each hard on data parallelism in a way of its own.
+"""The models of ``bench step``: seven, each hard on data parallelism in another respect.
 
 Weights, data and branches follow from a seed alone, so that all contestants train the same thing.
 """

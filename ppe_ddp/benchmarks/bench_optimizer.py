@@ -1,10 +1,13 @@
-"""Measures whole training steps with AdamW: ours sharded, torch's ZeroRedundancyOptimizer, and unsharded ones.
+"""Measures whole training steps with AdamW, sharded and not.
 
-Each trains a copy of one model on the same data, in turn within one run over gloo, one thread a rank. Look at the
-ratios: times on a shared machine mean little by themselves. "state" is what the optimizer of one rank keeps.
+DistributedOptimizer with and without overlap, torch's ZeroRedundancyOptimizer
+and unsharded AdamW each train a copy of one model on the same data, in turn
+within one run over gloo, one thread a rank. Look at the ratios: times on a
+shared machine mean little by themselves. "state" is what the optimizer of one
+rank keeps.
 
-Started alone it starts its own ranks; under torchrun, srun or mpirun it uses those that there are, and under mpirun
-ppe_ddp over mpi4py takes part as well:
+Started alone it starts its own ranks; under torchrun, srun or mpirun it uses
+those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
 
   python -m ppe_ddp bench optimizer --model transformer
   mpirun -n 2 python -m ppe_ddp bench optimizer --json result.json

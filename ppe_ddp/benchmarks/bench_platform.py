@@ -1,4 +1,4 @@
-"""What a benchmark runs on: a kind of device, the backend between its ranks, and the clock that fits both.
+"""The platform of a benchmark: a kind of device, a backend, and a clock that fits both.
 
 All that is different on a GPU is here: which ranks get which device, how many may share one, and that the
 device has to come to rest before the host reads its clock.

@@ -1,4 +1,4 @@
-"""What ``bench step`` found out about one model: the numbers of all ranks brought together. Pure."""
+"""The results of ``bench step`` for one model, combined from the numbers of all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ContestantResult:
         ratio: Of its step time and the reference's, each time within one repetition.
         traffic: What one rank sent in one step.
         steps_ms: Of one step, a number for each repetition.
-        launch_us: The host's microseconds for packing and launching a bucket; None where nobody tells.
+        launch_us: The host's microseconds for packing and launching a bucket; None where it is not known.
         launches: How many buckets that is of, on all ranks.
     """
 

@@ -1,11 +1,13 @@
-"""Measures one training step: forward, backward and the exchange of gradients, without an optimizer.
+"""Measures one training step: forward, backward, exchange; no optimizer.
 
-ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on the same data, in turn, within
-one run over one backend, one thread a rank. Look at the ratios: times on a shared machine mean little by themselves.
-us/bucket is what packing a bucket and starting its collective takes of the host's time, over as many buckets.
+ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
+the same data, in turn, within one run over one backend, one thread a rank.
+Look at the ratios: times on a shared machine mean little by themselves.
+us/bucket is the host's time for packing a bucket and starting its collective,
+over as many buckets.
 
-Started alone it starts its own ranks; under torchrun, srun or mpirun it uses those that there are, and under mpirun
-ppe_ddp over mpi4py takes part as well:
+Started alone it starts its own ranks; under torchrun, srun or mpirun it uses
+those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
 
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json

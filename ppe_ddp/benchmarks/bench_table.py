@@ -1,4 +1,4 @@
-"""Tables for people, on a terminal or in a file."""
+"""Prints results as tables, on a terminal or to a file."""
 
 from __future__ import annotations
 

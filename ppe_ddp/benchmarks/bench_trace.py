@@ -1,4 +1,4 @@
-"""Pictures of a few steps: what the host and the device of each rank did when, for https://ui.perfetto.dev."""
+"""Records a few steps under torch's profiler, host and device of each rank, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 

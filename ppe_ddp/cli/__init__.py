@@ -1,4 +1,4 @@
-"""The commands of ``python -m ppe_ddp``: which there are, and how one is found.
+"""The commands of ``python -m ppe_ddp``: their list, and the dispatch to one of them.
 
 A command is a module with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit code). It is
 imported only when it is called, so that help and errors are quick.
@@ -35,15 +35,15 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command(("env",), "what is here: versions, launcher, devices, and which backends can be made", "ppe_ddp.cli.env"),
+    Command(("env",), "versions, launcher, devices, backends that can be made here", "ppe_ddp.cli.env"),
     Command(
         ("doctor",),
-        "two ranks over each backend that can be made here: a collective and a training step",
+        "tries each of these backends on ranks, and torch's internals",
         "ppe_ddp.cli.doctor",
     ),
     Command(
         ("bench", "step"),
-        "one training step beside torch DDP, ppe's DDP and the bare module",
+        "a training step beside torch DDP, ppe's and the bare module",
         "ppe_ddp.benchmarks.bench_step",
     ),
     Command(
@@ -53,12 +53,12 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         ("bench", "load"),
-        "a checkpoint from rank 0 into a sharded model, beside torch and accelerate",
+        "a checkpoint into shards, beside torch and accelerate",
         "ppe_ddp.benchmarks.bench_load",
     ),
     Command(
         ("bench", "optimizer"),
-        "one step with AdamW, sharded by us and by torch's ZeroRedundancyOptimizer, and whole",
+        "AdamW sharded, beside torch's ZeroRedundancyOptimizer",
         "ppe_ddp.benchmarks.bench_optimizer",
     ),
 )

@@ -1,4 +1,4 @@
-"""What commands take as arguments: texts of the command line, made into values or refused with the reason."""
+"""Argument types of the commands: text is made into a value, or refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backends can be made here, and why the others cannot: asked without making one."""
+"""Lists the backends that can be made here, and why others cannot, without making one."""
 
 from __future__ import annotations
 

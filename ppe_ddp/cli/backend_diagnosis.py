@@ -1,4 +1,4 @@
-"""How `doctor` has one backend examined, by ranks that cannot outlive it, and what it makes of their answers."""
+"""Starts ranks that examine one backend for `doctor`, ends them in any case, and makes a diagnosis of the results."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] |
 def _by_ranks(candidate: Candidate, timeout: float, setup: Callable[[], object] | None) -> Diagnosis:
     size = _RANKS
     if candidate.device == "cuda" and torch.cuda.device_count() < _RANKS:
-        # NCCL can do it from 2.30 on, as an experiment: only for somebody who asks for it.
+        # NCCL can do it from 2.30 on, as an experiment: only where it is asked for.
         wanted = os.environ.get(SHARE_DEVICES) == "1" and candidate.name in ("nccl", "cupy_nccl")
         size = _RANKS if wanted and many_ranks_a_device() else 1
     try:

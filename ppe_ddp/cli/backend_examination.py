@@ -1,4 +1,4 @@
-"""What `doctor` asks of a backend on every rank: collectives with known results, and training beside one process.
+"""Examines a backend on every rank, for `doctor`: collectives with known results, and training steps.
 
 Run as a module under mpirun it examines mpi4py, and every rank prints its findings as one line of JSON.
 """

@@ -1,8 +1,10 @@
-"""Starts ranks over each backend that can be made here, and tells which of them work.
+"""Starts ranks over each backend that can be made here, and tells which work.
 
-The ranks make collectives whose results are known, and train a model whose graph differs from rank to rank beside
-one process that does the same. Two ranks, or one for CUDA where they would have to share a device (two all the same,
-over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set). A rank that hangs is killed and reported.
+The ranks make collectives whose results are known, and train a model whose
+graph differs from rank to rank beside one process that does the same. Two
+ranks, or one for CUDA where they would have to share a device (two all the
+same, over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set). A
+rank that hangs is killed and reported.
 
   python -m ppe_ddp doctor
   python -m ppe_ddp doctor --backend mine --setup my_module:register

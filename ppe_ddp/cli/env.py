@@ -1,6 +1,7 @@
-"""Says what is here for distributed training: versions, launcher, devices, and which backends can be made.
+"""Lists versions, launcher, devices, and the backends that can be made here.
 
-Copy what it prints into a bug report: it names no machine and no user. It starts no ranks; `doctor` does.
+Copy what it prints into a bug report: it names no machine and no user. It
+starts no ranks; `doctor` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a measurement was made on, and its report: versions and hardware, without anything that names the machine."""
+"""Versions and hardware for the report of a measurement, without anything that names the machine."""
 
 from __future__ import annotations
 

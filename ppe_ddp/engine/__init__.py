@@ -1,1 +1,1 @@
-"""What happens between the first gradient and the last: planning, negotiation, launch, repair."""
+"""The engine: plans, negotiates, launches and repairs the reduction of one module's gradients."""

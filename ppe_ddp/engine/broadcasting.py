@@ -1,4 +1,4 @@
-"""Calls a broadcast function on the tensors of a module, kind by kind, and holds it to its contract."""
+"""Calls a broadcast function on tensors, once for each dtype and device, and checks that it keeps its contract."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
     """Overwrite ``tensors`` by those of one rank. All ranks must call this with the same list.
 
     Args:
-        function: How to; a function of the user's knows no other source than the group's rank 0.
+        function: Does the broadcast; a function of the user's knows no other source than the group's rank 0.
         tensors: Of any dtypes and devices; changed in place.
-        groups: Where to.
-        source: Whose tensors; a rank of the group.
+        groups: The process groups to communicate in.
+        source: The rank of the group whose tensors are sent.
 
     Raises:
         FunctionError: The function returned something that cannot be waited for.
@@ -40,7 +40,7 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
 
 
 def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> Steps:
-    """The same, step by step."""
+    """:func:`broadcast_all` as a generator that yields before it waits."""
     try:
         send = partial(broadcast, source=source) if function is broadcast else function
         pending = [send(kind, groups.buckets) for kind in _by_kind(tensors)]

@@ -1,4 +1,4 @@
-"""Pure planning: which gradients travel together, in which order, and where they lie. No communication.
+"""Bucket plans: which gradients are reduced together, in which order, at which offsets. Pure, no communication.
 
     agreed mask     1 0 1 1 0 1           which parameters have a gradient on some rank
     order           5 3 2 0               those, as backward reaches them
@@ -37,7 +37,7 @@ class ParameterSpec:
         shape: Of the parameter and its gradient.
         stride: Of the gradient: the parameter's own where that is dense, else row-major.
         dtype: Of the parameter and its gradient.
-        device: Where the gradient lands; its index may differ from rank to rank.
+        device: Of the gradient; its index may differ from rank to rank.
         sparse: Whether the gradient is a sparse tensor (an embedding with ``sparse=True``).
     """
 
@@ -81,12 +81,12 @@ class Packing:
     """How gradients are packed into buckets.
 
     Attributes:
-        bucket_bytes: A bucket is closed when it has reached this size. Small buckets start to travel early;
+        bucket_bytes: A bucket is closed when it has reached this size. Small buckets are launched early;
             large ones pay the latency of a message less often.
-        adopt_bytes: A gradient of at least this size travels alone and is reduced where it lies.
-        fixed: Whether a bucket always carries the same parameters and is sent whole if any of them has a
+        adopt_bytes: A gradient of at least this size has a bucket of its own and is reduced in its own memory.
+        fixed: Whether a bucket always has the same parameters and is sent whole if any of them has a
             gradient. Costs bytes; needed by hooks that keep state by bucket index.
-        first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that leave first.
+        first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that are launched first.
     """
 
     bucket_bytes: int
@@ -98,7 +98,7 @@ class Packing:
     def of(
         cls, caps_mb: Sequence[float] | None, specs: Sequence[ParameterSpec] = (), *, fixed: bool = False
     ) -> Packing:
-        """That of buckets of these sizes in MiB, as they leave, the last one for all further ones.
+        """The packing for buckets of these sizes in MiB, in launch order, the last one for all further ones.
 
         None is the default, which depends on where parameters are.
         """
@@ -110,7 +110,7 @@ class Packing:
         return cls(bucket_bytes, _ADOPTED_FROM * largest, fixed, tuple(first_bytes))
 
     def capacity(self, index: int) -> int:
-        """The size at which the bucket that leaves as number ``index`` is closed."""
+        """The size at which the bucket that is launched as number ``index`` is closed."""
         return self.first_bytes[index] if index < len(self.first_bytes) else self.bucket_bytes
 
 
@@ -119,7 +119,7 @@ class BucketPlan:
     """One bucket.
 
     Attributes:
-        index: What ``GradBucket.index()`` says.
+        index: Its number, ``GradBucket.index()``.
         members: Parameter indices in the order in which they lie in the bucket.
         offsets: Where each member starts, in elements from the start of the bucket.
         numel: Its size in elements.
@@ -225,7 +225,7 @@ def _place(
 
 
 class Planner:
-    """Plans for the masks that come along: the last ``capacity`` of them are kept, whatever the number seen."""
+    """Makes plans for agreed masks, and caches the ``capacity`` most recently used ones."""
 
     def __init__(self, specs: Sequence[ParameterSpec], packing: Packing, capacity: int = 32) -> None:
         self.specs = tuple(specs)
@@ -279,7 +279,7 @@ class Planner:
     def _set_order(self, order: list[int]) -> None:
         self.order = order
         self.ticks: set[int] = set()
-        """Parameters at whose landing it is worth looking what may be launched: one every 64 KiB or so."""
+        """Parameters at whose gradients' arrival to look for buckets to launch: about one every 64 KiB."""
         size = 0
         for i in order:
             size += self.specs[i].nbytes

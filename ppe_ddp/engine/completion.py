@@ -1,9 +1,9 @@
-"""The end of a synchronization, step by step, so that several in one backward do not wait for one another.
+"""Completes synchronizations as generators, so that several in one backward do not deadlock on one another.
 
-With two wrappers in one backward, one rank may come to the end with the buckets of the first under way and those of
+With two wrappers in one backward, one rank may come to the end with the buckets of the first in flight and those of
 the second still to be launched, and another rank the other way around. If each waited for one wrapper before it went
 on with the next, both would wait for ever. So whatever completes a synchronization is a generator: it yields before
-it waits, and whoever drives it goes on meanwhile with the others.
+it waits, and the loop that drives it goes on meanwhile with the others.
 
     one alone     run straight through: every wait is the transport's own
     several       each goes on as soon as what it waits for is there
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
 
 Probe = Callable[[], object]
-"""Says, without waiting, whether something is there; asking may be what moves it on."""
+"""Returns, without waiting, whether something has completed; calling it may be what advances it."""
 
 Steps = Generator[Probe | None, None, None]
-"""Yields what its next step waits for (None: nobody can tell without waiting). One may go on at any time: the next
-step waits then."""
+"""Yields a probe of what its next step waits for (None: that cannot be asked without waiting). It may be resumed at any
+time: the next step waits then."""
 
 _SPINS = 32  # polls before a core is given away
 _SHORTEST_NAP = 20e-6  # seconds
@@ -70,7 +70,7 @@ def run(steps: Steps) -> None:
 
 
 class Completion:
-    """What is left to do of one synchronization.
+    """The rest of one synchronization, which is driven step by step.
 
     Args:
         steps: What to do; run without gradients and under ``lock``, by one thread.
@@ -154,7 +154,7 @@ class Completion:
                 self._probe = _at_once  # a probe keeps its Work, and that the connection
 
     def close(self) -> None:
-        """Give up: the steps see a GeneratorExit where they are."""
+        """Abandon it: the steps see a GeneratorExit where they are."""
         self.is_over = True
         with self._lock, torch.no_grad():
             self._steps.close()
@@ -174,7 +174,7 @@ class Completion:
 
 
 class _Thread(threading.local):
-    """What one thread has under way: autograd calls back in the thread that has called it."""
+    """The open completions of one thread: autograd calls back in the thread that has called it."""
 
     def __init__(self) -> None:
         self.open: weakref.WeakSet[Completion] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Who has failed alone, where and why: told through the store, since no collective reaches ranks that wait in another.
+"""Reports of ranks that failed alone, through the store: ranks that wait in one collective are not reached by another.
 
 the rank that fails     reports, then closes its connections
 the others              leave their waits: the connection is closed, or they look here now and then
@@ -30,9 +30,9 @@ class Failure:
     """What one rank has reported.
 
     Attributes:
-        rank: Who.
+        rank: The rank that has failed.
         step: Which synchronized backward, counted since the connections were made.
-        phase: How far it was.
+        phase: The phase of the backward in which it failed.
         reason: The error.
     """
 
@@ -72,7 +72,7 @@ class Failures:
         self._rank = rank
 
     def report(self, failure: Failure) -> None:
-        """Tell the others; before the connections are closed, so that who notices that finds the reason."""
+        """Write the report; before the connections are closed, so that a rank that notices that finds the reason."""
         number = self._store.add(f"{self._key}/begun", 1)
         self._store.set(f"{self._key}/{number}", json.dumps(asdict(failure)))
         self._store.add(f"{self._key}/count", 1)
@@ -120,13 +120,13 @@ class Failures:
             raise self.error(others)
 
     def error(self, failures: list[Failure]) -> PeerAbortedError:
-        """What to raise on this rank."""
-        said = "; ".join(
+        """The error to raise on this rank for the reports of others."""
+        reports = "; ".join(
             f"rank {failure.rank} failed in the {failure.phase} phase of its backward: {failure.reason}"
             for failure in failures
         )
         error = PeerAbortedError(
-            f"rank {self._rank}: {said}. The gradients of this step are not averages: zero them and go on with the "
+            f"rank {self._rank}: {reports}. The gradients of this step are not averages: zero them and go on with the "
             "next step, or look at that rank's traceback"
         )
         error.step = min(failure.step for failure in failures)

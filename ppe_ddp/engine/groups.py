@@ -1,6 +1,6 @@
-"""The process groups that a wrapper talks in: its own, so that nobody else's collectives come between.
+"""A wrapper's own duplicates of the user's process group, so that no other collectives come between.
 
-Buckets leave at moments that differ from rank to rank. On a group that the user's own code also uses during
+Buckets are launched at moments that differ from rank to rank. On a group that the user's own code also uses during
 backward (SyncBatchNorm, expert parallelism), the order of collectives would then differ between ranks. So a
 wrapper duplicates the user's group, as MPI programs duplicate their communicator: once for buckets, which a
 function may send from a thread of its own, and once for the small messages by which the ranks agree.
@@ -39,8 +39,8 @@ class Groups:
 
     Attributes:
         parent: The group that the user named.
-        buckets: Carries gradients and buffers.
-        control: Carries masks; serves CPU tensors.
+        buckets: For gradients and buffers.
+        control: For masks and votes; serves CPU tensors.
         rank: This process in the group.
         world_size: The size of the group.
         pid: The process that made them.
@@ -48,7 +48,7 @@ class Groups:
         generation: How often the duplicates were made anew.
         step: The synchronized backwards since then; the same on every rank.
         is_closed: Whether they have to be made anew.
-        user: Who synchronizes in them, if somebody does.
+        user: Gives the reducer that synchronizes in them, if there is one.
     """
 
     parent: ProcessGroup
@@ -167,7 +167,7 @@ class Groups:
         return self.control.group_name
 
     def release(self) -> None:
-        """Let another wrapper over the same parent have them; call this when nothing is on its way in them."""
+        """Let another wrapper over the same parent have them; call this when nothing is in flight in them."""
         if (
             self.is_duplicate
             and not (self.is_closed or self._unusable)
@@ -177,7 +177,7 @@ class Groups:
             _made_from(self.parent).idle.append(self)
 
     def end(self) -> None:
-        """End the connections of gloo, unless something may be under way in them: that would be waited for."""
+        """End the connections of gloo, unless something may be in flight in them: that would be waited for."""
         user = self.user()
         if self.is_closed or (user is not None and user.is_running) or os.getpid() != self.pid:
             return
@@ -264,7 +264,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 
 def _options(group: ProcessGroup) -> Any:
-    """What the backend that serves CPUs was made with, if it says so."""
+    """The options of the backend that serves CPUs, if it has them as an attribute."""
     return getattr(group._get_backend(torch.device("cpu")), "pg_options", None)
 
 
@@ -368,7 +368,7 @@ class GroupHandle:
         return self
 
     def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
-        """Only the ranks travel, and none for the default group."""
+        """Only the ranks are pickled, and none for the default group."""
         group = self._group
         if group is None or group is dist.group.WORLD or group not in c10d._world.pg_map:
             return GroupHandle, (None, self._ranks)

@@ -1,6 +1,6 @@
 """Finds out which gradients exist on any rank, by one MAX all-reduce of bytes.
 
-The same message shows whether the ranks are talking of the same parameters at all.
+The same message shows whether the ranks have the same parameters and options, and are in the same step.
 
     digest (16)     complement of the digest (16)     one byte a parameter ...     extra bytes     padding
 
@@ -69,9 +69,10 @@ class MaskExchanger:
         return MaskExchange(self, digest, bytes(mask), extra)
 
     def absent(self) -> list[int]:
-        """The ranks that did not take part in the last exchange, as far as can be said: for messages.
+        """The ranks that did not take part in the last exchange, as far as is known: for error messages.
 
-        Every rank whose exchange failed says so in the group's store; who says nothing for a while was not there.
+        Every rank whose exchange failed writes that to the group's store; one that does not within some seconds is
+        counted as absent.
         """
         groups = self._groups
         try:
@@ -95,7 +96,7 @@ class MaskExchanger:
         try:
             work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
         except CommunicationError as error:  # a transport that knows already that another rank has failed
-            return _Lost(error)
+            return _FailedWork(error)
         return work
 
     def _filled(self, content: bytearray) -> Tensor:
@@ -110,21 +111,21 @@ class MaskExchanger:
 
 
 class MaskExchange:
-    """One exchange under way."""
+    """One exchange of masks in flight."""
 
-    def __init__(self, channel: MaskExchanger, digest: bytes, mask: bytes, extra: bytes) -> None:
-        self._channel = channel
+    def __init__(self, exchanger: MaskExchanger, digest: bytes, mask: bytes, extra: bytes) -> None:
+        self._exchanger = exchanger
         self._body = mask + extra
         self._mask_size = len(mask)
-        self._fits = _HEADER + len(self._body) <= channel._capacity
-        self._is_body = False  # whether what is on its way is the body by itself
-        message = bytearray(channel._capacity)
+        self._fits = _HEADER + len(self._body) <= exchanger._capacity
+        self._is_body = False  # whether the message in flight is the body by itself
+        message = bytearray(exchanger._capacity)
         message[:DIGEST] = digest
         message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
-        self._message = channel._filled(message)
-        self._work = channel._send(self._message)
+        self._message = exchanger._filled(message)
+        self._work = exchanger._send(self._message)
         self.nbytes = len(message)
 
     def done(self) -> bool:
@@ -141,7 +142,7 @@ class MaskExchange:
         """Wait for the answer.
 
         Raises:
-            CommunicationError: The all-reduce failed; says who is waiting for whom.
+            CommunicationError: The all-reduce failed; names the ranks that are missing.
         """
         while True:
             self._wait(self._work)
@@ -152,7 +153,7 @@ class MaskExchange:
         if self._is_body:
             body = reply
         else:
-            self._channel._idle.append(self._message)
+            self._exchanger._idle.append(self._message)
             if not _are_same(reply):
                 return AgreedMask(False, b"", b"")
             body = reply[_HEADER : _HEADER + len(self._body)]
@@ -170,18 +171,18 @@ class MaskExchange:
         if not _are_same(self._message.numpy().tobytes()):
             return False
         self._is_body = True
-        self._message = self._channel._filled(bytearray(self._body))
-        self._work = self._channel._send(self._message)
+        self._message = self._exchanger._filled(bytearray(self._body))
+        self._work = self._exchanger._send(self._message)
         size = self._message.numel()
         self.nbytes += size
         # double, so that a module that grows a little every step does not pay for it every step
-        self._channel._capacity = 2 * (_HEADER + size)
+        self._exchanger._capacity = 2 * (_HEADER + size)
         return True
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
-        groups = self._channel._groups
+        groups = self._exchanger._groups
         try:
             groups.failures.wait(work, _CPU)
         except PeerAbortedError:
@@ -189,7 +190,7 @@ class MaskExchange:
         except RuntimeError as error:
             with suppress(dist.DistError):  # the store is gone as well
                 groups.failures.check()
-            absent = self._channel.absent()
+            absent = self._exchanger.absent()
             others = f"rank {', '.join(map(str, absent))}, which did not come" if absent else "the other ranks"
             raise CommunicationError(
                 f"rank {groups.rank} of {groups.world_size}: waiting for {others} to start a backward failed: "
@@ -199,8 +200,8 @@ class MaskExchange:
             ) from error
 
 
-class _Lost(dist.Work):
-    """What could not be sent: it fails where it is waited for, like all that is lost on its way."""
+class _FailedWork(dist.Work):
+    """A Work that could not be started: raises its error where it is waited for, as one that fails later."""
 
     def __init__(self, error: CommunicationError) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The broadcast of a module's buffers after backward, which leaves alone what other graphs still need of them.
+"""Broadcasts a module's buffers after backward, without changing values that other autograd graphs still need.
 
 Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
 or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
@@ -64,7 +64,7 @@ def _give(buffer: Tensor, values: Tensor, places: list[Place], *, references: in
     """
     if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
         for owner, key in places:
-            owner._buffers[key] = values  # nobody else knows of the old one, which is the graph's from now on
+            owner._buffers[key] = values  # only the graph has the old one from now on
     elif all(_only_writes(owner) for owner, _ in places):
         with preserve_versions([buffer]):
             buffer.copy_(values)
@@ -73,7 +73,7 @@ def _give(buffer: Tensor, values: Tensor, places: list[Place], *, references: in
 
 
 def _references(buffer: Tensor) -> int:
-    """How many references to a tensor that torch holds there are in Python, the caller's among them."""
+    """The number of Python references to a tensor that torch holds, the caller's among them."""
     with torch.enable_grad():
         sample = torch.zeros(())
         _graph = torch.zeros((), requires_grad=True) * sample

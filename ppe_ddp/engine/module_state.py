@@ -1,6 +1,6 @@
-"""What a module holds: its parameters and buffers by name, and whether that has changed since we looked.
+"""The parameters and buffers of a module by name, and whether the module has changed since they were listed.
 
-The look is repeated before every forward, so it compares identities and addresses and reads further only
+The check is repeated before every forward, so it compares identities and addresses and reads further only
 where one differs.
 """
 
@@ -27,7 +27,7 @@ class ModuleState:
 
     Args:
         module: The wrapped module.
-        ignored: Qualified names of parameters and buffers that are none of our business.
+        ignored: Qualified names of parameters and buffers to leave out.
 
     Raises:
         ValueError: A parameter is lazy (has no shape yet) or is a DTensor; the message names it.

@@ -1,4 +1,4 @@
-"""What the ranks agree on: that they train the same model, what exists this time, and in which order it lands."""
+"""Negotiation: the ranks check that they train the same model, and agree on present gradients and their order."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _POSITIONS = 1_000_000
 
 
 class Negotiation:
-    """Holds what all ranks must share, and asks the others about the rest.
+    """Keeps what must be the same on every rank, and finds out by messages which gradients exist on any rank.
 
     Args:
-        groups: Where to ask.
+        groups: The process groups to communicate in.
         packing: How buckets are packed.
         negotiate: Whether ranks may have different gradients. If not, a difference is an error.
         with_buffers: Whether buffers must agree as well, because they are broadcast.
-        options: What else ranks must agree on, for people to read.
+        options: Further options that must be the same on every rank, as text for error messages.
     """
 
     def __init__(
         self, groups: Groups, packing: Packing, *, negotiate: bool, with_buffers: bool, options: str = ""
     ) -> None:
         self._groups = groups
-        self._channel = MaskExchanger(groups)
+        self._exchanger = MaskExchanger(groups)
         self._packing = packing
         self._negotiate = negotiate
         self._with_buffers = with_buffers
@@ -54,7 +54,7 @@ class Negotiation:
         self._generation = groups.generation
 
     def arm(self, module_state: ModuleState) -> None:
-        """Speak of the parameters of ``module_state`` from now on."""
+        """Negotiate about the parameters of ``module_state`` from now on."""
         self._module_state = module_state
         self.planner = Planner(module_state.specs, self._packing)
         self._digest = fingerprint(self._lines())
@@ -74,7 +74,7 @@ class Negotiation:
         """
         lines = [*self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
-        agreement = self._channel.exchange(fingerprint(lines), b"", bytes([bool(expanded)])).result()
+        agreement = self._exchanger.exchange(fingerprint(lines), b"", bytes([bool(expanded)])).result()
         if not agreement.same:
             raise _disagreement(lines, self._groups)
         if any(agreement.extra):
@@ -87,7 +87,7 @@ class Negotiation:
             )
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that the ranks agree on, where they have to."""
+        """The module's buffers, if the ranks must agree on them; else an empty list."""
         return list(self._module_state.buffers().values()) if self._with_buffers else []
 
     def ask(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> MaskExchange:
@@ -108,17 +108,17 @@ class Negotiation:
         bits = bytearray(groups.world_size)
         bits[groups.rank] = status
         digest = fingerprint([self._current_digest(None if is_vote else local).hex(), self._place])
-        return self._channel.exchange(digest, local, bytes(bits))
+        return self._exchanger.exchange(digest, local, bytes(bits))
 
     def _begin_anew(self) -> None:
-        """Go back to what all ranks know, since a failure may have come before or after something was learned."""
+        """Forget the learned order: after a failure some ranks may have learned it and others not."""
         self._generation = self._groups.generation
-        self._channel = MaskExchanger(self._groups)
+        self._exchanger = MaskExchanger(self._groups)
         self._count = 0
         self.arm(self._module_state)
 
     def answer(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
-        """Wait for what came of :meth:`ask`.
+        """Wait for the result of :meth:`ask`.
 
         Raises:
             DisagreementError: On every rank, if their modules or options differ by now.
@@ -191,7 +191,7 @@ def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
 
 
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
-    """The error that says who differs from rank 0, and where. All ranks must call this together."""
+    """The error that names the ranks that differ from rank 0, and the first difference. Collective."""
     tables: list[list[str]] = [[] for _ in range(groups.world_size)]
     dist.all_gather_object(tables, list(lines), group=groups.control)
     reference = tables[0]

@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and gives: tuples, lists, mappings, named tuples, dataclasses, nested."""
+"""Finds and maps the tensors in nested inputs and outputs: tuples, lists, mappings, named tuples, dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out, while backward begins, which parameters it will reach: exact, by asking autograd."""
+"""Asks autograd, when a backward begins, which parameters that backward will accumulate into."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReachedParameters:
-    """Knows which parameters the backward that is running now will accumulate into."""
+    """Finds the parameters that the running backward will accumulate into, by their autograd nodes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters

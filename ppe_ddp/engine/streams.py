@@ -1,10 +1,10 @@
-"""The CUDA streams that gradients land on.
+"""The CUDA streams that gradients are accumulated on.
 
 autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
 node was made, and the stream of whoever called ``backward()`` waits for all of these only at the end. In between,
-gradients are read from hooks, on the stream and the thread of whichever parameter happened to land last. So there is
-one rule: before gradients are read, the reading stream waits for every stream that gradients land on, and their
-memory is not given to anybody else before the reading stream is through with it.
+gradients are read from hooks, on the stream and the thread of whichever parameter happened to be the last. So there
+is one rule: before gradients are read, the reading stream waits for every stream that gradients are accumulated on, and
+their memory is not reused before the reading stream is through with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradientStreams:
-    """Knows which stream each gradient lands on, and keeps the rule above.
+    """Knows which stream each gradient is accumulated on, and keeps the rule above.
 
     Args:
         parameters: The parameters. Those on CPUs are passed over.
@@ -47,7 +47,7 @@ class GradientStreams:
         return self._api.is_capturing()
 
     def landed(self, index: int) -> None:
-        """Note the current stream as that of parameter ``index``; called where and when its gradient lands.
+        """Note the current stream as that of parameter ``index``; called where and when its gradient arrives.
 
         It stays the same until the parameter gets another node, see :meth:`forget`.
         """
@@ -63,7 +63,7 @@ class GradientStreams:
         return self._devices[index] is None or index in self._stream_of
 
     def forget(self, indices: Iterable[int]) -> None:
-        """These parameters may land on other streams from now on."""
+        """The gradients of these parameters may arrive on other streams from now on."""
         for i in indices:
             self._stream_of.pop(i, None)
 

@@ -1,6 +1,6 @@
-"""Counts the forwards whose graph has gone without a backward: what shows that one rank has skipped a step.
+"""Counts forwards whose graph was freed without a backward, which shows that one rank has skipped a step.
 
-A rank whose loss raises in backward above the outputs of the module, and goes on, has said nothing to the others. They
+A rank whose loss raises in backward above the outputs of the module, and goes on, has sent nothing to the others. They
 wait, and average its next gradients with theirs of the step before. The same numbers of forwards and backwards can be
 quite right (an evaluation with gradients enabled), so this is no error; but numbers that differ between the ranks are
 worth a warning on all of them.
@@ -25,7 +25,7 @@ _MODULUS = 1 << (8 - _STATUS_BITS)
 
 
 class Forwards:
-    """The forwards of one module on this rank."""
+    """Counts the forwards of one module on this rank, and those that no backward has reached."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -91,7 +91,7 @@ class _OutputHook:
 
 
 class Comparison:
-    """What all ranks have dropped, from one synchronization to the next.
+    """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ.
 
     Args:
         rank: This one, for the message.
@@ -103,7 +103,7 @@ class Comparison:
         self._has_warned = False
 
     def heard(self, extra: bytes) -> bytes:
-        """Compare what :func:`said` has packed, one byte a rank; warn once where it stays different.
+        """Unpack the bytes of :func:`said`, one a rank, and warn once where the counts stay different.
 
         Returns:
             The statuses.
@@ -122,7 +122,7 @@ class Comparison:
 
 
 def said(status: int, dropped: int) -> int:
-    """The byte in which a rank tells its status, below 4, and how many forwards it has dropped, of which 64 are 0."""
+    """Pack a rank's status (below 4) and its number of dropped forwards (modulo 64) into one byte."""
     return status | (dropped % _MODULUS) << _STATUS_BITS
 
 

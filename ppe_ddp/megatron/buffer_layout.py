@@ -1,11 +1,11 @@
-"""Pure planning: where each gradient lies in which buffer, and where the buckets are. No communication.
+"""Lays gradients out in buffers, and cuts these into buckets. Pure, no communication.
 
     parameters      0 1 2 3 4 5 6           as registered; those of one kind share a buffer
     buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse, as backward reaches them; "." pads
     shares          |  0 |  1 | 0| 1| 0 | 1 |   each bucket divides by the number of ranks
 
-A kind is who averages it (all data-parallel ranks, or those with the same experts), the dtype of the parameter, that
-of the gradient, and the device.
+A kind is the ranks that average it (all data-parallel ones, or those with the same experts), the dtype of the
+parameter, that of the gradient, and the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BufferKind:
     """What the gradients of one buffer have in common.
 
     Attributes:
-        reduction_group: Who averages them: 0 for dense parameters, 1 for experts.
+        reduction_group: The ranks that average them: 0 for dense parameters, 1 for experts.
         param_dtype: Of the parameters.
         grad_dtype: Of the gradients in the buffer.
         device: Of both.
@@ -61,7 +61,7 @@ class Item:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """A range of a buffer that travels in one piece.
+    """A range of a buffer that is reduced as one bucket.
 
     Attributes:
         plan: Members and their offsets from the start of the range; ``index`` counts all buckets of the module in
@@ -88,7 +88,7 @@ class BufferLayout:
         sizes: Elements of each buffer.
         buckets: Of all buffers, in the order in which every rank sends them.
         bucket_of: Parameter index to position in ``buckets``.
-        ticks: Parameters at whose landing it is worth looking what may be sent.
+        ticks: Parameters at whose gradients' arrival to look for buckets to launch.
     """
 
     kinds: tuple[BufferKind, ...]
@@ -124,7 +124,7 @@ def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequenc
         start = 0
         for members in _packed([item for item in reverse if item.kind == kind], bucket_size):
             draft = _placed(members, number, start, divisors[kind.reduction_group])
-            # A bucket stands where its last gradient lands.
+            # In the order in which their last gradients arrive.
             drafts.append((-members[-1].index, draft))
             start += draft.padded
         sizes.append(start)

@@ -1,4 +1,4 @@
-"""How a Megatron wrapper keeps and synchronizes gradients: one frozen object, the same on every rank."""
+"""The configuration of a Megatron wrapper: one frozen object, the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class DistributedDataParallelConfig:
             and keep parameters in contiguous buffers, from which they are gathered in place.
         check_for_nan_in_grad: Look for NaN and infinity in the gradients of this rank before they are sent; one more
             pass over them. All ranks of the group raise an error that names the rank and the parameters.
-        bucket_size: Elements after which a bucket is closed, when communication overlaps. Smaller ones leave earlier;
-            larger ones pay the latency of a message less often. None: 1,000,000 (Megatron's 40,000,000 is for NCCL).
+        bucket_size: Elements after which a bucket is closed, when communication overlaps. Smaller ones are launched
+            earlier; larger ones pay the latency of a message less often. None: 1,000,000 (Megatron's 40,000,000 is for
+            NCCL).
         pad_buckets_for_high_nccl_busbw: Pad buckets so that each rank's share is a multiple of 65536 elements.
     """
 

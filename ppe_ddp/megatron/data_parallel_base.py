@@ -1,4 +1,4 @@
-"""What every Megatron wrapper has in common: it holds a module and passes its state on."""
+"""The base class of Megatron wrappers: holds a module, whose state dict is the wrapper's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper: Megatron-Core's ``DistributedDataParallel``, on this library's engine."""
+"""Megatron-Core's ``DistributedDataParallel``: gradients in contiguous buffers, on this library's engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     A backward adds each gradient to ``parameter.main_grad``, a view of a buffer, and leaves ``parameter.grad`` None.
     One iteration is: ``zero_grad_buffer()``; micro-batches, all but the last in ``no_sync()``; and
     :meth:`finish_grad_sync` or ``finalize_model_grads([model])``, after which ``main_grad`` holds the averages. With
-    ``overlap_grad_reduce`` buckets leave during the backward outside ``no_sync()``; without it, all of them leave in
+    ``overlap_grad_reduce`` buckets are launched during the backward outside ``no_sync()``; without it, all of them in
     :meth:`finish_grad_sync`, and ``no_sync()`` makes no difference.
 
     Any graph will do, and another one on each rank: the ranks agree while backward is running on which parameters
@@ -62,7 +62,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         module: The model; its parameters keep their values (see :meth:`broadcast_params`). Parameters that are
             trainable now get a ``main_grad``.
         disable_bucketing: Put all gradients of a kind into one bucket. Later pipeline stages do so by themselves.
-        groups: Who averages; default: all ranks.
+        groups: The ranks that average; default: all.
         data_parallel_group: Instead of ``groups``.
         expert_data_parallel_group: Instead of ``groups``.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce.
@@ -290,7 +290,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Bring together what each rank has written into its shards; all ranks must call this.
 
-        With ``overlap_param_gather`` it does not wait: whoever uses a parameter waits for it.
+        With ``overlap_param_gather`` it does not wait: the first use of a parameter does.
 
         Args:
             *unused: Ignored.

@@ -1,4 +1,4 @@
-"""The last thing before an optimizer's step: gradients that more than the data-parallel ranks have to share.
+"""Completes gradients before an optimizer's step: those summed over more than the data-parallel ranks.
 
     data, expert            average     every parameter, by its wrapper
     tensor                  sum         what has seen a part of the sequence only
@@ -115,7 +115,7 @@ def _sum(
         kinds.setdefault((main.dtype, main.device), []).append((chunk, parameter))
     for members in kinds.values():
         grads = [main_grad_of(parameter) for _, parameter in members]
-        # Behind the gradients travels which of them there are: None on all data-parallel ranks is None everywhere.
+        # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
         there = [chunk.main_gradients.was_averaged(parameter) for chunk, parameter in members]
         marks = torch.tensor(there, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])

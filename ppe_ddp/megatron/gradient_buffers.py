@@ -1,4 +1,4 @@
-"""All buffers of one module, and whoever averages what lies in them."""
+"""Allocates all gradient buffers of one module, and makes the objects that average what is in them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ALIGNED_FOR_NCCL = 1 << 16
 
 
 class GradientBuffers:
-    """Lays out the gradients of a module, and makes what averages them.
+    """The gradient buffers of one module, its reduction groups, and the synchronizer for both.
 
     All ranks of the groups must make theirs together.
 
@@ -136,13 +136,15 @@ class GradientBuffers:
                 self.reduction_groups[extent.reduction_group],
                 self.buffers[extent.buffer].grads(extent),
             )
-            way = ReduceScatter.fitting(reduction_group.groups, self._pool, memory.device) if scatter else None
+            transport = ReduceScatter.fitting(reduction_group.groups, self._pool, memory.device) if scatter else None
             parameters = self.module_state.parameters
-            buckets.append(BufferBucket(extent, memory, reduction_group, buffers, self.specs, parameters, scatter=way))
+            buckets.append(
+                BufferBucket(extent, memory, reduction_group, buffers, self.specs, parameters, scatter=transport)
+            )
         return buckets
 
     def sharded(self, reduction_group: int) -> ShardedBuffers:
-        """The shards of one reduction_group, for a distributed optimizer."""
+        """The shards of one reduction group, for a distributed optimizer."""
         return ShardedBuffers(
             reduction_group,
             self.reduction_groups[reduction_group],

@@ -1,4 +1,4 @@
-"""Accumulation: what lands in ``.grad`` is added to ``main_grad`` and forgotten."""
+"""Accumulates gradients: adds each ``.grad`` to ``main_grad``, and sets it to None."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MainGradients:
         averaged: One byte a parameter: whether some rank had it when it was synchronized.
         is_dirty: Whether something was added that is not synchronized yet.
         revision: Another number after each synchronization and each zeroing.
-        streams: Those that gradients land on; None on CPUs.
+        streams: Those that gradients are accumulated on; None on CPUs.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
@@ -42,7 +42,7 @@ class MainGradients:
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def forget(self) -> None:
-        """Nothing is there any more: the buffers were zeroed."""
+        """Mark every gradient as absent: the buffers were zeroed."""
         self.accumulated = bytearray(len(self._parameters))
         self.averaged = bytearray(len(self._parameters))
         self.is_dirty = False
@@ -70,7 +70,7 @@ class MainGradients:
         return bool(self.averaged[self._index[id(parameter)]])
 
     def note(self, parameter: nn.Parameter) -> None:
-        """There is a gradient of ``parameter`` now: another dimension of parallelism had one."""
+        """Mark the gradient of ``parameter`` as present: another dimension of parallelism had one."""
         self.averaged[self._index[id(parameter)]] = 1
 
     def add(self, indices: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""The process groups of one training job, one a dimension of parallelism."""
+"""The process groups of one training job, one for each dimension of parallelism."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _of(mesh: DeviceMesh, names: list[str]) -> ProcessGroup | None:
 
 
 def _alone() -> ProcessGroup:
-    """A group of this rank only, where there is nobody to average with."""
+    """A group of this rank only, where there is no other to average with."""
     group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group
 

@@ -1,4 +1,4 @@
-"""The memory of one buffer: gradients side by side, and for a distributed optimizer the parameters as well."""
+"""The memory of one buffer: contiguous gradients, and for a distributed optimizer the parameters as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters that one process group averages: the dense ones, or the experts."""
+"""A reduction group: the parameters that one process group averages, the dense ones or the experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKING = Packing(bucket_bytes=4 << 20, adopt_bytes=1 << 62)
 
 @dataclass(frozen=True, eq=False)
 class ReductionGroup:
-    """One group and what belongs to it.
+    """The parameters that are averaged over one process group, and how.
 
     Attributes:
         groups: The wrapper's own duplicates of the user's group.
@@ -56,7 +56,7 @@ class ReductionGroup:
         gain: float,
         options: str,
     ) -> ReductionGroup:
-        """Make the reduction_group of ``groups``.
+        """Make the reduction group of ``groups``.
 
         Args:
             groups: The wrapper's own duplicates of the user's group.
@@ -67,7 +67,7 @@ class ReductionGroup:
             gain: What that mean is to be multiplied by.
             options: What else the ranks must agree on.
         """
-        # The buckets of a backward are those of the layout: nobody asks the planner of the negotiation for any.
+        # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
         negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
         negotiation.arm(module_state)
         return cls(
@@ -81,5 +81,5 @@ class ReductionGroup:
         )
 
     def local(self, mask: bytes | bytearray) -> bytes:
-        """The part of a mask over all parameters that is this reduction_group's."""
+        """The part of a mask over all parameters that belongs to this reduction group."""
         return bytes([mask[i] for i in self.indices])

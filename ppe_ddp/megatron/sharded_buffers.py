@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Assigned:
-    """What a weight was given for its gradient.
+    """The gradient that a weight was given last.
 
     Attributes:
         revision: That of the averages.
-        source_version: That of the buffer: it changes where somebody writes into ``main_grad``.
+        source_version: That of the buffer: it changes with each write into ``main_grad``.
         gradient: A view of the buffer, or where the dtypes differ a copy.
         version: That of the copy; it changes where the optimizer unscales or clips it.
     """
@@ -47,20 +47,20 @@ class _Assigned:
 
 
 class ShardedBuffers(ShardedModel):
-    """What the buffers of one reduction_group offer a distributed optimizer.
+    """The shards of the buffers of one reduction group, for a distributed optimizer.
 
     Gathering is in place: parameters are views of the buffer. So between ``gather()`` and the end of its Work the
     parameters of that unit must not be used.
 
     Args:
-        number: Of the reduction_group whose parameters these are.
-        reduction_group: The reduction_group.
+        number: Of the reduction group whose parameters these are.
+        reduction_group: The reduction group.
         buffers: All buffers of the module.
         buckets: All buckets of the module.
-        gradients: Says which averages there are.
+        gradients: Knows which averages there are.
         specs: Of all parameters.
         parameters: All parameters.
-        settle: Waits for a reduction that is under way.
+        settle: Waits for a reduction that is in flight.
         pool: Memory for messages.
     """
 
@@ -77,7 +77,7 @@ class ShardedBuffers(ShardedModel):
         pool: MessagePool,
     ) -> None:
         self.group = reduction_group.groups.parent
-        self._lane = reduction_group
+        self._groups = reduction_group.groups
         self._buffers = buffers
         # What backward reaches last, a forward needs first.
         self._buckets = [bucket for bucket in reversed(buckets) if bucket.reduction_group == number]
@@ -97,7 +97,7 @@ class ShardedBuffers(ShardedModel):
             self._cut(bucket, offset, parameters[i], specs[i].name)
 
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
-        groups = self._lane.groups
+        groups = self._groups
         size = bucket.padded // groups.world_size
         first, numel = groups.rank * size, parameter.numel()
         start = min(max(first - offset, 0), numel)
@@ -127,7 +127,7 @@ class ShardedBuffers(ShardedModel):
         """
         if not self.is_synchronized:
             raise RuntimeError(
-                f"rank {self._lane.groups.rank}: there are gradients that no synchronization has averaged; call "
+                f"rank {self._groups.rank}: there are gradients that no synchronization has averaged; call "
                 "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
             )
         return [
@@ -170,7 +170,7 @@ class ShardedBuffers(ShardedModel):
         held = weight.grad
         if held is None or held.data_ptr() != assigned.gradient.data_ptr() or held._version != assigned.version:
             raise RuntimeError(
-                f"rank {self._lane.groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
+                f"rank {self._groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
                 "optimizer (unscaled or clipped), and then in main_grad, which has another dtype: change main_grad "
                 "before the optimizer sees it, or the gradients in the optimizer's param_groups"
             )
@@ -194,7 +194,7 @@ class ShardedBuffers(ShardedModel):
         shard = self.shards[index]
         if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
             raise UnusableError(
-                f"rank {self._lane.groups.rank}: parameter {shard.name!r} was given other memory since the module was "
+                f"rank {self._groups.rank}: parameter {shard.name!r} was given other memory since the module was "
                 "wrapped, so it is no view of the parameter buffer; wrap the module again, on all ranks"
             )
         self._slice(memory, index).copy_(values.detach())
@@ -205,7 +205,7 @@ class ShardedBuffers(ShardedModel):
         if bucket.padded == 0:
             return None
         values = self._buffers[bucket.buffer].values(bucket)
-        groups = self._lane.groups
+        groups = self._groups
         size = bucket.padded // groups.world_size
         return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
 

@@ -1,4 +1,4 @@
-"""Parameters that pipeline stages hold in common, by the names under which Megatron's models have them."""
+"""Finds weights that pipeline stages share, by the names that Megatron's models have for them."""
 
 from __future__ import annotations
 

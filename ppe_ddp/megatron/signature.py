@@ -1,4 +1,4 @@
-"""The two forms in which Megatron's wrapper is called, old and new, brought to one."""
+"""Parses the old and the new form of the constructor of Megatron's wrapper."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What a wrapper is made of.
+    """The arguments of a wrapper, whichever form they came in.
 
     Attributes:
         module: The model.
         ddp_config: How to synchronize.
         disable_bucketing: Whether everything goes into one bucket a buffer.
-        groups: Who averages.
+        groups: The ranks that average.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`.
     """
 
@@ -67,7 +67,7 @@ def showing_both_forms(constructor: F) -> F:
 
 
 def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
-    """Tell which form a call has, and what is meant.
+    """Parse the arguments of a call in either form.
 
     Args:
         constructor: Its overloads are the new form and the old one.

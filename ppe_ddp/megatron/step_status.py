@@ -1,4 +1,4 @@
-"""What went wrong in a synchronization, on this rank or another, and the error that says so on all of them."""
+"""Exchanges whether a synchronization went well on every rank, and makes the error to raise where it did not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOME = 5
 
 
 class RankStatus(enum.IntEnum):
-    """What a rank says of itself beside its last bucket."""
+    """The status of one rank, which it sends beside its last bucket."""
 
     FINE = 0
     ABORTED = 1
@@ -27,7 +27,7 @@ class RankStatus(enum.IntEnum):
 
 
 class StepStatus:
-    """Collects what the ranks say, until somebody wants to know.
+    """Collects the statuses of the ranks, and keeps an error until :meth:`raise_if_bad`.
 
     Args:
         reduction_groups: The groups that are asked.
@@ -44,21 +44,21 @@ class StepStatus:
 
     @property
     def status(self) -> RankStatus:
-        """What this rank has to say, as far as numbers are concerned."""
+        """The status of this rank, as far as numbers are concerned."""
         return RankStatus.NON_FINITE if self._non_finite else RankStatus.FINE
 
     def heard(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
-        """Take note of what all ranks said, one byte a rank for each reduction_group; every rank must call this.
+        """Take the statuses of all ranks, one byte a rank for each reduction group; every rank must call this.
 
-        Where a rank has found NaN or infinity, all ranks of the reduction_group exchange the names.
+        Where a rank has found NaN or infinity, all ranks of the reduction group exchange the names.
         """
-        for reduction_group, said in zip(self._reduction_groups, statuses, strict=True):
-            if RankStatus.NON_FINITE in said:
-                tables: list[list[str]] = [[] for _ in said]
+        for reduction_group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
+            if RankStatus.NON_FINITE in of_ranks:
+                tables: list[list[str]] = [[] for _ in of_ranks]
                 dist.all_gather_object(tables, self._non_finite, group=reduction_group.groups.control)
                 self._error = self._error or _non_finite(tables, reduction_group.groups)
-        for reduction_group, said in zip(self._reduction_groups, statuses, strict=True):
-            aborted = [rank for rank, status in enumerate(said) if status == RankStatus.ABORTED]
+        for reduction_group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
+            aborted = [rank for rank, status in enumerate(of_ranks) if status == RankStatus.ABORTED]
             if aborted and not aborted_here:
                 self._error = PeerAbortedError(
                     f"rank {reduction_group.groups.rank}: the backward of rank {', '.join(map(str, aborted))} raised "

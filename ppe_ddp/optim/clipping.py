@@ -1,4 +1,4 @@
-"""The norm of all gradients, of which every rank has shards, and clipping by it."""
+"""Clips sharded gradients by their global norm, over all ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lets ``torch.amp.GradScaler`` decide for all ranks at once: inf in one rank's shard skips the step on all.
+"""Makes ``torch.amp.GradScaler``'s check for inf global: inf in one rank's shard skips the step on all ranks.
 
-The scaler looks for inf where it divides by the scale, in one call of torch for all gradients. A tensor that takes
-part in this call as a subclass of ours adds what torch leaves out between ranks.
+The scaler looks for inf where it divides by the scale, in one call of torch for all gradients. A tensor of this
+subclass among them adds an all-reduce of what the call has found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SharedScaleCheck(Tensor):
-    """A gradient shard whose check for inf is one of all ranks. Everything else works on it as on any tensor."""
+    """A gradient shard whose check for inf is all-reduced. Everything else works on it as on any tensor."""
 
     _group: ProcessGroup
 

@@ -1,7 +1,7 @@
-"""The weights that the wrapped optimizer updates: 1-D, this rank's shard of each parameter, in high precision.
+"""Master weights, which the wrapped optimizer updates: 1-D shards of parameters, in high precision.
 
 Where a parameter has that precision itself, its master weight is the very memory of the shard. Else it is a
-copy, and a parameter that somebody changes (``load_state_dict``) is noticed by its version.
+copy, and a change of the parameter from outside (``load_state_dict``) is noticed by its version.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MasterWeight:
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
     def refresh(self) -> None:
-        """Take over what somebody else has made of the parameter since the last step."""
+        """Take over what was written to the parameter from outside since the last step."""
         parameter = self.shard.parameter
         if self.is_alias:
             if parameter.data_ptr() != self._address:
@@ -57,7 +57,7 @@ class MasterWeight:
             self.keep()
 
     def keep(self) -> None:
-        """The parameter is now what the master weight says."""
+        """Note that the parameter has the values of the master weight now."""
         self._version = self.shard.parameter._version
 
 

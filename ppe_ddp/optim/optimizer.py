@@ -1,4 +1,4 @@
-"""An optimizer around any optimizer of torch, of which each rank runs its share (ZeRO stage 1)."""
+"""DistributedOptimizer: shards the state of any element-wise torch optimizer over the ranks (ZeRO stage 1)."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ class DistributedOptimizer(Optimizer):
         return weights
 
     def _arrived(self) -> Callable[[int], None]:
-        """Tells the master weights of a unit that the parameters follow them; does not keep this optimizer alive."""
+        """A callback for gathered units, which notes that parameters have the values of their master weights.
+
+        It does not keep this optimizer alive.
+        """
         masters = {master.index: master for master in self._masters if not master.is_alias}
         units = self._model.units
 
@@ -160,7 +163,7 @@ class DistributedOptimizer(Optimizer):
         """The wrapped optimizer's groups: its hyper-parameters, and master weights whose ``.grad`` is their shard's."""
         if self._model.is_synchronized:  # between micro-batches there is only something to look at
             self._model.assign_gradients()
-            self._share_verdicts()
+            self._share_inf_checks()
         return self._inner.param_groups
 
     @property
@@ -188,8 +191,8 @@ class DistributedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ a step
 
-    def _share_verdicts(self) -> None:
-        """Let the scaler, which makes one call for each device and dtype, agree with all ranks in each."""
+    def _share_inf_checks(self) -> None:
+        """Give one gradient of each device and dtype, for which the scaler makes one call, a check over all ranks."""
         kinds: set[tuple[torch.device, torch.dtype]] = set()
         for master in self._masters:
             gradient = master.weight.grad
@@ -211,7 +214,7 @@ class DistributedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the shards of this rank, and let the parameters go to all ranks.
+        """Update the shards of this rank, and gather the parameters to all ranks.
 
         Args:
             closure: Called once, with gradients enabled, before the step: forward and backward.

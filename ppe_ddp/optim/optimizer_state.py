@@ -1,4 +1,4 @@
-"""The state of a distributed optimizer as a checkpoint that any number of ranks can load.
+"""Saves and loads the state of a distributed optimizer, as a checkpoint for any number of ranks.
 
     state           layer.weight    exp_avg       1-D DTensor of the flattened parameter, a shard on each rank
                                     step          the same on every rank
@@ -113,7 +113,7 @@ def restore(
 
 
 class _Found:
-    """What a checkpoint has for this rank. All that can be wrong with it is found out when this is made.
+    """This rank's part of a checkpoint. All that can be wrong with it is found out when this is made.
 
     Attributes:
         state: By index of the master, this rank's part of its state, copied.
@@ -152,7 +152,7 @@ class _Found:
 
     @property
     def collectives(self) -> list[str]:
-        """What :meth:`complete` does, in its order: the same on every rank, or not to be begun."""
+        """The collectives of :meth:`complete` in order; if they differ between ranks, none may be begun."""
         return [f"{master.shard.name} {key}" for _, key, _, master in self._others]
 
     def complete(self) -> None:
@@ -267,7 +267,7 @@ def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _empty(template: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
-    """Tensors of this parameter's own: what is loaded is loaded into them."""
+    """Empty tensors for the state of one parameter, to load into."""
     return {
         key: value.new_zeros(master.shard.numel)
         if isinstance(value, torch.Tensor) and value.dim()
@@ -282,7 +282,7 @@ def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """In which order its elements are flattened: that of its memory where it has no holes."""
+    """The strides by which a parameter is flattened: its own where its memory has no holes."""
     return torch.empty_like(parameter, device="meta").stride() if parameter.dim() else ()
 
 

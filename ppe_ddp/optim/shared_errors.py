@@ -1,4 +1,4 @@
-"""All ranks load a checkpoint, or none does: what each has found out is told to all before anything is done."""
+"""Shares errors before a checkpoint is loaded, so that all ranks load it or none does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def agree(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Return if no rank has an error and all of them are about to do the same.
+    """Return if no rank has an error and all of them are about to call the same collectives.
 
     Args:
         error: What is wrong on this rank.
-        collectives: What this rank is about to do together with the others, in its order.
+        collectives: The collectives that this rank is about to call, in order.
         group: The ranks; all of them must call this.
 
     Raises:
@@ -32,8 +32,10 @@ def agree(error: Exception | None, collectives: Sequence[str], group: ProcessGro
         for rank, text in enumerate(texts):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
-        said = "; ".join(f"rank {', '.join(map(str, which))} of {world_size}: {text}" for text, which in ranks.items())
-        raise ValueError(f"the checkpoint does not fit, and nothing was loaded on any rank: {said}") from error
+        errors = "; ".join(
+            f"rank {', '.join(map(str, which))} of {world_size}: {text}" for text, which in ranks.items()
+        )
+        raise ValueError(f"the checkpoint does not fit, and nothing was loaded on any rank: {errors}") from error
     for rank, (_, others) in enumerate(told):
         if others != told[0][1]:
             which = sorted(set(others) ^ set(told[0][1]))[:3] or "their order"

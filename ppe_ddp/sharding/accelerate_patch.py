@@ -1,4 +1,4 @@
-"""Puts ``load_state_dict`` in the place of accelerate's, for as long as a ``with`` block runs."""
+"""Patches accelerate to load checkpoints by ``load_state_dict`` of this package, within a ``with`` block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has, and what a module expects: descriptions small enough to be sent around. Pure."""
+"""Describes the entries that a checkpoint has and those that a module expects, small enough to be sent. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Found:
         shape: Of the full tensor; None for an entry that is no tensor.
         dtype: Of the tensor.
         kind: The name of its type.
-        pickled: The entry itself, if it is no tensor: it travels with its description.
+        pickled: The entry itself, if it is no tensor: it is sent with its description.
     """
 
     key: str
@@ -133,7 +133,7 @@ def _layout(key: str, value: Tensor, rank: int) -> ShardLayout | None:
 
 
 def _memory(value: Tensor) -> object:
-    """What two entries have in common that are one tensor."""
+    """A key for the memory of a tensor: the same for two entries that are one tensor."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     if local.is_meta or local.numel() == 0:
         return id(value)

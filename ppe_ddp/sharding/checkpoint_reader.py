@@ -1,4 +1,4 @@
-"""Reads checkpoints: safetensors and torch files, one or many. Nothing in a file is ever executed.
+"""Reads checkpoints: safetensors and torch files, one or many. Code in a file is never executed.
 
 Files are mapped into memory: a tensor is read from disk when its values are looked at, and not before.
 """

@@ -1,4 +1,4 @@
-"""DistModule: any module, whose load_state_dict takes rank 0's tensors and gives each rank its shards."""
+"""DistModule: wraps a module so that load_state_dict takes rank 0's tensors and gives each rank its shards."""
 
 from __future__ import annotations
 

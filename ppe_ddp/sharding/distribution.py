@@ -1,4 +1,4 @@
-"""Loads a checkpoint that one rank has into the shards of all: match the keys, plan the messages, send them."""
+"""Distributes a checkpoint from rank 0 into the shards of all ranks: matches keys, plans messages, sends them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ppe_ddp.sharding.transfer_plan import plan_messages
 if TYPE_CHECKING:
     from ppe_ddp.sharding.load_options import LoadOptions
 
-_MESSAGES_A_PIECE = 4  # some are packed while others travel
+_MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class _Header:
-    """What rank 0 tells the others first.
+    """What rank 0 sends to the others first.
 
     Attributes:
         found: What the checkpoint has.
@@ -131,7 +131,7 @@ class Distribution:
         try:
             self._targets = self._targets_of()
             expected = expect(self._targets, load_group.ranks[load_group.rank])
-        except Exception as error:  # told where all listen
+        except Exception as error:  # raised below, on all ranks
             failure = error
         header = load_group.from_source(lambda: self._head(expected))
 

@@ -65,7 +65,7 @@ def match(found: Sequence[Found], expectations: Sequence[Sequence[Expected]]) ->
 def check(
     found: Sequence[Found], expectations: Sequence[Sequence[Expected]], matched: Match, *, strict: bool, what: str
 ) -> None:
-    """RegionMemory the checkpoint to the expectations.
+    """Check the checkpoint against the expectations, and raise where it does not fit.
 
     Args:
         found: What the checkpoint has.

@@ -1,7 +1,7 @@
 """The ranks that load a checkpoint together: small messages between them, and errors that all of them get.
 
 Every call here is made by all ranks of the load group, in the same order. What fails on one rank is raised on all, with
-the same text, so that nobody waits for a rank that has given up.
+the same text, so that no rank waits for one that has left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How checkpoints are distributed: what a user may choose."""
+"""The options of loading checkpoints into shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How state_dicts are distributed; the same on every rank.
+    """The options of a load; the same on every rank.
 
     Attributes:
         process_group: The ranks that load; its rank 0 has the checkpoint. None for the default group.

@@ -1,4 +1,4 @@
-"""A bar on rank 0's terminal while a long load is under way."""
+"""A progress bar on rank 0's terminal during a long load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank holds, and how a part is cut into pieces. Pure: no communication, no tensor data.
+"""The regions of a tensor that each rank holds, and how they are cut into pieces. Pure: no communication, no data.
 
     tensor of 10 rows over 4 ranks, Shard(0)         0 1 2 | 3 4 5 | 6 7 8 | 9
 
@@ -27,7 +27,7 @@ Box: TypeAlias = "tuple[Run, ...]"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a DTensor is spread over a device mesh.
+    """The placement of a DTensor on a device mesh.
 
     Attributes:
         ranks: The global ranks of the mesh, in row-major order.
@@ -134,7 +134,7 @@ def _part(runs: Runs, placement: Any, parts: int, index: int) -> Runs:
     if type(placement) is Shard:
         size = -(-count // parts)
         return _within(runs, min(index * size, count), min((index + 1) * size, count))
-    # Only torch knows how this one interleaves: it is shown the positions and says which go where.
+    # Only torch knows how this one interleaves: it is given the positions and returns which go where.
     positions = torch.arange(count).view([1] * placement.dim + [count])
     chosen = placement._split_tensor(positions, parts, with_padding=False, contiguous=False)[0][index].flatten()
     merged: list[Run] = []

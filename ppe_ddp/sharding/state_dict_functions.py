@@ -1,4 +1,4 @@
-"""The two halves of a load, for state_dicts without their module: rank 0 sends, the others receive."""
+"""Loads state_dicts into shards without a module: one function for rank 0, which sends, one for the others."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def route_tensors(
         expectations: What each rank's module has.
         matched: Which keys are loaded, from where.
         ranks: The global rank of each rank of the load group.
-        converts: Whether values become the modules' dtypes; they then travel in what has fewer bytes.
+        converts: Whether values become the modules' dtypes; they are then sent in the dtype that has fewer bytes.
     """
     shares: dict[str, dict[Region, set[int]]] = {}
     dtypes: dict[str, set[torch.dtype | None]] = {}

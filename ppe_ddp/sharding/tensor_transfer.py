@@ -1,4 +1,4 @@
-"""Sends the messages of a load: from the checkpoint on rank 0, over the process group, into each rank's memory."""
+"""Sends and receives the messages of a load: from rank 0's checkpoint into each rank's memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RegionMemory:
 
 @dataclass(eq=False)
 class _PendingMessage:
-    """A message on its way."""
+    """A message in flight."""
 
     message: TransferMessage
     buffer: Tensor
@@ -105,7 +105,7 @@ class TensorTransfer:
         self.failure: Exception | None = None
 
     def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], None]) -> None:
-        """Send and receive ``messages``; ``tell`` gets the bytes of each as it leaves.
+        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent.
 
         Raises:
             CommunicationError: The process group failed.
@@ -128,7 +128,7 @@ class TensorTransfer:
             self._finish()
         everyone = len(message.route) == self._load_group.size
         if self._device.type != "cpu" and self._last_route is not None:
-            # NCCL may not have a broadcast and a message between two ranks under way at a time.
+            # NCCL may not have a broadcast and a message between two ranks in flight at a time.
             while self._pending and everyone != (len(self._last_route) == self._load_group.size):
                 self._finish()
         self._last_route = message.route
@@ -171,7 +171,7 @@ class TensorTransfer:
                 self._try(self._keep, piece)
             return _NOTHING, 0
         packed: tuple[Tensor, int] | None = self._try(self._pack, message)
-        # The others wait for so many bytes, even if they mean nothing, as is told at the end.
+        # The others wait for so many bytes, even after an error, which they get at the end.
         return packed or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
 
     def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:

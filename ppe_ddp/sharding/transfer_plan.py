@@ -6,7 +6,7 @@ Pure: every rank computes the same plan from what the ranks agreed on.
     route   | 1 2 3 | * | 1     2     3   |      * all ranks: a broadcast; else a tree from rank 0
 
 A message is what is sent at a time. A rank makes only those that it sends, receives or passes on; the order of
-those is the same on all ranks, which is why nobody waits in a circle.
+those is the same on all ranks, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RoutedTensor:
 
     Attributes:
         key: Its key in the checkpoint.
-        dtype: What it travels in.
+        dtype: In which it is sent.
         shares: Regions, and the ranks of the load group that hold each, in order.
     """
 
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass
 class TransferMessage:
-    """What is sent at a time.
+    """One message: pieces that are sent together.
 
     Attributes:
         route: The ranks that it is for, in order; it comes from rank 0, which may be one of them.

@@ -1,4 +1,4 @@
-"""What a third party needs to test its own plugs: a launcher of ranks, and checks of conformance."""
+"""Tools to test backends, functions and hooks of one's own: a launcher of ranks, and conformance checks."""
 
 from ppe_ddp.testing.cases import ConformanceError
 from ppe_ddp.testing.conformance import (

@@ -1,4 +1,4 @@
-"""What the engine needs of a torch.distributed backend, as questions with known answers.
+"""Probes of a torch.distributed backend: every operation that the engine uses, with known results.
 
 Owns the collectives, dtypes and groups that this library relies on, a generator for each; it is apart from the
 probes of functions because a backend is asked in torch's words, not in ours.

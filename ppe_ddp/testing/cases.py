@@ -1,4 +1,4 @@
-"""What is trained to see whether the laws hold: a model and steps, under some options, with some plugs."""
+"""Test cases for the laws: a model and steps, under some options, with functions and hooks that are plugged in."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class World:
         setup: Called without arguments in each new process, for example to register the backend. A function
             of a module.
         device: Of modules and tensors: "cpu", or "cuda" for the device that is current on each rank.
-        timeout: Seconds that any part of a check may take until its ranks are given up.
+        timeout: Seconds that any part of a check may take until its ranks are killed.
         ranks: Ranks that run already, to use instead of starting any; everything above but the device is
             theirs then.
     """
@@ -225,7 +225,7 @@ def _laws(where: str, ranks: Ranks, cases: Sequence[Case], plugs: Plugs, device:
 def _observed(cases: Sequence[Case], plugs: Plugs, device: str) -> list[Observation]:
     seen = list(chain(*(observe_all(case, _VARIANTS, plugs, device=device) for case in cases)))
     for observation in seen:
-        observation.gradients = {}  # compared already; they need not travel
+        observation.gradients = {}  # compared already; they need not be sent
     return seen
 
 

@@ -1,4 +1,4 @@
-"""The laws of data parallelism, and how to hold a wrapper to them on any model.
+"""Checks a wrapper against the laws of data parallelism, on any model.
 
     on each rank     observe(case, variant, plugs)  -->  Observation      what this rank did, saw and missed
     anywhere         breaches([observation of each rank])  -->  [str]     what is wrong, [] if nothing is

@@ -1,7 +1,7 @@
-"""Questions with known answers, put to a function, a hook or a backend directly, on every rank of a world.
+"""Probes of a function or hook: calls with known results, made directly on every rank.
 
 Each probe runs on all ranks together and returns what is wrong, as sentences. It is apart from the laws because
-it says which promise is broken, where a model that trains wrongly only says that one is.
+it tells which promise is broken, where a model that trains wrongly only tells that one is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROUNDINGS = 16
 
 
 def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Hand known buckets to a reduce function or hook, several in flight at a time.
+    """Pass known buckets to a reduce function or hook, several in flight at a time.
 
     A function is also asked in groups that split the world: one of rank 0 alone, one of all others. A hook is
     given no group, so there it would not know.

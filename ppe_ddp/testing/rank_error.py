@@ -1,4 +1,4 @@
-"""What a test hears when ranks fail.
+"""RankError: the failures of ranks, as a test sees them.
 
 Owns the error of `ppe_ddp.testing.ranks` and the record of one failing rank. It is apart from the launcher
 of ranks because it is all that a test which expects a failure looks at.
@@ -31,7 +31,7 @@ class RankFailure:
     Attributes:
         rank: The rank.
         outcome: How it failed.
-        summary: One line: the exception, the exit code, or how long nothing was heard.
+        summary: One line: the exception, the exit code, or how long there was no answer.
         details: The traceback of the exception, or the stacks of all threads where there are any.
         exception: The exception itself if it could be pickled, without its traceback and causes.
         exit_code: That of a process that died; negative for a signal, None if it did not die.
@@ -79,7 +79,7 @@ class RankFailure:
 
     @classmethod
     def silent(cls, rank: int, seconds: float, stacks: str) -> RankFailure:
-        """The failure of a rank that was given up.
+        """The failure of a rank that did not answer in time.
 
         Args:
             rank: The rank.

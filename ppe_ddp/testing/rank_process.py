@@ -1,4 +1,4 @@
-"""What runs inside a rank that a test started: calls in, answers out, until the pipe closes.
+"""The process of one rank that a test started: takes calls from a pipe and sends results, until it closes.
 
 Owns everything that happens in the rank's own process. It is apart from `ppe_ddp.testing.ranks`, which is
 the other end of the pipe and never imports what a test function needs.
@@ -113,7 +113,7 @@ def _answer(call: bytes, joined: object) -> tuple[bytes, object]:
         joined = group if function is join_group else joined
         return RETURNED + pickle.dumps((result, group is joined)), joined
     except BaseException as error:
-        # Also SystemExit and the like: the rank goes on to serve, and the test hears of it.
+        # Also SystemExit and the like: the rank goes on to serve, and the test gets it.
         return RAISED + _describe(error), joined
 
 

@@ -2,7 +2,7 @@
 
 Owns the processes, the rendezvous and the reporting of what went wrong on which rank. It is apart from
 `ppe_ddp.launch` because there a launcher outside started the ranks, and here a test does. Everything
-travels as plain pickles over pipes, so a tensor arrives as a copy that does not need its rank any more.
+is sent as plain pickles over pipes, so a tensor arrives as a copy that does not need its rank any more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Ranks:
             each rank gets the CUDA device of its number, modulo the devices there are.
         timeout: Seconds that a run may take, unless it says otherwise.
         group_timeout: Seconds that a collective may take in the default process group; by default half
-            of `timeout`, so that a hanging collective raises before its rank is given up.
+            of `timeout`, so that a hanging collective raises before its rank is killed.
         prepare: Called without arguments in each new process before it joins the group, for example to
             register a backend. A function of a module, as it is pickled by name.
 
@@ -125,7 +125,7 @@ class Ranks:
         Args:
             function: A function that the ranks can import: one of a module, no lambda or closure.
             *args: The same for every rank; copied by pickle.
-            timeout: Seconds until ranks that have not answered are given up.
+            timeout: Seconds until ranks that have not answered are killed.
             grace: Seconds that the other ranks get once one has failed; 5 by default. More is of use
                 where they are expected to fail too, later.
 

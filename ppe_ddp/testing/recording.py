@@ -1,4 +1,4 @@
-"""Writes down which buckets a reduce function or hook is asked to reduce, without changing what it does."""
+"""Records the buckets that a reduce function or hook gets, without changing what it does."""
 
 from __future__ import annotations
 

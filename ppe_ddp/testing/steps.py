@@ -1,4 +1,4 @@
-"""Training steps that a wrapper must get right, and what one process says that they must come to.
+"""Training steps for a wrapper, and the gradients that they must give, computed in one process.
 
 A step is a generator that stops after each synchronized backward. A rank runs one, with the wrapper; the
 :class:`Reference` runs those of all ranks side by side on copies of the module and averages where they stop.
@@ -86,7 +86,7 @@ class Step:
 
 
 class Subject(Protocol):
-    """What a step is done with: the wrapper, or a copy of the module that has nobody to talk to."""
+    """What a step is done with: the wrapper, or a copy of the module that does not communicate."""
 
     def __call__(self, *args: Any) -> Any: ...
     def no_sync(self) -> AbstractContextManager[None]: ...

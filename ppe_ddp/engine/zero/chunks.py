@@ -1,8 +1,8 @@
-"""How parameters are cut among ranks: each flattened one into even chunks, one a rank. No communication.
+"""Cuts flattened parameters into even chunks, one a rank, and lays chunks out in rows. No communication.
 
     parameter A  (5 elements)     0 1 2 | 3 4          rank 0 owns 0 1 2, rank 1 owns 3 4
     parameter B  (4 elements)     5 6   | 7 8
-    rows         chunk 0 of all   0 1 2 5 6            what travels together: one row a rank, so that rows can be
+    rows         chunk 0 of all   0 1 2 5 6            the message: one row a rank, so that rows can be
                  chunk 1 of all   3 4 . 7 8            reduce-scattered and all-gathered in equal parts
 
 Any parameters make up such rows: no buffer is laid out beforehand, so a bucket can be what this step has. A tensor

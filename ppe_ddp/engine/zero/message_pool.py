@@ -1,4 +1,4 @@
-"""Flat buffers for messages, used again as soon as no tensor lies in them: fresh memory costs page faults."""
+"""A pool of flat message buffers, reused as soon as no tensor uses their memory: fresh memory costs page faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNIT_BYTES = 1 << 16
 
 
 class MessagePool:
-    """Gives out 1-D buffers. One is free again when every view of it is gone; nobody has to give it back.
+    """Gives out 1-D buffers. One is free again when every view of it is gone; there is no call to return it.
 
     Args:
         allocate: Makes the memory of a buffer.
@@ -45,7 +45,7 @@ class MessagePool:
         return memory.narrow(0, 0, numel)
 
     def trim(self) -> None:
-        """Give up the buffers that were not taken since the last trim and in which nothing lies."""
+        """Free the buffers that were not taken since the last trim and that no tensor uses."""
         for key, held in self._held.items():
             self._held[key] = [m for m in held if id(m) in self._used or not sole_owner(m)]
         self._used.clear()

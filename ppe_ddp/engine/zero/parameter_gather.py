@@ -1,15 +1,15 @@
-"""Updated parameters on their way to all ranks: each is waited for where it is first used.
+"""Gathers updated parameters to all ranks; with overlap, each is waited for where it is first used.
 
-    step        units 0 1 2 3 leave
-    forward     layer A uses unit 0: wait for it; A computes, while 1 2 3 are under way; layer B uses unit 1 ...
+    step        start the all-gathers of units 0 1 2 3
+    forward     layer A uses unit 0: wait for it; A computes, while 1 2 3 are in flight; layer B uses unit 1 ...
 
-A parameter that is under way is a :class:`PendingParameter` until its first use in Python, whoever uses it: a
-module, a hook, a copy, a loop over ``parameters()``. No such use starts a collective, so a rank may do it alone.
+A parameter whose values are in flight is a :class:`PendingParameter` until its first use in Python, by a module,
+a hook, a copy, a loop over ``parameters()``. No such use starts a collective, so a rank may do it alone.
 
 Two kinds of uses are not seen there. Compiled code and extensions read in C++: modules can be watched, so that
-their forwards wait before they begin. And nobody sees who reads memory that he has held since before the step
-(``p.data`` or a ``state_dict`` that was kept) or who hands a parameter to an extension or to ``torch.func.grad``
-outside of a module. Hence parameters are under way after a step only where the user has asked for it.
+their forwards wait before they begin. Reads of memory that was held since before the step (``p.data`` or a
+``state_dict`` that was kept), and of parameters passed to an extension or to ``torch.func.grad`` outside of a module,
+cannot be seen. Hence parameters are in flight after a step only where the user has asked for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Unit = tuple[int, int]  # of which model, and its number there
 
-_OWNER = "_parameter_gather"  # the attribute of a pending parameter that says who gathers it
+_OWNER = "_parameter_gather"  # the attribute of a pending parameter that names its ParameterGather
 _ATTRIBUTES: Any = torch.Tensor
 # What zero_grad() and a look at a module's gradients use; none of these depends on a parameter's values.
 _USES_NO_VALUES = frozenset(
@@ -52,7 +52,7 @@ _USES_NO_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """What a parameter is while its values are under way. Its first use waits, and makes it what it was.
+    """The class of a parameter while its values are in flight. Its first use waits, and restores its own class.
 
     An object may be given another class, as torch does itself with lazy parameters; all else about it stays.
     """
@@ -89,14 +89,14 @@ class PendingParameter(nn.Parameter):
 
 
 def arrive(parameter: nn.Parameter) -> None:
-    """Wait for ``parameter``, if it is under way."""
+    """Wait for the values of ``parameter``, if they are in flight."""
     gather: ParameterGather | None = vars(parameter).get(_OWNER)
     if gather is not None:
         gather.arrive(parameter)
 
 
 class ParameterGather:
-    """Gathers the units of some sharded models, and knows which of them are under way.
+    """Gathers the units of some sharded models, and knows which of them are in flight.
 
     Threads may use it at the same time.
 
@@ -127,11 +127,11 @@ class ParameterGather:
 
     @torch.no_grad()
     def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
-        """UnitGather; every rank must call this for the same units.
+        """Gather units; every rank must call this for the same units.
 
         Args:
-            units: Of the first model, in the order in which they are to leave; None for all of all models.
-            overlap: Return at once, and let whoever uses a parameter wait for it.
+            units: Of the first model, in launch order; None for all of all models.
+            overlap: Return at once; the first use of a parameter waits for it.
         """
         self.finish()
         for key in self._units if units is None else [(0, unit) for unit in units]:
@@ -150,7 +150,7 @@ class ParameterGather:
             self.finish()
 
     def _hide(self, key: Unit, members: Sequence[Any]) -> None:
-        """Let whoever uses these parameters wait for them."""
+        """Let the first use of these parameters wait for them."""
         if any(type(parameter) is not nn.Parameter for parameter in members):
             self.finish([key])  # one has a class of its own, which we cannot take from it
             return
@@ -169,7 +169,7 @@ class ParameterGather:
         self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
-        """Wait for units, or for all that are under way; each is no longer under way then, even if it has failed.
+        """Wait for units, or for all that are in flight; none of these is in flight then, even if it has failed.
 
         Raises:
             CommunicationError: The first failure.

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of flat tensors, in the fastest way that a transport has."""
+"""Reduce-scatter and all-gather of flat tensors, by whichever collective is the fastest on the backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class ReduceScatter(ABC):
-    """One way to add flat tensors up so that each rank gets its part of the sum.
+    """A reduce-scatter of flat tensors: each rank gets its part of the sum.
 
     Args:
         groups: The ranks.
@@ -80,7 +80,7 @@ class ReduceScatter(ABC):
 
 
 class AllToAllReduceScatter(ReduceScatter):
-    """Everyone sends everyone his part, and adds up what came, in the order of ranks: halves in float32.
+    """A reduce-scatter by an all-to-all and a local sum in the order of ranks: of half precision in float32.
 
     Takes a second buffer of the size of ``flat`` until the result was waited for.
     """
@@ -105,7 +105,7 @@ class AllToAllReduceScatter(ReduceScatter):
 
 
 class NativeReduceScatter(ReduceScatter):
-    """The transport's own reduce-scatter."""
+    """A reduce-scatter by the backend's own."""
 
     def _start(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
         if flat.dtype in _HALVES and factor != 1.0:
@@ -122,7 +122,7 @@ class NativeReduceScatter(ReduceScatter):
 
 
 class _Then:
-    """Something in flight, and what is to be done here when it has come.
+    """A Work with a function to call when it has completed.
 
     Args:
         work: What is in flight.
@@ -134,7 +134,7 @@ class _Then:
         self._finish: Callable[[], None] | None = finish
 
     def is_completed(self) -> bool:
-        """Whether nothing is on its way any more."""
+        """Whether nothing is in flight any more."""
         return bool(self._work.is_completed())  # type: ignore[attr-defined]
 
     def wait(self) -> None:
@@ -160,7 +160,7 @@ def _scale(target: Tensor, source: Tensor, factor: float) -> None:
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MessagePool | None = None) -> Waitable | None:
-    """Put the shares of all ranks one after another into ``flat``; ``share`` may be this rank's part of it.
+    """All-gather the shares of all ranks into ``flat``, one after another; ``share`` may be this rank's part of it.
 
     Args:
         flat: 1-D; changed in place.

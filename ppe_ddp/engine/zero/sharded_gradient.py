@@ -1,11 +1,11 @@
-"""What ``.grad`` is where each rank keeps only its shard of an average: a tensor with a shape and no elements.
+"""The ``.grad`` of a parameter whose average is sharded over the ranks: a tensor with a shape and no memory.
 
     clear                  .grad None               autograd hands its gradient over, as ever
     backward, averaged     .grad ShardedGradient    this rank's shard is in ``.grad`` of the weight that is updated
     another backward       .grad the same           what autograd adds is kept beside the shard, until it is averaged
 
-With None in its place nobody could see whether the user has cleared it. So whatever he does to clear gradients does
-here what it does with any other tensor: without it the shard is over, and ``zero_()`` makes it zero.
+With None in its place it could not be seen whether the user has cleared it. So whatever clears a gradient works as
+with any other tensor: where it is gone from ``.grad`` the shard is void, and ``zero_()`` makes the shard zero.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ATEN = torch.ops.aten
 
 
 class Weight(Protocol):
-    """What is updated, 1-D: has the shard of the average in ``grad``, and nobody else has it."""
+    """The 1-D tensor that an optimizer updates: its ``grad`` is the shard of the average."""
 
     grad: Tensor | None
 
 
 class _Unclaimed:
-    """Has the shard while no optimizer has taken the parameter over."""
+    """Holds the shard until an optimizer has taken the parameter over."""
 
     grad: Tensor | None = None
 
@@ -72,7 +72,7 @@ class GradientShard:
         self._weight.grad = value
 
     def add(self, average: Tensor) -> None:
-        """Add an average, 1-D and nobody else's."""
+        """Add an average: 1-D, and owned by this object from here on."""
         if isinstance(self._weight, Tensor):
             average = average.to(self._weight.dtype)
         value = self.value
@@ -184,12 +184,12 @@ class GradientSlot:
         return local_of(self._parameter.grad) is None
 
     def release(self) -> None:
-        """Give up the memory of an average that was cleared."""
+        """Free the memory of an average that was cleared."""
         if not self.exists:
             self._content.value = self._content.local = None
 
     def add(self, average: Tensor) -> None:
-        """Add an average, 1-D and nobody else's, to what was not cleared."""
+        """Add an average, 1-D and owned by this object from here on, to what was not cleared."""
         if not self.exists:
             self._content.value, self._content.local = None, local_of(self._parameter.grad)
             self._parameter.grad = self._mark
@@ -206,12 +206,12 @@ class GradientSlot:
 
 
 def local_of(gradient: Tensor | None) -> Tensor | None:
-    """What of a ``.grad`` this rank has computed and nobody has averaged."""
+    """The part of a ``.grad`` that this rank has computed and that is not averaged yet."""
     return gradient.content.local if type(gradient) is ShardedGradient else gradient
 
 
 def take_local(parameter: nn.Parameter) -> Tensor | None:
-    """Take that out of ``.grad``, which still says whether it was cleared."""
+    """Take :func:`local_of` out of ``.grad``, which still shows whether it was cleared."""
     gradient = parameter.grad
     if type(gradient) is ShardedGradient:
         content = gradient.content

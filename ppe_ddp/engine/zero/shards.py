@@ -62,7 +62,7 @@ class ShardedModel(ABC):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether ``gradients()`` has something to say: nothing was accumulated that is not averaged yet."""
+        """Whether everything that was accumulated is averaged, so that ``gradients()`` does not raise."""
         return True
 
     @abstractmethod
@@ -75,7 +75,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def attach(self, index: int, weight: Tensor) -> None:
-        """Take ``weight`` (1-D, ``shard.numel``) for what the optimizer updates of the shard at ``index``.
+        """Take ``weight`` (1-D, ``shard.numel``) as what the optimizer updates of the shard at ``index``.
 
         Its gradient is in ``weight.grad`` from now on, in its dtype; see :meth:`assign_gradients`.
         """
@@ -101,7 +101,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def gather(self, unit: int) -> Waitable | None:
-        """Start to bring what was written to all ranks; every rank calls this for the same units in the same order."""
+        """Start to gather what was written to all ranks; every rank calls this for the same units in the same order."""
 
     @abstractmethod
     def install(self, unit: int) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of one unit on their way from the ranks that have updated them to all.
+"""The all-gather of one unit of parameters, from the ranks that have updated shards of them to all ranks.
 
 packed     own chunks -> own row -> all-gather of rows -> parameters
 in place   the chunks of a large parameter are such rows where they lie
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class UnitGather:
-    """Brings some parameters of one dtype and device together, as often as they were updated.
+    """Gathers some parameters of one dtype and device, each time they were updated.
 
     Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
 
     Args:
-        members: What the caller calls the parameters.
+        members: The caller's numbers of the parameters.
         parameters: The parameters.
-        specs: Theirs.
-        groups: Where to.
+        specs: Their specifications.
+        groups: The process groups to communicate in.
         pool: Memory for it.
     """
 
@@ -72,7 +72,7 @@ class UnitGather:
         return [parameter.data_ptr() for parameter in self._parameters]
 
     def fits(self, members: Sequence[int]) -> bool:
-        """Whether this is for ``members``, where they lie now."""
+        """Whether this is for ``members``, at their current addresses."""
         return not self._loose and self.members == members and self._now() == self._addresses
 
     def start(self) -> Waitable | None:
@@ -85,7 +85,7 @@ class UnitGather:
         return all_gather(whole, own, self._groups.buckets, self._pool)
 
     def install(self) -> None:
-        """Copy what has come into the parameters."""
+        """Copy what was received into the parameters."""
         if self._rows is None:
             # A message changes memory behind autograd's back, which would then not find a stale graph.
             increment_version(self._parameters[0])
