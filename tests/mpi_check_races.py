@@ -67,8 +67,8 @@ def shared_stages_are_left_alone_until_all_have_read_them():
     from mpi4py import MPI
 
     from ppe_ddp import CommunicationError
-    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-    from ppe_ddp.backends.shared_memory.shared_steps import SumStep
+    from ppe_ddp.backends.shared_memory.shared_steps import AllReduceStep
+    from ppe_ddp.backends.shared_memory.step_queue import StepQueue
 
     rank, size = dist.get_rank(), dist.get_world_size()
     group, apart = shared_group(), MPI.COMM_WORLD.Dup()
@@ -82,7 +82,7 @@ def shared_stages_are_left_alone_until_all_have_read_them():
             work.wait()
         assert [one.tolist() for one in ones] == [[size] * 1000, [size + 6] * 1000]
         return
-    stage, staged = SumStep.stage, threading.Event()
+    stage, staged = AllReduceStep.stage, threading.Event()
 
     def note_stage(self, *arguments):
         stage(self, *arguments)
@@ -93,11 +93,11 @@ def shared_stages_are_left_alone_until_all_have_read_them():
 
     apart.Barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemoryGroup, "finish", fail)
+        patch.setattr(StepQueue, "finish", fail)
         with pytest.raises(CommunicationError, match="on purpose"):
             dist.all_reduce(torch.ones(1000), group=group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SumStep, "stage", note_stage)
+        patch.setattr(AllReduceStep, "stage", note_stage)
         thread = threading.Thread(target=lambda: dist.all_reduce(torch.full((1000,), 7.0), group=group))
         thread.start()
         staged.wait(0.1)  # it must not come so far before the others have done their part

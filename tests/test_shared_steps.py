@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.shared_memory.shared_steps import (
-    Contribution,
+    Region,
     Scratch,
-    cut_gather,
-    cut_scatter,
-    cut_sum,
-    described,
-    serves,
+    all_gather_steps,
+    all_reduce_steps,
+    describe_record,
+    reduce_scatter_steps,
+    supports,
 )
 
 KINDS = {"SUM": ReduceOp.RedOpType.SUM, "AVG": ReduceOp.RedOpType.AVG, "MAX": ReduceOp.RedOpType.MAX}
@@ -47,16 +47,16 @@ class Node:
     def run(self, steps_by_rank, nbytes):
         """Play the steps: all stage, then all act, in any order, then all finish."""
         for steps in zip(*steps_by_rank, strict=True):
-            assert len({(step.code, step.brought.numel()) for step in steps}) == 1
-            contributions = []
+            assert len({(step.code, step.local.numel()) for step in steps}) == 1
+            regions = []
             for rank, step in enumerate(steps):
-                if step.slab is None:
+                if step.shared is None:
                     step.stage(self._memory(rank, nbytes), rank, self.size)
                 start = torch.frombuffer(self.spaces[rank], dtype=torch.uint8).data_ptr()
-                position = step.slab.data_ptr() - start if step.slab.numel() else BEFORE
-                contributions.append(Contribution(self.spaces[rank], position, step.stride))
+                position = step.shared.data_ptr() - start if step.shared.numel() else BEFORE
+                regions.append(Region(self.spaces[rank], position, step.stride))
             for rank in reversed(range(self.size)):
-                steps[rank].act(contributions, rank, Scratch())
+                steps[rank].act(regions, rank, Scratch())
             for rank, step in enumerate(steps):
                 step.finish(rank, self.size)
 
@@ -83,7 +83,7 @@ def test_an_all_reduce(sharing, dtype, name, numel, piece_bytes):
     node = Node(sharing)
     tensors = [values(dtype, numel, seed=rank) for rank in range(node.size)]
     mine = [node.bring(rank, tensor) for rank, tensor in enumerate(tensors)]
-    steps = [cut_sum(one, KINDS[name], piece_bytes, is_shared=sharing[k]) for k, one in enumerate(mine)]
+    steps = [all_reduce_steps(one, KINDS[name], piece_bytes, is_shared=sharing[k]) for k, one in enumerate(mine)]
     node.run(steps, piece_bytes)
     for one in mine:
         assert torch.equal(one, expected(tensors, name, dtype))
@@ -104,7 +104,8 @@ def test_a_reduce_scatter(sharing, dtype, name, width, piece_bytes, in_place):
     mine = [node.bring(rank, tensor) for rank, tensor in enumerate(tensors)]
     results = [rows[rank] if in_place else torch.empty(width, dtype=dtype) for rank, rows in enumerate(mine)]
     steps = [
-        cut_scatter(results[k], rows, KINDS[name], piece_bytes, is_shared=sharing[k]) for k, rows in enumerate(mine)
+        reduce_scatter_steps(results[k], rows, KINDS[name], piece_bytes, is_shared=sharing[k])
+        for k, rows in enumerate(mine)
     ]
     node.run(steps, max(piece_bytes, node.size * dtype.itemsize))
     total = expected(tensors, name, dtype)
@@ -125,7 +126,7 @@ def test_an_all_gather(sharing, dtype, width, piece_bytes, in_place):
         # What is shared is a part of the rows, as there is no other shared memory here.
         is_part = in_place or sharing[rank]
         shares.append(mine[rank].copy_(whole[rank]) if is_part else whole[rank].clone())
-    steps = [cut_gather(rows[k], share, piece_bytes, is_shared=sharing[k]) for k, share in enumerate(shares)]
+    steps = [all_gather_steps(rows[k], share, piece_bytes, is_shared=sharing[k]) for k, share in enumerate(shares)]
     node.run(steps, max(piece_bytes, dtype.itemsize))
     for mine in rows:
         assert torch.equal(mine, whole)
@@ -136,7 +137,7 @@ def test_halves_are_rounded_once(dtype):
     node = Node([True, False, True])
     small = torch.finfo(dtype).eps / 2  # lost beside 1 where every sum is rounded, and twice of it is not
     mine = [node.bring(rank, torch.full((70,), one, dtype=dtype)) for rank, one in enumerate([1.0, small, small])]
-    node.run([cut_sum(one, KINDS["SUM"], 999, is_shared=node.sharing[k]) for k, one in enumerate(mine)], 999)
+    node.run([all_reduce_steps(one, KINDS["SUM"], 999, is_shared=node.sharing[k]) for k, one in enumerate(mine)], 999)
     for one in mine:
         assert (one == 1 + 2 * small).all()
 
@@ -144,17 +145,17 @@ def test_halves_are_rounded_once(dtype):
 def test_a_step_is_cut_alike_wherever_the_tensor_lies():
     flat = torch.zeros(1000)
     for is_shared in (True, False):
-        assert [len(step.brought) for step in cut_sum(flat, KINDS["SUM"], 1200, is_shared=is_shared)] == [300] * 3 + [
-            100
-        ]
+        assert [len(step.local) for step in all_reduce_steps(flat, KINDS["SUM"], 1200, is_shared=is_shared)] == [
+            300
+        ] * 3 + [100]
     rows = torch.zeros(3, 100)
-    assert [step.brought.shape for step in cut_scatter(rows[0], rows, KINDS["SUM"], 480, is_shared=True)] == [
+    assert [step.local.shape for step in reduce_scatter_steps(rows[0], rows, KINDS["SUM"], 480, is_shared=True)] == [
         (3, 40),
         (3, 40),
         (3, 20),
     ]
-    assert [step.brought.numel() for step in cut_gather(rows, rows[0], 480, is_shared=True)] == [40, 40, 20]
-    assert len([*cut_sum(flat, KINDS["SUM"], 1, is_shared=True)]) == 1000  # an element at least
+    assert [step.local.numel() for step in all_gather_steps(rows, rows[0], 480, is_shared=True)] == [40, 40, 20]
+    assert len([*all_reduce_steps(flat, KINDS["SUM"], 1, is_shared=True)]) == 1000  # an element at least
 
 
 def test_codes_tell_collectives_kinds_and_dtypes_apart():
@@ -162,10 +163,13 @@ def test_codes_tell_collectives_kinds_and_dtypes_apart():
     for dtype in DTYPES:
         flat = torch.zeros(6, dtype=dtype)
         rows = flat.view(2, 3)
-        steps = [*cut_gather(rows, rows[0], 999, is_shared=True)]
+        steps = [*all_gather_steps(rows, rows[0], 999, is_shared=True)]
         for kind in KINDS.values():
-            steps += [*cut_sum(flat, kind, 999, is_shared=True), *cut_scatter(rows[0], rows, kind, 999, is_shared=True)]
-        told |= {step.code: described(step.brought.numel(), step.code) for step in steps}
+            steps += [
+                *all_reduce_steps(flat, kind, 999, is_shared=True),
+                *reduce_scatter_steps(rows[0], rows, kind, 999, is_shared=True),
+            ]
+        told |= {step.code: describe_record(step.local.numel(), step.code) for step in steps}
     assert len(told) == len(set(told.values())) == len(DTYPES) * 7
     assert "6 x bfloat16 (all_reduce MAX)" in told.values()
     assert "6 x int32 (reduce_scatter AVG)" in told.values()
@@ -173,9 +177,9 @@ def test_codes_tell_collectives_kinds_and_dtypes_apart():
 
 
 def test_what_is_served():
-    assert all(serves(dtype, kind) for dtype in DTYPES for kind in KINDS.values())
-    assert not serves(torch.complex64, KINDS["SUM"])
-    assert not serves(torch.float32, ReduceOp.RedOpType.PRODUCT)
+    assert all(supports(dtype, kind) for dtype in DTYPES for kind in KINDS.values())
+    assert not supports(torch.complex64, KINDS["SUM"])
+    assert not supports(torch.float32, ReduceOp.RedOpType.PRODUCT)
 
 
 def test_scratch_is_kept():

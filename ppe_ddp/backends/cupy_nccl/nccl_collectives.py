@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ppe_ddp.backends.cupy_nccl.nccl_datatypes import BYTE, reduction_of
+from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
 
 if TYPE_CHECKING:
     from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
@@ -46,6 +47,7 @@ class NcclCollectives:
         self.rank = rank
         self.size = size
         self._version = version
+        self._arguments = CollectiveArguments(rank, size)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Steps:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
@@ -77,12 +79,7 @@ class NcclCollectives:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
-        _check_dtypes(output, tensor)
-        if output.numel() != tensor.numel() * self.size:
-            raise ValueError(
-                f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
-                f"{output.numel()} elements"
-            )
+        self._arguments.check_all_gather(output, tensor)
         source, target = _plain(tensor), _room(output)
         nbytes = source.nbytes
         yield _unless_empty(nbytes, lambda c, s: c.allGather(source.data_ptr(), target.data_ptr(), nbytes, BYTE, s))
@@ -90,17 +87,11 @@ class NcclCollectives:
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
-        self._check_count(outputs, "outputs of an all-gather")
-        _check_dtypes(*outputs, tensor)
-        if outputs[self.rank].numel() != tensor.numel():
-            raise ValueError(
-                f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
-                f"{outputs[self.rank].numel()} elements"
-            )
+        self._arguments.check_all_gather_list(outputs, tensor)
         if _are_even(outputs):
             flat = _flat_for(outputs)
             yield from self.all_gather(flat, tensor)
-            _unpack(flat, outputs)
+            unpack(flat, outputs)
             return
         targets = [_room(output) for output in outputs]
         # Only the sender's own is read, and it goes to all, this rank's output among them.
@@ -115,12 +106,7 @@ class NcclCollectives:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Steps:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
-        _check_dtypes(output, tensor)
-        if tensor.numel() != output.numel() * self.size:
-            raise ValueError(
-                f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
-                f"of {output.numel()} elements"
-            )
+        self._arguments.check_reduce_scatter(output, tensor)
         source, (datatype, total, kind) = self._reduced(tensor, op)
         target, count = _room(output), total // self.size
         yield _unless_empty(
@@ -130,15 +116,9 @@ class NcclCollectives:
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Steps:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
-        self._check_count(tensors, "inputs of a reduce-scatter")
-        _check_dtypes(output, *tensors)
-        if tensors[self.rank].numel() != output.numel():
-            raise ValueError(
-                f"rank {self.rank}: reduce-scatter of {tensors[self.rank].numel()} elements into an output of "
-                f"{output.numel()} elements"
-            )
+        self._arguments.check_reduce_scatter_list(output, tensors)
         if _are_even(tensors):
-            yield from self.reduce_scatter(output, _packed(tensors), op)
+            yield from self.reduce_scatter(output, pack(_flat_for(tensors), tensors), op)
             return
         target = _room(output)
         calls: list[Call] = []
@@ -160,18 +140,16 @@ class NcclCollectives:
             output_splits: How many rows come from each rank; empty for equal parts.
             input_splits: How many rows go to each rank; empty for equal parts.
         """
-        _check_dtypes(output, tensor)
+        self._arguments.check_all_to_all(output, tensor)
         source, target = _plain(tensor), _room(output)
-        sent = source.view(-1).split(self._split_sizes(tensor, input_splits))
-        received = target.view(-1).split(self._split_sizes(output, output_splits))
+        sent = source.view(-1).split(self._arguments.split_sizes(tensor, input_splits))
+        received = target.view(-1).split(self._arguments.split_sizes(output, output_splits))
         yield [*_sends(sent), *_receives(received)]
         _bring_back(output, target)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Steps:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
-        self._check_count(outputs, "outputs of an all-to-all")
-        self._check_count(tensors, "inputs of an all-to-all")
-        _check_dtypes(*outputs, *tensors)
+        self._arguments.check_all_to_all_list(outputs, tensors)
         sources, targets = [_plain(tensor) for tensor in tensors], [_room(output) for output in outputs]
         yield [*_sends(sources), *_receives(targets)]
         for output, target in zip(outputs, targets, strict=True):
@@ -183,8 +161,7 @@ class NcclCollectives:
         if self.rank != root:
             yield _unless_empty(source.nbytes, _send_call(source, root))
             return
-        self._check_count(outputs, "outputs of a gather")
-        _check_dtypes(*outputs, tensor)
+        self._arguments.check_gather(outputs, tensor)
         targets = [_room(output) for output in outputs]
         yield [*_unless_empty(source.nbytes, _send_call(source, root)), *_receives(targets)]
         for output, target in zip(outputs, targets, strict=True):
@@ -195,8 +172,7 @@ class NcclCollectives:
         target = _room(output)
         calls: list[Call] = []
         if self.rank == root:
-            self._check_count(tensors, "inputs of a scatter")
-            _check_dtypes(output, *tensors)
+            self._arguments.check_scatter(output, tensors)
             calls = _sends([_plain(tensor) for tensor in tensors])
         yield [*calls, *_unless_empty(target.nbytes, _receive_call(target, root))]
         _bring_back(output, target)
@@ -220,21 +196,6 @@ class NcclCollectives:
             factor = op.factor
             source = source * (factor.to(source.device) if isinstance(factor, Tensor) else factor)
         return source, (reduction.datatype, source.nbytes // reduction.itemsize, reduction.op)
-
-    def _split_sizes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        rows = tensor.shape[0] if tensor.dim() else tensor.numel()
-        if not splits:
-            if rows % self.size:
-                raise ValueError(f"rank {self.rank}: {rows} rows cannot be divided evenly among {self.size} ranks")
-            return [tensor.numel() // self.size] * self.size
-        if len(splits) != self.size or sum(splits) != rows:
-            raise ValueError(f"rank {self.rank}: splits {list(splits)} for {rows} rows and {self.size} ranks")
-        row = tensor.numel() // rows if rows else 0
-        return [split * row for split in splits]
-
-    def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
-        if len(tensors) != self.size:
-            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
 
 
 def _unless_empty(count: int, call: Call) -> list[Call]:
@@ -298,26 +259,3 @@ def _are_even(tensors: Sequence[Tensor]) -> bool:
 def _flat_for(tensors: Sequence[Tensor]) -> Tensor:
     count = sum(tensor.numel() for tensor in tensors)
     return torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    flat = _flat_for(tensors)
-    for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
-        part.copy_(tensor.detach())
-    return flat
-
-
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
-        tensor.detach().copy_(part)
-
-
-def _check_dtypes(*tensors: Tensor) -> None:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")

@@ -7,13 +7,18 @@ by itself, and a second thread takes a core from the ranks.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, is_plain, numbers, octets, overlap, reduction_of
-from ppe_ddp.backends.shared_memory.shared_routing import SharedMemoryRouting
+from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, numbers, octets, reduction_of
+from ppe_ddp.backends.mpi.progress_engine import progress_engine
+from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
+from ppe_ddp.backends.process_group.tensor_memory import is_plain, overlap
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +43,7 @@ class MpiCollectives:
         options: See :class:`MpiOptions`.
 
     Attributes:
-        shared: The way through shared memory, for what can go it.
+        shared: Runs the collectives that go through shared memory.
     """
 
     def __init__(self, comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> None:
@@ -48,7 +53,8 @@ class MpiCollectives:
         self._options = options
         self._wait = waits.request
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self.shared = SharedMemoryRouting(comm, waits, options)
+        self._arguments = CollectiveArguments(self.rank, self.size)
+        self.shared = _shared_group(comm, waits, options)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
@@ -103,12 +109,7 @@ class MpiCollectives:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
-        _check_same_dtype(output, tensor)
-        if output.numel() != tensor.numel() * self.size:
-            raise ValueError(
-                f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
-                f"{output.numel()} elements"
-            )
+        self._arguments.check_all_gather(output, tensor)
         result = self.room_for(output)
         host = self.host_of(tensor)
         if not self.shared.run("all_gather", result, host):
@@ -120,26 +121,15 @@ class MpiCollectives:
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
-        self._check_count(outputs, "outputs of an all-gather")
-        _check_same_dtype(*outputs, tensor)
-        if outputs[self.rank].numel() != tensor.numel():
-            raise ValueError(
-                f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
-                f"{outputs[self.rank].numel()} elements"
-            )
+        self._arguments.check_all_gather_list(outputs, tensor)
         host, result = self.host_of(tensor), self._flat_for(outputs)
         counts = [output.nbytes for output in outputs]
         self._wait(self.comm.Iallgatherv(octets(host), [octets(result)[0], counts, MPI.BYTE]), host, result)
-        _unpack(result, outputs)
+        unpack(result, outputs)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> None:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
-        _check_same_dtype(output, tensor)
-        if tensor.numel() != output.numel() * self.size:
-            raise ValueError(
-                f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
-                f"of {output.numel()} elements"
-            )
+        self._arguments.check_reduce_scatter(output, tensor)
         host, result = self.host_of(tensor), self.room_for(output)
         if self.shared.run("reduce_scatter", result, host, op):
             self.bring_back(output, result)
@@ -148,14 +138,8 @@ class MpiCollectives:
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> None:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
-        self._check_count(tensors, "inputs of a reduce-scatter")
-        _check_same_dtype(output, *tensors)
+        self._arguments.check_reduce_scatter_list(output, tensors)
         counts = [tensor.numel() for tensor in tensors]
-        if counts[self.rank] != output.numel():
-            raise ValueError(
-                f"rank {self.rank}: reduce-scatter of {counts[self.rank]} elements into an output of "
-                f"{output.numel()} elements"
-            )
         self._reduce_scatter(output, self._pack(tensors), op, counts)
 
     def all_to_all(
@@ -169,23 +153,21 @@ class MpiCollectives:
             output_splits: How many rows come from each rank; empty for equal parts.
             input_splits: How many rows go to each rank; empty for equal parts.
         """
-        _check_same_dtype(output, tensor)
+        self._arguments.check_all_to_all(output, tensor)
         host, result = self.host_of(tensor), self.room_for(output)
-        send, receive = self._row_bytes(host, input_splits), self._row_bytes(result, output_splits)
+        send, receive = self._split_bytes(host, input_splits), self._split_bytes(result, output_splits)
         there, here = [octets(host)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
         self._wait(self.comm.Ialltoallv(there, here), host, result)
         self.bring_back(output, result)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
-        self._check_count(outputs, "outputs of an all-to-all")
-        self._check_count(tensors, "inputs of an all-to-all")
-        _check_same_dtype(*outputs, *tensors)
+        self._arguments.check_all_to_all_list(outputs, tensors)
         flat, result = self._pack(tensors), self._flat_for(outputs)
         send, receive = [tensor.nbytes for tensor in tensors], [output.nbytes for output in outputs]
         there, here = [octets(flat)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
         self._wait(self.comm.Ialltoallv(there, here), flat, result)
-        _unpack(result, outputs)
+        unpack(result, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
@@ -193,12 +175,11 @@ class MpiCollectives:
         if self.rank != root:
             self._wait(self.comm.Igatherv(octets(host), None, root), host)
             return
-        self._check_count(outputs, "outputs of a gather")
-        _check_same_dtype(*outputs, tensor)
+        self._arguments.check_gather(outputs, tensor)
         result = self._flat_for(outputs)
         counts = [output.nbytes for output in outputs]
         self._wait(self.comm.Igatherv(octets(host), [octets(result)[0], counts, MPI.BYTE], root), host, result)
-        _unpack(result, outputs)
+        unpack(result, outputs)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
@@ -206,8 +187,7 @@ class MpiCollectives:
         if self.rank != root:
             self._wait(self.comm.Iscatterv(None, octets(result), root), result)
         else:
-            self._check_count(tensors, "inputs of a scatter")
-            _check_same_dtype(output, *tensors)
+            self._arguments.check_scatter(output, tensors)
             flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
             self._wait(self.comm.Iscatterv([octets(flat)[0], counts, MPI.BYTE], octets(result), root), flat, result)
         self.bring_back(output, result)
@@ -234,7 +214,7 @@ class MpiCollectives:
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
 
     def _is_plain(self, tensor: Tensor) -> bool:
-        return is_plain(tensor, gpu_aware=self._options.gpu_aware)
+        return is_plain(tensor, on_cuda=self._options.gpu_aware)
 
     def room_for(self, tensor: Tensor) -> Tensor:
         """Memory of a tensor's size that MPI can write: its own where possible."""
@@ -251,9 +231,7 @@ class MpiCollectives:
         return torch.empty(count, dtype=first.dtype, device="cpu" if staged else first.device, pin_memory=staged)
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        flat = self._flat_for(tensors)
-        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-            part.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        flat = pack(self._flat_for(tensors), tensors)
         if tensors[0].is_cuda:
             torch.cuda.current_stream(tensors[0].device).synchronize()
         return flat
@@ -302,28 +280,21 @@ class MpiCollectives:
         if reduction.divides:
             wire.div_(self.size, rounding_mode=None if wire.is_floating_point() else "trunc")
 
-    def _row_bytes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        rows = tensor.shape[0] if tensor.dim() else tensor.numel()
-        if not splits:
-            if rows % self.size:
-                raise ValueError(f"rank {self.rank}: {rows} rows cannot be divided evenly among {self.size} ranks")
-            return [tensor.nbytes // self.size] * self.size
-        if len(splits) != self.size or sum(splits) != rows:
-            raise ValueError(f"rank {self.rank}: splits {list(splits)} for {rows} rows and {self.size} ranks")
-        row = tensor.nbytes // rows if rows else 0
-        return [split * row for split in splits]
-
-    def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
-        if len(tensors) != self.size:
-            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
+    def _split_bytes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        return [numel * tensor.itemsize for numel in self._arguments.split_sizes(tensor, splits)]
 
 
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape), non_blocking=True)
+def _shared_group(comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> SharedMemoryGroup:
+    size = comm.Get_size()
 
+    def all_gather(own: bytes) -> list[bytes]:
+        table = bytearray(len(own) * size)
+        waits.request(comm.Iallgather(own, [table, len(own), MPI.BYTE]))
+        return [bytes(table[start : start + len(own)]) for start in range(0, len(table), len(own))]
 
-def _check_same_dtype(*tensors: Tensor) -> None:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")
+    link = SharedLink(comm.Get_rank(), size, all_gather, waits, progress_engine(os.getpid()))
+    is_enabled = options.shared_memory and not options.gpu_aware
+    return SharedMemoryGroup(
+        link,
+        SharedMemoryConfig(is_enabled, options.shared_parts, options.shared_bytes, options.shared_piece_bytes),
+    )

@@ -125,23 +125,6 @@ def octets(tensor: torch.Tensor) -> Buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE
 
 
-def is_plain(tensor: torch.Tensor, *, gpu_aware: bool = False) -> bool:
-    """Whether the memory of a tensor is its elements in order, where MPI can reach them."""
-    return (
-        (not tensor.is_cuda or gpu_aware)
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory, which torch allows and MPI forbids for input and output."""
-    start, begin = one.data_ptr(), other.data_ptr()
-    return start < begin + other.nbytes and begin < start + one.nbytes
-
-
 def _settle(tensor: torch.Tensor) -> None:
     """A GPU-aware MPI does not know the streams: what writes the tensor has to have ended."""
     if tensor.is_cuda:

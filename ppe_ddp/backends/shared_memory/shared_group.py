@@ -1,295 +1,232 @@
-"""Collectives through memory that the ranks of a node share: no message, and no rank waits for the slower ones.
+"""Collectives of one group through the memory that its ranks share: which go there, and their steps.
 
-    rank 0 and 1 write "what I bring to step s is at position x"      arrived = s
-    when all have: each does its part of the work in all memory       done = s
-    when all have: the step is complete
-
-A step is taken whenever this process comes by, in any call of the backend; nothing happens in between. So a rank that
-has launched its bucket goes on with its backward, and meets the others at the end.
+Which do is an answer that all ranks come to alike, by the size and dtype of the whole. The ranks connect at the first
+collective that is large enough. The steps of a collective whose tensors lie in shared memory are kept, and run again
+when it comes with the same memory, as in every training step. They are views of the reservation, not of what is
+allocated in it: they keep no tensor alive, and what is allocated there later may use them.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from mpi4py import MPI
+from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
-from ppe_ddp.backends.process_group.python_work import PythonWork
-from ppe_ddp.backends.shared_memory.shared_reservation import OFFER_BYTES, Address, shared_memory
-from ppe_ddp.backends.shared_memory.shared_steps import Contribution, Scratch, described
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.backends.process_group.tensor_memory import is_plain, overlap
+from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    all_gather_steps,
+    all_reduce_steps,
+    reduce_scatter_steps,
+    supports,
+)
+from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
+from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, StepQueue
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterable, Sequence
-    from datetime import timedelta
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-    from ppe_ddp.backends.mpi.mpi_waits import Waits
+    from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
 
-# The layout of a control page, in int64; what different ranks write lies in different cache lines.
-_ARRIVED, _DONE, _CLOSED, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 24, 64, 4
-_CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
-_STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
+_Kind: Any = ReduceOp.RedOpType
+# Measured: a message is faster for less than 0.5 to 1 MB, and for an all-gather of less than 4 MB.
+_GATHERED_PART = 16
+_MOST_KEPT = 256  # collectives; about 10 kB each
+
+
+class _Collective(NamedTuple):
+    """The steps of one collective, and whether other ranks access its tensor where it lies."""
+
+    steps: Iterable[Step]
+    is_shared: bool
 
 
 class SharedMemoryGroup:
-    """The steps of one group of ranks on one node, taken in the order of their launch.
+    """All-reduces, and where ``config.parts`` reduce-scatters and all-gathers, of large tensors on one node.
 
     Args:
-        rank: This process in the group.
-        maps: The reservations of all ranks.
-        controls: The control pages of all ranks.
-        memory: The reservation of this process.
-        waits: How to wait.
-        piece_bytes: No step brings more; the same on every rank.
+        link: The ranks of the group.
+        config: Which collectives come here; the same on every rank.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        maps: list[mmap.mmap],
-        controls: list[memoryview],
-        memory: SharedMemory,
-        waits: Waits,
-        piece_bytes: int,
-    ) -> None:
-        self.piece_bytes = piece_bytes
-        self._rank = rank
-        self._size = len(maps)
-        self._maps = maps
-        self._controls = controls
-        self._own = controls[rank]
-        self._memory = memory
-        self._waits = waits
-        self._progress = progress_engine(os.getpid())
-        self._launched = 0
-        self._arriving: deque[Step] = deque()
-        # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
-        self._held: deque[Step] = deque()
-        self._staging: list[Tensor] = []
-        self._staged = [0] * _STAGES  # the last step that each stage was used for
-        self._scratch = Scratch()
-        waits.at_failure.append(self._close)
+    def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
+        self._link = link
+        self._config = config
+        self._is_wanted = link.size > 1 and config.is_enabled
+        self._is_connected = False
+        self._queue: StepQueue | None = None
+        self._kept: dict[Any, tuple[Step, ...]] = {}
+        self._collectives: dict[str, Callable[..., _Collective | None]] = {"all_reduce": self._all_reduce}
+        if config.parts:
+            self._collectives |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
-    @classmethod
-    def connect(cls, comm: MPI.Intracomm, waits: Waits, piece_bytes: int) -> SharedMemoryGroup | None:
-        """Make it for the ranks of ``comm``, which must call this together; None on all where one cannot."""
-        memory = shared_memory()
-        control = -1 if memory is None else memory.reserve(_CONTROL_BYTES)
-        own = bytes(OFFER_BYTES) if memory is None else memory.address.packed(control)
-        table = bytearray(OFFER_BYTES * comm.Get_size())
-        waits.request(comm.Iallgather(own, [table, OFFER_BYTES, MPI.BYTE]))
-        contributions = [
-            Address.unpacked(table[start : start + OFFER_BYTES]) for start in range(0, len(table), OFFER_BYTES)
-        ]
-        maps: list[mmap.mmap] = []
-        if memory is not None:
-            with suppress(OSError, ValueError):
-                for address, _ in contributions:
-                    maps.append(memory.attach(address))
-        reached = bytearray([len(maps) == comm.Get_size()])
-        waits.request(comm.Iallreduce(MPI.IN_PLACE, [reached, MPI.BYTE], MPI.BAND))
-        if not reached[0]:
-            return None
-        assert memory is not None
-        controls = [
-            memoryview(space)[start : start + _CONTROL_BYTES].cast("q")
-            for space, (_, start) in zip(maps, contributions, strict=True)
-        ]
-        return cls(comm.Get_rank(), maps, controls, memory, waits, piece_bytes)
+    @property
+    def is_open(self) -> bool:
+        """Whether collectives may go through shared memory; whether they do is known at the first of them."""
+        is_possible = self._queue is not None or not self._is_connected
+        return self._is_wanted and is_possible and shared_memory() is not None
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the memory of a contiguous tensor is shared already, so that nothing has to be copied."""
-        return self._memory.position(tensor) >= 0
-
-    def start(self, steps: Iterable[Step], result: Any) -> SharedMemoryWork:
-        """Begin a collective whose tensors this process holds in shared memory.
-
-        Every rank must call ``start`` or ``run`` with steps of the same sizes and dtypes.
-        """
-        launched = [self._launch(step) for step in steps]
-        return SharedMemoryWork(self, launched, result)
-
-    def run(self, steps: Iterable[Step]) -> None:
-        """Do a collective of tensors that lie anywhere in the host's memory, and wait for it."""
-        under_way: deque[Step] = deque()
-        for index, step in enumerate(steps):
-            if len(under_way) == _STAGES:
-                self.finish(under_way.popleft())
-            if step.slab is None:
-                stage = index % _STAGES
-                self._wait_for(self._staged[stage], step.title)  # an error may have left it under way
-                step.stage(self._stage(stage), self._rank, self._size)
-                self._staged[stage] = self._launched + 1
-            under_way.append(self._launch(step))
-        while under_way:
-            self.finish(under_way.popleft())
-
-    def finish(self, step: Step) -> None:
-        """Wait for a step, and see that its result is where it belongs.
-
-        Raises:
-            CommunicationError: The ranks have brought different things.
-        """
-        self._wait_for(step.number, step.title)
-        if step.complaint:
-            raise CommunicationError(step.complaint)
-        self._progress.fence()
-        step.finish(self._rank, self._size)
-
-    def has_ended(self, step: Step) -> bool:
-        """Whether a step is complete on all ranks, or never will be; does what can be done now."""
-        self._progress.progress()
-        return self._done() >= step.number or self._waits.is_over()
-
-    def failure_of(self, step: Step) -> str:
-        """Why a step has not ended well; empty if it has, or is under way."""
-        return step.complaint or (self._waits.failure if self._done() < step.number else "")
-
-    def wait(self, steps: Sequence[Step]) -> None:
-        """Finish ``steps``."""
-        for step in steps:
-            self.finish(step)
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Shared memory for a tensor of zeros."""
+        return _reservation().allocate(numel, dtype)
 
     def drain(self) -> None:
-        """Wait until every step is complete on all ranks."""
-        self._wait_for(self._launched, "destroy_process_group")
+        """Wait until nothing is under way."""
+        if self._queue is not None:
+            self._queue.drain()
 
-    def advance(self) -> bool:
-        """Do what all have arrived for; whether nothing is left to do or to wait for."""
-        if self._own[_CLOSED]:
-            if all(page[_CLOSED] for page in self._controls):
-                self._held.clear()
-            return not self._held
-        arriving = self._arriving
-        while arriving and min(page[_ARRIVED] for page in self._controls) >= arriving[0].number:
-            self._progress.fence()
-            self._act(arriving[0])
-            self._progress.fence()
-            self._own[_DONE] = arriving.popleft().number
-        done = self._done()
-        while self._held and self._held[0].number <= done:
-            self._held.popleft()
-        return not self._held
+    def start(self, what: str, result: Any, *arguments: Any) -> SharedMemoryWork | None:
+        """Begin a collective whose input this process holds in shared memory.
 
-    def _done(self) -> int:
-        """The last step that is complete on all ranks."""
-        return min(page[_DONE] for page in self._controls)
+        Args:
+            what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
+            result: What the Work's ``result()`` gives.
+            *arguments: As a :class:`Transport` takes them.
 
-    def _wait_for(self, number: int, what: str) -> None:
-        """Wait until a step is complete on all ranks."""
-        if self._done() < number:
-            self._waits.until(lambda: self._done() >= number, what, lambda: self._absent(number))
-
-    def _absent(self, number: int) -> list[int]:
-        """Who has not come to a step; if all have, who has not done its part."""
-        late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
-        return late[0] or late[1]
-
-    def _close(self) -> None:
-        """Take no part any more. What was under way stays in memory until nobody does."""
-        with self._progress.lock:
-            self._arriving.clear()
-            self._own[_CLOSED] = 1
-
-    def _launch(self, step: Step) -> Step:
-        if self._own[_CLOSED]:
-            self._waits.check(step.title)  # raises
-        number = self._launched + 1
-        self._wait_for(number - _PLACES, step.title)  # whose record is still to be read
-        self._launched = step.number = number
-        self._publish(step)
-        self._progress.add(self)
-        self._progress.progress()
-        return step
-
-    def _publish(self, step: Step) -> None:
-        assert step.slab is not None
-        record = _RECORDS + step.number % _PLACES * _WIDTH
-        own = self._own
-        own[record] = self._memory.position(step.slab)
-        own[record + 1] = step.stride
-        own[record + 2] = step.brought.numel()
-        own[record + 3] = step.code
-        self._arriving.append(step)
-        self._held.append(step)
-        self._progress.fence()
-        own[_ARRIVED] = step.number
-
-    def _stage(self, index: int) -> Tensor:
-        while len(self._staging) <= index:
-            self._staging.append(self._memory.allocate(self.piece_bytes, torch.uint8))
-        return self._staging[index]
-
-    def _act(self, step: Step) -> None:
-        record = _RECORDS + step.number % _PLACES * _WIDTH
-        brought = [tuple(page[record + 2 : record + 4]) for page in self._controls]
-        if len(set(brought)) > 1:
-            step.complaint = self._complaint(brought)
-            return
-        contributions = [
-            Contribution(space, page[record], page[record + 1])
-            for space, page in zip(self._maps, self._controls, strict=True)
-        ]
-        with torch.no_grad():
-            step.act(contributions, self._rank, self._scratch)
-
-    def _complaint(self, brought: list[tuple[int, ...]]) -> str:
-        each = ", ".join(f"rank {rank} {described(*one)}" for rank, one in enumerate(brought))
-        return f"{self._waits.place}: the ranks have brought different tensors to one collective: {each}"
-
-
-class SharedMemoryWork(PythonWork):
-    """A collective in shared memory, under way.
-
-    It moves on in every call of the backend, on any group. Its tensors must be left alone until ``wait()`` returns.
-    """
-
-    def __init__(self, group: SharedMemoryGroup, steps: list[Step], result: Any) -> None:
-        super().__init__(result)
-        self._group = group
-        self._steps = steps
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the result is in place, no longer than the group's timeout.
-
-        Raises:
-            CommunicationError: The ranks have brought different sizes or dtypes; the same error on all. Or a rank
-                did not come in time, or has given the group up.
+        Returns:
+            None where these tensors do not go through shared memory; nothing has happened then.
         """
-        steps, self._steps = self._steps, []
-        self._group.wait(steps)
+        collective = self._collective(what, arguments)
+        if collective is None or not collective.is_shared:
+            return None
+        queue = self._queue
+        assert queue is not None
+        return SharedMemoryWork(queue, [queue.launch(step, arguments) for step in collective.steps], result)
+
+    def run(self, what: str, *arguments: Any) -> bool:
+        """Do a collective of plain tensors, and wait for it.
+
+        Returns:
+            False, with nothing done, where these tensors do not go through shared memory.
+        """
+        collective = self._collective(what, arguments)
+        if collective is None:
+            return False
+        assert self._queue is not None
+        self._queue.run(collective.steps, arguments)
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the result is in place on all ranks, or never will be."""
-        return not self._steps or self._group.has_ended(self._steps[-1])
+    def _collective(self, what: str, arguments: tuple[Any, ...]) -> _Collective | None:
+        known = self._collectives.get(what)
+        return known(*arguments) if self._is_wanted and known is not None else None
 
-    def is_success(self) -> bool:
-        """Whether it has ended without an error."""
-        return self.is_completed() and self.exception() is None
+    def _all_reduce(self, tensor: Tensor, op: Any) -> _Collective | None:
+        if not self._admits(tensor, op.op, tensor):
+            return None
 
-    def exception(self) -> BaseException | None:
-        """What ``wait()`` will raise."""
-        reasons = [reason for reason in map(self._group.failure_of, self._steps) if reason]
-        return CommunicationError(reasons[0]) if reasons else None
+        def cut(flat: Tensor) -> Iterable[Step]:
+            return all_reduce_steps(flat, op.op, self._config.piece_bytes, is_shared=is_shared)
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A completed future of ``result()``: waits first, since who waits for a future calls no backend."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        try:
-            self.wait()
-        except CommunicationError as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self._result)
-        return future
+        is_shared = _is_shared(tensor)
+        return _Collective(self._steps(cut, ("all_reduce", op.op), tensor), is_shared)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> _Collective | None:
+        if not self._admits(tensor, op.op, tensor, output) or not self._match(output, tensor):
+            return None
+
+        def cut(part: Tensor, flat: Tensor) -> Iterable[Step]:
+            rows = flat.view(self._link.size, -1)
+            return reduce_scatter_steps(part, rows, op.op, self._config.piece_bytes, is_shared=is_shared)
+
+        tensor = self._apart(tensor, output, tensor)
+        is_shared = _is_shared(tensor)
+        return _Collective(self._steps(cut, ("reduce_scatter", op.op), output, tensor), is_shared)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> _Collective | None:
+        if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
+            return None
+        if not self._admits(output, None, tensor, output) or not self._match(tensor, output):
+            return None
+
+        def cut(flat: Tensor, share: Tensor) -> Iterable[Step]:
+            rows = flat.view(self._link.size, -1)
+            return all_gather_steps(rows, share, self._config.piece_bytes, is_shared=is_shared)
+
+        tensor = self._apart(tensor, tensor, output)
+        is_shared = _is_shared(tensor)
+        return _Collective(self._steps(cut, ("all_gather",), output, tensor), is_shared)
+
+    def _steps(self, cut: Callable[..., Iterable[Step]], name: tuple[Any, ...], *tensors: Tensor) -> Iterable[Step]:
+        """The steps of a collective: kept ones where all its tensors lie in shared memory, else new ones."""
+        if not all(map(_is_shared, tensors)):
+            return cut(*map(_elements, tensors))
+        key = (*name, *((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors))
+        steps = self._kept.pop(key, None)
+        if steps is None:
+            steps = tuple(cut(*(_reservation().view_of(_elements(tensor)) for tensor in tensors)))
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
+        self._kept[key] = steps  # at the end: those that were not used for longest go first
+        return steps
+
+    def _admits(self, whole: Tensor, kind: Any, *tensors: Tensor) -> bool:
+        """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks, which connect."""
+        dtype = whole.dtype
+        if whole.nbytes < self._config.smallest_bytes or (kind is not None and dtype is torch.bool):
+            return False
+        if dtype.is_complex and kind == _Kind.MAX:
+            return False
+        if not supports(_real(dtype), _Kind.SUM if kind is None else kind):
+            return False
+        if not self._is_connected:
+            self._queue = _connect(self._link, self._config.piece_bytes)
+            self._is_connected = True
+        return self._queue is not None and all(map(is_plain, tensors))
+
+    def _match(self, part: Tensor, whole: Tensor) -> bool:
+        return part.dtype is whole.dtype and part.numel() * self._link.size == whole.numel()
+
+    def _apart(self, tensor: Tensor, part: Tensor, whole: Tensor) -> Tensor:
+        """The input, or a copy where input and output overlap and it is not this rank's part of the whole that does."""
+        is_own = part.data_ptr() == whole.data_ptr() + self._link.rank * part.nbytes
+        return tensor if is_own or not overlap(part, whole) else tensor.clone()
+
+
+def _connect(link: SharedLink, piece_bytes: int) -> StepQueue | None:
+    """Map the reservations of all ranks, which must call this together; None on all where one cannot."""
+    memory = shared_memory()
+    own = bytes(ADDRESS_BYTES) if memory is None else memory.address.packed(memory.reserve(CONTROL_BYTES))
+    addresses = [Address.unpacked(packed) for packed in link.all_gather(own)]
+    spaces: list[mmap.mmap] = []
+    if memory is not None:
+        with suppress(OSError, ValueError):
+            for address, _ in addresses:
+                spaces.append(memory.attach(address))
+    reached = link.all_gather(bytes([len(spaces) == link.size]))
+    if memory is None or not all(map(any, reached)):
+        return None
+    controls = [
+        memoryview(space)[start : start + CONTROL_BYTES].cast("q")
+        for space, (_, start) in zip(spaces, addresses, strict=True)
+    ]
+    return StepQueue(link, memory, spaces, controls, piece_bytes)
+
+
+def _reservation() -> SharedMemory:
+    memory = shared_memory()
+    assert memory is not None
+    return memory
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    return _reservation().position(tensor) >= 0
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that elements are reduced in: complex numbers are two real ones."""
+    if dtype is torch.bool:
+        return torch.uint8
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """The elements in a row, complex numbers as two real ones."""
+    flat, dtype = tensor.detach().view(-1), _real(tensor.dtype)
+    return flat if dtype is flat.dtype else flat.view(dtype)

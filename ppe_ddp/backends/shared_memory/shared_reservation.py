@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _TOKEN_BYTES = 16
-_OFFER = struct.Struct(f"<qqqq{_TOKEN_BYTES}s{_TOKEN_BYTES}s")
-OFFER_BYTES = _OFFER.size
+_ADDRESS = struct.Struct(f"<qqqq{_TOKEN_BYTES}s{_TOKEN_BYTES}s")
+ADDRESS_BYTES = _ADDRESS.size
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Address:
     node: bytes
 
     def packed(self, position: int) -> bytes:
-        """It and a position in it, in ``OFFER_BYTES`` bytes."""
-        return _OFFER.pack(self.pid, self.descriptor, self.nbytes, position, self.token, self.node)
+        """It and a position in it, in ``ADDRESS_BYTES`` bytes."""
+        return _ADDRESS.pack(self.pid, self.descriptor, self.nbytes, position, self.token, self.node)
 
     @classmethod
-    def unpacked(cls, contribution: bytes | bytearray) -> tuple[Address, int]:
+    def unpacked(cls, packed: bytes | bytearray) -> tuple[Address, int]:
         """What :meth:`packed` was made of."""
-        pid, descriptor, nbytes, position, token, node = _OFFER.unpack(contribution)
+        pid, descriptor, nbytes, position, token, node = _ADDRESS.unpack(packed)
         return cls(pid, descriptor, nbytes, token, node), position
 
 
@@ -105,6 +105,10 @@ class SharedMemory:
         """Where a contiguous tensor begins in the reservation, in bytes; -1 for a tensor that is elsewhere."""
         position = tensor.data_ptr() - self._base
         return position if 0 <= position < self.address.nbytes else -1
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """A view of the memory of a 1-D tensor in the reservation that does not keep it from being given back."""
+        return torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=self.position(tensor))
 
     def attach(self, address: Address) -> mmap.mmap:
         """Map the reservation of a process of this node.

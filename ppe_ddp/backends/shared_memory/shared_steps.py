@@ -1,11 +1,12 @@
-"""What one rank does with the memory of all, once each has shown its own: the arithmetic of mpi_shared.py.
+"""The arithmetic of collectives in shared memory: what one rank computes once every rank has published its tensor.
 
-    SumStep      each sums its slice over all, and writes it into all
-    ReduceScatterStep  each sums its row over all, for itself
-    AllGatherStep   each reads what the others show
+    AllReduceStep      each sums its slice over all ranks, and writes it into the memory of all
+    ReduceScatterStep  each sums its row over all ranks, for itself
+    AllGatherStep      each reads what the others have published
 
 A step is one piece of a collective. It is cut alike on every rank, wherever the tensors lie, so that a rank whose
-tensor is in shared memory meets one that has to copy its own there.
+tensor is in shared memory meets one that has to copy its own there. A step may be run again and again: the views of
+its own and of the other ranks' memory are made once, and again only when another rank publishes another place.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ _CHUNK_BYTES = 1 << 20  # stays in the cache between the sum and its way back
 _LINE_BYTES = 64
 
 
-def serves(dtype: torch.dtype, kind: Any) -> bool:
-    """Whether there are sums of this kind and dtype; complex numbers come as real ones."""
+def supports(dtype: torch.dtype, kind: Any) -> bool:
+    """Whether tensors of this dtype can be reduced by this operation here; complex numbers come as real ones."""
     return dtype in _CODES and kind in _KINDS
 
 
-def described(numel: int, code: int) -> str:
-    """What a rank has brought, by the numbers that the ranks show one another."""
+def describe_record(numel: int, code: int) -> str:
+    """A rank's published record as text: ``"8 x float32 (all_reduce SUM)"``."""
     kind, dtype = divmod(code, len(_DTYPES))
     name, kind = divmod(kind, len(_KINDS))
     what = _NAMES[name] if name == AllGatherStep.name else f"{_NAMES[name]} {_KINDS[kind].name}"
     return f"{numel} x {str(_DTYPES[dtype]).removeprefix('torch.')} ({what})"
 
 
-class Contribution(NamedTuple):
-    """What one rank shows in a step.
+class Region(NamedTuple):
+    """Where the tensor that one rank has published for a step lies.
 
     Attributes:
-        space: Its reservation.
+        space: The rank's reservation.
         position: Where in it, in bytes.
         stride: From one row to the next, in elements.
     """
@@ -69,8 +70,8 @@ class Contribution(NamedTuple):
     position: int
     stride: int
 
-    def part(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
-        """Some elements of it, 1-D."""
+    def view(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        """Some of its elements, 1-D."""
         offset = self.position + start * dtype.itemsize
         return torch.frombuffer(self.space, dtype=dtype, count=count, offset=offset)
 
@@ -89,29 +90,27 @@ class Scratch:
 
 
 class Step(ABC):
-    """One piece under way.
+    """One piece of a collective; it has no state of one run, so that it may be under way several times at once.
 
     Args:
-        brought: This rank's part in it, the same size and dtype on every rank.
+        local: This rank's tensor, of the same size and dtype on every rank.
         kind: SUM, AVG or MAX.
-        is_shared: Whether ``brought`` lies in shared memory.
+        is_shared: Whether ``local`` lies in shared memory.
 
     Attributes:
-        slab: What the other ranks look at; None before :meth:`stage` where nothing is in shared memory yet.
+        shared: What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
         code: The collective, its kind and dtype: the same on every rank.
-        number: Counted on each group, from 1.
-        complaint: What is wrong with it.
     """
 
     name: int
 
-    def __init__(self, brought: Tensor, kind: Any, *, is_shared: bool) -> None:
-        self.brought = brought
+    def __init__(self, local: Tensor, kind: Any, *, is_shared: bool) -> None:
+        self.local = local
         self.kind = kind
-        self.slab = brought if is_shared else None
-        self.code = _CODES[brought.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
-        self.number = 0
-        self.complaint = ""
+        self.shared = local if is_shared else None
+        self.code = _CODES[local.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
+        self._regions: Sequence[Region] = ()
+        self._views: list[tuple[Tensor, ...]] = []
 
     @property
     def title(self) -> str:
@@ -120,54 +119,64 @@ class Step(ABC):
 
     @property
     def stride(self) -> int:
-        """From one row of the slab to the next, in elements."""
+        """From one row of ``shared`` to the next, in elements."""
         return 0
 
     @abstractmethod
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy what others will look at to ``memory``, shared bytes, and make that the slab."""
+        """Copy what others will access to ``memory``, shared bytes, and make that ``shared``."""
 
-    @abstractmethod
-    def act(self, contributions: Sequence[Contribution], rank: int, scratch: Scratch) -> None:
-        """Do this rank's part of the work. What every rank shows is there; nobody changes it before all have acted."""
+    def act(self, regions: Sequence[Region], rank: int, scratch: Scratch) -> None:
+        """Do this rank's part of the work. All ranks have published; nobody changes a tensor before all have acted."""
+        if self._regions != regions:
+            self._views = list(self._cut(regions, rank)) if self.local.numel() else []
+            self._regions = regions
+        for views in self._views:
+            self._compute(views, scratch)
 
     @abstractmethod
     def finish(self, rank: int, size: int) -> None:
         """Bring the result to where it belongs; all ranks have acted."""
 
+    @abstractmethod
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        """The memory that this rank works on, as views for one :meth:`_compute` each."""
 
-class SumStep(Step):
+    @abstractmethod
+    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
+        """Do the work on some views."""
+
+
+class AllReduceStep(Step):
     """A sum over the ranks, in place."""
 
     name = 0
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
         """Copy what the others sum."""
-        local = self.brought
-        self.slab = memory[: local.nbytes].view(local.dtype)
+        local = self.local
+        self.shared = memory[: local.nbytes].view(local.dtype)
         for part in _parts_of_others(local, rank, size):
-            self.slab[part].copy_(local[part])
-
-    def act(self, contributions: Sequence[Contribution], rank: int, scratch: Scratch) -> None:
-        """Sum one slice, and write it into the memory of all."""
-        part = _part(self.brought, rank, len(contributions))
-        count = part.stop - part.start
-        if count > 0:
-            dtype = self.brought.dtype
-            others = [
-                contribution.part(dtype, part.start, count) for i, contribution in enumerate(contributions) if i != rank
-            ]
-            own = self.brought[part]
-            for some, *them in _chunks(own, *others):
-                _reduce(some, some, them, self.kind, scratch)
-                for other in them:
-                    other.copy_(some)
+            self.shared[part].copy_(local[part])
 
     def finish(self, rank: int, size: int) -> None:
         """Take what the others have summed."""
-        if self.slab is not None and self.slab is not self.brought:
-            for part in _parts_of_others(self.brought, rank, size):
-                self.brought[part].copy_(self.slab[part])
+        if self.shared is not None and self.shared is not self.local:
+            for part in _parts_of_others(self.local, rank, size):
+                self.local[part].copy_(self.shared[part])
+
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        part, dtype = _part(self.local, rank, len(regions)), self.local.dtype
+        count = part.stop - part.start
+        if count > 0:
+            others = [region.view(dtype, part.start, count) for i, region in enumerate(regions) if i != rank]
+            yield from _chunks(self.local[part], *others)
+
+    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
+        own, *others = views
+        _reduce(own, own, others, self.kind, scratch)
+        for other in others:
+            other.copy_(own)
 
 
 class ReduceScatterStep(Step):
@@ -188,35 +197,36 @@ class ReduceScatterStep(Step):
 
     @property
     def stride(self) -> int:
-        """From one row of the slab to the next, in elements."""
-        return 0 if self.slab is None else self.slab.stride(0)
+        """From one row of ``shared`` to the next, in elements."""
+        return 0 if self.shared is None else self.shared.stride(0)
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
         """Copy the rows of the others."""
-        rows = self.brought
-        self.slab = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        rows = self.local
+        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
         for part in (slice(0, rank), slice(rank + 1, size)):
-            self.slab[part].copy_(rows[part])
-
-    def act(self, contributions: Sequence[Contribution], rank: int, scratch: Scratch) -> None:
-        """Sum one's own row."""
-        own, result, dtype = self.brought[rank], self._result, self._result.dtype
-        count = own.numel()
-        if count > 0:
-            theirs = [o.part(dtype, rank * o.stride, count) for i, o in enumerate(contributions) if i != rank]
-            for some, mine, *them in _chunks(result, own, *theirs):
-                _reduce(some, mine, them, self.kind, scratch)
+            self.shared[part].copy_(rows[part])
 
     def finish(self, rank: int, size: int) -> None:
         """Nothing: the result is where it belongs."""
 
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        own, result = self.local[rank], self._result
+        count, dtype = own.numel(), own.dtype
+        others = [region.view(dtype, rank * region.stride, count) for i, region in enumerate(regions) if i != rank]
+        return _chunks(result, own, *others)
+
+    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
+        result, own, *others = views
+        _reduce(result, own, others, self.kind, scratch)
+
 
 class AllGatherStep(Step):
-    """What every rank has, brought to all.
+    """The tensors of all ranks, brought to each.
 
     Args:
-        rows: Where that belongs: (size x columns), each row contiguous.
-        share: What this rank has: 1-D; it may be this rank's row.
+        rows: Where they belong: (size x columns), each row contiguous.
+        share: This rank's: 1-D; it may be this rank's row.
         is_shared: Whether ``share`` lies in shared memory.
     """
 
@@ -227,42 +237,43 @@ class AllGatherStep(Step):
         self._rows = rows
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy one's own."""
-        share = self.brought
-        self.slab = memory[: share.nbytes].view(share.dtype).copy_(share)
-
-    def act(self, contributions: Sequence[Contribution], rank: int, scratch: Scratch) -> None:
-        """Read what the others show."""
-        share, count = self.brought, self.brought.numel()
-        if count == 0:
-            return
-        for other, (row, contribution) in enumerate(zip(self._rows, contributions, strict=True)):
-            if other != rank:
-                row.copy_(contribution.part(share.dtype, 0, count))
-            elif row.data_ptr() != share.data_ptr():
-                row.copy_(share)
+        """Copy this rank's."""
+        share = self.local
+        self.shared = memory[: share.nbytes].view(share.dtype).copy_(share)
 
     def finish(self, rank: int, size: int) -> None:
         """Nothing: the result is where it belongs."""
 
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        share = self.local
+        for other, (row, region) in enumerate(zip(self._rows, regions, strict=True)):
+            if other != rank:
+                yield row, region.view(share.dtype, 0, share.numel())
+            elif row.data_ptr() != share.data_ptr():
+                yield row, share
 
-def cut_sum(flat: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool) -> Iterator[SumStep]:
+    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
+        row, source = views
+        row.copy_(source)
+
+
+def all_reduce_steps(flat: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool) -> Iterator[AllReduceStep]:
     """The steps of an all-reduce of ``flat``, 1-D, in place."""
-    for (piece,) in _cut(max(1, piece_bytes // flat.itemsize), flat):
-        yield SumStep(piece, kind, is_shared=is_shared)
+    for (piece,) in _columns(max(1, piece_bytes // flat.itemsize), flat):
+        yield AllReduceStep(piece, kind, is_shared=is_shared)
 
 
-def cut_scatter(
+def reduce_scatter_steps(
     result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool
 ) -> Iterator[ReduceScatterStep]:
     """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-    for part, piece in _cut(max(1, piece_bytes // (rows.itemsize * len(rows))), result, rows):
+    for part, piece in _columns(max(1, piece_bytes // (rows.itemsize * len(rows))), result, rows):
         yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
 
 
-def cut_gather(rows: Tensor, share: Tensor, piece_bytes: int, *, is_shared: bool) -> Iterator[AllGatherStep]:
+def all_gather_steps(rows: Tensor, share: Tensor, piece_bytes: int, *, is_shared: bool) -> Iterator[AllGatherStep]:
     """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for part, piece in _cut(max(1, piece_bytes // (rows.itemsize * len(rows))), rows, share):
+    for part, piece in _columns(max(1, piece_bytes // (rows.itemsize * len(rows))), rows, share):
         yield AllGatherStep(part, piece, is_shared=is_shared)
 
 
@@ -280,10 +291,10 @@ def _parts_of_others(flat: Tensor, rank: int, size: int) -> list[slice]:
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return _cut(max(1, _CHUNK_BYTES // tensors[0].itemsize), *tensors)
+    return _columns(max(1, _CHUNK_BYTES // tensors[0].itemsize), *tensors)
 
 
-def _cut(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _columns(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same columns of each tensor, at most ``width`` at a time."""
     if tensors[0].shape[-1] <= width:  # where every view would cost as much as the sum
         return iter((tensors,))

@@ -1,0 +1,93 @@
+"""What shared memory needs of the transport that brings its ranks together; any that can exchange bytes may be it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class FailableWaits(Protocol):
+    """The waits of one group: each ends with an error when a rank gives the group up, or the time is over.
+
+    Attributes:
+        place: Who and where, for errors.
+        failure: Why the group cannot be used any more; empty while it can.
+        at_failure: Called when the group is given up.
+    """
+
+    place: str
+    failure: str
+    at_failure: list[Callable[[], None]]
+
+    def until(self, arrived: Callable[[], Any], what: str, absent: Callable[[], Sequence[int]] = ...) -> None:
+        """Wait until ``arrived()``; ``absent`` gives the ranks that are waited for.
+
+        Raises:
+            CommunicationError: The group was given up, or the time is over.
+        """
+
+    def is_over(self) -> bool:
+        """Whether a rank has given the group up."""
+        ...
+
+    def check(self, what: str) -> None:
+        """Raise CommunicationError if a rank has given the group up."""
+
+
+class Progress(Protocol):
+    """The progress engine of this process: advances collectives that move only while this process calls in."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while anything is advanced."""
+        ...
+
+    def add(self, group: Any) -> None:
+        """Advance ``group`` until it has nothing left to do."""
+
+    def progress(self) -> None:
+        """Do what can be done now, without waiting."""
+
+    def fence(self) -> None:
+        """Let no memory access move across, on any processor."""
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """How the ranks of one group reach each other besides their shared memory.
+
+    Attributes:
+        rank: This process in the group.
+        size: How many ranks the group has.
+        all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
+        waits: How to wait for other ranks.
+        progress: Advances the group's collectives whenever this process calls any backend.
+    """
+
+    rank: int
+    size: int
+    all_gather: Callable[[bytes], list[bytes]]
+    waits: FailableWaits
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class SharedMemoryConfig:
+    """Which collectives go through shared memory; the same on every rank.
+
+    Attributes:
+        is_enabled: Whether any does.
+        parts: Whether reduce-scatters and all-gathers do, too.
+        smallest_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, a 16th
+            of the output.
+        piece_bytes: What is larger goes in pieces of this size.
+    """
+
+    is_enabled: bool
+    parts: bool
+    smallest_bytes: int
+    piece_bytes: int
