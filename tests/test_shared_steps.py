@@ -56,7 +56,8 @@ class Node:
                 position = step.shared.data_ptr() - start if step.shared.numel() else BEFORE
                 regions.append(Region(self.spaces[rank], position, step.stride))
             for rank in reversed(range(self.size)):
-                steps[rank].act(regions, rank, Scratch())
+                steps[rank].prepare(regions, rank)
+                steps[rank].act(Scratch())
             for rank, step in enumerate(steps):
                 step.finish(rank, self.size)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.process_group.tensor_memory import is_plain, overlap
@@ -28,8 +29,6 @@ from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, StepQueue
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable
-
-    from torch import Tensor
 
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
@@ -59,19 +58,20 @@ class SharedMemoryGroup:
     def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
         self._link = link
         self._config = config
-        self._is_wanted = link.size > 1 and config.is_enabled
         self._is_connected = False
         self._queue: StepQueue | None = None
-        self._kept: dict[Any, tuple[Step, ...]] = {}
-        self._collectives: dict[str, Callable[..., _Collective | None]] = {"all_reduce": self._all_reduce}
-        if config.parts:
-            self._collectives |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
+        self._kept: dict[Any, _Collective] = {}
+        self._makers: dict[str, Callable[..., _Collective | None]] = {}
+        if link.size > 1 and config.is_enabled:
+            self._makers["all_reduce"] = self._all_reduce
+            if config.parts:
+                self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     @property
     def is_open(self) -> bool:
         """Whether collectives may go through shared memory; whether they do is known at the first of them."""
         is_possible = self._queue is not None or not self._is_connected
-        return self._is_wanted and is_possible and shared_memory() is not None
+        return bool(self._makers) and is_possible and shared_memory() is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Shared memory for a tensor of zeros."""
@@ -114,57 +114,46 @@ class SharedMemoryGroup:
         return True
 
     def _collective(self, what: str, arguments: tuple[Any, ...]) -> _Collective | None:
-        known = self._collectives.get(what)
-        return known(*arguments) if self._is_wanted and known is not None else None
-
-    def _all_reduce(self, tensor: Tensor, op: Any) -> _Collective | None:
-        if not self._admits(tensor, op.op, tensor):
+        """The steps of a collective: kept ones where it came with the same memory before."""
+        make = self._makers.get(what)
+        if make is None:
             return None
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        operation = None if what == "all_gather" else arguments[-1].op
+        key = (what, operation, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept if all(map(is_plain, tensors)) else None
+        made = make(operation, *tensors)
+        if made is not None and made.is_shared and all(map(_is_shared, tensors)):
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
+            made = self._kept[key] = _Collective(tuple(made.steps), is_shared=True)
+        return made
 
-        def cut(flat: Tensor) -> Iterable[Step]:
-            return all_reduce_steps(flat, op.op, self._config.piece_bytes, is_shared=is_shared)
-
-        is_shared = _is_shared(tensor)
-        return _Collective(self._steps(cut, ("all_reduce", op.op), tensor), is_shared)
-
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> _Collective | None:
-        if not self._admits(tensor, op.op, tensor, output) or not self._match(output, tensor):
+    def _all_reduce(self, operation: Any, tensor: Tensor) -> _Collective | None:
+        if not self._admits(tensor, operation, tensor):
             return None
+        (flat,), is_shared = _elements(tensor), _is_shared(tensor)
+        return _Collective(all_reduce_steps(flat, operation, self._config.piece_bytes, is_shared=is_shared), is_shared)
 
-        def cut(part: Tensor, flat: Tensor) -> Iterable[Step]:
-            rows = flat.view(self._link.size, -1)
-            return reduce_scatter_steps(part, rows, op.op, self._config.piece_bytes, is_shared=is_shared)
-
+    def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
+        if not self._admits(tensor, operation, tensor, output) or not self._match(output, tensor):
+            return None
         tensor = self._apart(tensor, output, tensor)
-        is_shared = _is_shared(tensor)
-        return _Collective(self._steps(cut, ("reduce_scatter", op.op), output, tensor), is_shared)
+        (part, flat), is_shared = _elements(output, tensor), _is_shared(tensor)
+        rows, most = flat.view(self._link.size, -1), self._config.piece_bytes
+        return _Collective(reduce_scatter_steps(part, rows, operation, most, is_shared=is_shared), is_shared)
 
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> _Collective | None:
+    def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
         if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
             return None
         if not self._admits(output, None, tensor, output) or not self._match(tensor, output):
             return None
-
-        def cut(flat: Tensor, share: Tensor) -> Iterable[Step]:
-            rows = flat.view(self._link.size, -1)
-            return all_gather_steps(rows, share, self._config.piece_bytes, is_shared=is_shared)
-
         tensor = self._apart(tensor, tensor, output)
-        is_shared = _is_shared(tensor)
-        return _Collective(self._steps(cut, ("all_gather",), output, tensor), is_shared)
-
-    def _steps(self, cut: Callable[..., Iterable[Step]], name: tuple[Any, ...], *tensors: Tensor) -> Iterable[Step]:
-        """The steps of a collective: kept ones where all its tensors lie in shared memory, else new ones."""
-        if not all(map(_is_shared, tensors)):
-            return cut(*map(_elements, tensors))
-        key = (*name, *((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors))
-        steps = self._kept.pop(key, None)
-        if steps is None:
-            steps = tuple(cut(*(_reservation().view_of(_elements(tensor)) for tensor in tensors)))
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
-        self._kept[key] = steps  # at the end: those that were not used for longest go first
-        return steps
+        (flat, share), is_shared = _elements(output, tensor), _is_shared(tensor)
+        rows = flat.view(self._link.size, -1)
+        return _Collective(all_gather_steps(rows, share, self._config.piece_bytes, is_shared=is_shared), is_shared)
 
     def _admits(self, whole: Tensor, kind: Any, *tensors: Tensor) -> bool:
         """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks, which connect."""
@@ -226,7 +215,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _elements(tensor: Tensor) -> Tensor:
-    """The elements in a row, complex numbers as two real ones."""
-    flat, dtype = tensor.detach().view(-1), _real(tensor.dtype)
-    return flat if dtype is flat.dtype else flat.view(dtype)
+def _elements(*tensors: Tensor) -> list[Tensor]:
+    """The elements of each in a row; where all are in shared memory, as views that keep none of them alive."""
+    flat = [tensor.detach().view(-1).view(_real(tensor.dtype)) for tensor in tensors]
+    return list(map(_reservation().view_of, flat)) if all(map(_is_shared, tensors)) else flat

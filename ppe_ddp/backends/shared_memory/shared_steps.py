@@ -100,6 +100,8 @@ class Step(ABC):
     Attributes:
         shared: What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
         code: The collective, its kind and dtype: the same on every rank.
+        title: The collective's name.
+        records: What all ranks had published when it was last prepared.
     """
 
     name: int
@@ -109,13 +111,9 @@ class Step(ABC):
         self.kind = kind
         self.shared = local if is_shared else None
         self.code = _CODES[local.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
-        self._regions: Sequence[Region] = ()
+        self.title = _NAMES[self.name]
+        self.records: list[list[int]] = []
         self._views: list[tuple[Tensor, ...]] = []
-
-    @property
-    def title(self) -> str:
-        """The collective's name."""
-        return _NAMES[self.name]
 
     @property
     def stride(self) -> int:
@@ -126,11 +124,12 @@ class Step(ABC):
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
         """Copy what others will access to ``memory``, shared bytes, and make that ``shared``."""
 
-    def act(self, regions: Sequence[Region], rank: int, scratch: Scratch) -> None:
+    def prepare(self, regions: Sequence[Region], rank: int) -> None:
+        """Make the views of what the ranks have published, for all runs until one publishes another place."""
+        self._views = list(self._cut(regions, rank)) if self.local.numel() else []
+
+    def act(self, scratch: Scratch) -> None:
         """Do this rank's part of the work. All ranks have published; nobody changes a tensor before all have acted."""
-        if self._regions != regions:
-            self._views = list(self._cut(regions, rank)) if self.local.numel() else []
-            self._regions = regions
         for views in self._views:
             self._compute(views, scratch)
 

@@ -20,7 +20,7 @@ from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -83,6 +83,7 @@ class StepQueue:
         self._own = controls[link.rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
+        self._complete = 0  # as far as this rank has seen
         self._arriving: deque[LaunchedStep] = deque()
         # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
         self._held: deque[LaunchedStep] = deque()
@@ -154,7 +155,7 @@ class StepQueue:
                 self._held.clear()
             return not self._held
         arriving = self._arriving
-        while arriving and min(page[_ARRIVED] for page in self._controls) >= arriving[0].number:
+        while arriving and min([page[_ARRIVED] for page in self._controls]) >= arriving[0].number:
             self._progress.fence()
             self._act(arriving[0])
             self._progress.fence()
@@ -166,11 +167,12 @@ class StepQueue:
 
     def _done(self) -> int:
         """The last step that is complete on all ranks."""
-        return min(page[_DONE] for page in self._controls)
+        self._complete = min([page[_DONE] for page in self._controls])
+        return self._complete
 
     def _wait_for(self, number: int, what: str) -> None:
         """Wait until a step is complete on all ranks."""
-        if self._done() < number:
+        if self._complete < number and self._done() < number:
             self._waits.until(lambda: self._done() >= number, what, lambda: self._absent(number))
 
     def _absent(self, number: int) -> list[int]:
@@ -203,18 +205,18 @@ class StepQueue:
         return self._staging[index]
 
     def _act(self, launched: LaunchedStep) -> None:
-        record = _RECORDS + launched.number % _PLACES * _WIDTH
-        records = [(page[record + 2], page[record + 3]) for page in self._controls]
-        if any(one != records[0] for one in records):
-            launched.error = self._mismatch(records)
-            return
-        regions = [
-            Region(space, page[record], page[record + 1])
-            for space, page in zip(self._spaces, self._controls, strict=True)
-        ]
+        step, record = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
+        records = [page[record : record + _WIDTH].tolist() for page in self._controls]
         with torch.no_grad():
-            launched.step.act(regions, self._rank, self._scratch)
+            if records != step.records:
+                if any(one[2:] != records[0][2:] for one in records):
+                    launched.error = self._mismatch(records)
+                    return
+                regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
+                step.prepare(regions, self._rank)
+                step.records = records
+            step.act(self._scratch)
 
-    def _mismatch(self, records: Sequence[tuple[int, int]]) -> str:
-        each = ", ".join(f"rank {rank} {describe_record(*record)}" for rank, record in enumerate(records))
+    def _mismatch(self, records: list[list[int]]) -> str:
+        each = ", ".join(f"rank {rank} {describe_record(*record[2:])}" for rank, record in enumerate(records))
         return f"{self._waits.place}: the ranks have brought different tensors to one collective: {each}"
