@@ -19,7 +19,6 @@ from ppe_ddp.engine.bucket_plan import Packing
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.module_state import ModuleState
-from ppe_ddp.engine.nested_tensors import tensors_in
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
 from ppe_ddp.engine.torch_internals import call_uncompiled
@@ -30,6 +29,7 @@ from ppe_ddp.inputs import Inputs
 from ppe_ddp.joining import DdpJoinHook, announce
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
+from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.options import Options, check_arguments, check_ignored, first_given
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.engine.nested_tensors import mapped
+from ppe_ddp.nested_tensors import mapped
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ppe_ddp.engine.nested_tensors import mapped, tensors_in
 from ppe_ddp.engine.torch_internals import at_end_of_backward
+from ppe_ddp.nested_tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor

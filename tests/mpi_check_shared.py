@@ -186,6 +186,64 @@ def shared_sums_of_different_tensors():
 
 
 @check(ranks=2)
+def shared_steps_are_cut_once_for_the_same_memory():
+    """The second collective cuts nothing; one rank that brings another place is followed; no tensor is kept alive."""
+    from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
+    from ppe_ddp.backends.shared_memory.shared_steps import Region
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(pg_options=shared_group().pg_options)
+    total, rows = in_shared_memory(torch.ones(5000), group), in_shared_memory(torch.ones(size * 5000), group)
+    cut, view = [], Region.view
+
+    def noted(self, *arguments):
+        cut.append(arguments)
+        return view(self, *arguments)
+
+    def run(mine, count):
+        group.allreduce([mine.fill_(1.0)]).wait()
+        assert mine.tolist() == [size] * 5000
+        part = rows.fill_(1.0)[rank * 5000 : (rank + 1) * 5000]
+        group.reduce_scatter_single(part, rows).wait()
+        group.all_gather_single(rows, part).wait()
+        assert rows.tolist() == [size] * rows.numel()
+        assert (len(cut) > 0) == count, f"views cut: {cut}"
+        cut.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Region, "view", noted)
+        run(total, count=True)
+        run(total, count=False)
+        other = in_shared_memory(torch.ones(5000), group)
+        run(other if rank == 0 else total, count=True)
+        run(total, count=rank != 0)
+        run(total, count=False)
+    dist.barrier()
+    position = shared_memory().position(total)
+    del total
+    again = group.allocate_tensor(5000, dtype=torch.float32, device=CPU)
+    assert shared_memory().position(again) == position  # kept steps do not hold it
+    run(again, count=False)  # and serve what lies there now
+    group.allreduce([again.view(50, 100).t().fill_(2.0)]).wait()  # not in the order of memory: not by these steps
+    assert again.tolist() == [2.0 * size] * 5000
+
+
+@check(ranks=2)
+def shared_steps_are_kept_for_so_many_collectives_only():
+    from ppe_ddp.backends.shared_memory import shared_group as module
+
+    group = dist.new_group(pg_options=shared_group().pg_options)
+    whole = in_shared_memory(torch.ones(200), group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MOST_KEPT", 3)
+        for _ in range(2):
+            for start in range(0, 200, 20):
+                group.allreduce([whole[start : start + 20]]).wait()
+        assert len(group._mpi.shared._kept) == 3
+    assert whole.tolist() == [dist.get_world_size() ** 2] * 200
+
+
+@check(ranks=2)
 def shared_memory_goes_back():
     """To the system with the last view of a tensor, and to the next tensor of its size."""
     from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory

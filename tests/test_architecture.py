@@ -16,6 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the bottom to the top; a layer imports from those before it, and from itself.
 LAYERS = [
     "errors",
+    "nested_tensors",
     "contracts",
     "functions",
     "backends",

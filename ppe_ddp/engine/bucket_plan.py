@@ -16,6 +16,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ppe_ddp.engine.strides import is_packed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -61,12 +63,7 @@ class ParameterSpec:
     @property
     def is_row_major(self) -> bool:
         """Whether the elements of a gradient lie in the order of their indices."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= max(size, 1)
-        return True
+        return is_packed(zip(reversed(self.stride), reversed(self.shape), strict=True))
 
     def described(self) -> str:
         """The agreed part as text, for fingerprints and messages."""

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.bucket_plan import ParameterSpec
+from ppe_ddp.engine.strides import is_non_overlapping_and_dense
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from torch import Tensor
 
@@ -142,7 +143,7 @@ def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
             "this wrapper; wrap the module before sharding it or leave the parameter out"
         )
     shape = tuple(parameter.shape)
-    dense = parameter.is_contiguous() or _is_dense(parameter)
+    dense = parameter.is_contiguous() or is_non_overlapping_and_dense(parameter)
     stride = tuple(parameter.stride()) if dense else tuple(torch.empty(shape, device="meta").stride())
     return ParameterSpec(name, shape, stride, parameter.dtype, parameter.device, sparse)
 
@@ -151,19 +152,3 @@ def _is_expanded(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without holes or overlap, in some order of its dimensions."""
-    expected = 1
-    for stride, size in _by_stride(tensor):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _by_stride(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    yield from sorted(zip(tensor.stride(), tensor.shape, strict=True))

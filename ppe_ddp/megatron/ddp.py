@@ -13,7 +13,6 @@ from typing_extensions import overload  # typing's remembers what it has seen fr
 
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.module_state import ModuleState
-from ppe_ddp.engine.nested_tensors import tensors_in
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
@@ -22,6 +21,7 @@ from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallel
 from ppe_ddp.megatron.data_parallel_base import DistributedDataParallelBase
 from ppe_ddp.megatron.gradient_buffers import GradientBuffers
 from ppe_ddp.megatron.signature import setup_of, showing_both_forms
+from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ppe_ddp.engine.strides import is_non_overlapping_and_dense
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,7 +33,7 @@ class MasterWeight:
         self.shard = shard
         self.dtype = torch.promote_types(shard.parameter.dtype, dtype)
         own = self._own()
-        self.is_alias = own.dtype == self.dtype and _lies_flat(shard.parameter)
+        self.is_alias = own.dtype == self.dtype and is_non_overlapping_and_dense(shard.parameter)
         self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
         self._version = shard.parameter._version
         self._address = shard.parameter.data_ptr()
@@ -39,7 +41,7 @@ class MasterWeight:
     def _own(self) -> Tensor:
         """This rank's part of the parameter as it is now: its memory where that is dense, else a copy."""
         parameter, shard = self.shard.parameter.detach(), self.shard
-        if _lies_flat(parameter):
+        if is_non_overlapping_and_dense(parameter):
             return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
@@ -59,13 +61,3 @@ class MasterWeight:
     def keep(self) -> None:
         """Note that the parameter has the values of the master weight now."""
         self._version = self.shard.parameter._version
-
-
-def _lies_flat(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without holes, in some order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= max(size, 1)
-    return True

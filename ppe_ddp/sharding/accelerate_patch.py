@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
-from unittest import mock
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -18,6 +17,7 @@ from ppe_ddp.sharding.load_group import LoadGroup
 
 if TYPE_CHECKING:
     import os
+    from types import ModuleType
 
 _PACKAGES = ("accelerate", "transformers")
 
@@ -45,10 +45,21 @@ def patch_accelerate() -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in _PACKAGES and getattr(module, "__dict__", {}).get("load_state_dict") is theirs:
-                stack.enter_context(mock.patch.object(module, "load_state_dict", _load_state_dict))
+                stack.enter_context(_replaced(module, "load_state_dict", _load_state_dict))
         original = torch_state_dict.set_model_state_dict
-        stack.enter_context(mock.patch.object(torch_state_dict, "set_model_state_dict", _setter(original)))
+        stack.enter_context(_replaced(torch_state_dict, "set_model_state_dict", _setter(original)))
         yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Any) -> Iterator[None]:
+    """Have ``module.name`` be ``function`` inside the block."""
+    original = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 class _Unreadable(dict[str, Any]):

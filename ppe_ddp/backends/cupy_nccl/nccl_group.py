@@ -22,8 +22,9 @@ from ppe_ddp.backends.cupy_nccl.nccl_watchdog import Watchdog
 from ppe_ddp.backends.cupy_nccl.nccl_work import NcclOperation, NcclWork
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
 from ppe_ddp.backends.process_group.other_device_groups import group_over
-from ppe_ddp.backends.process_group.python_group import CollectiveGroup, tensors_in
+from ppe_ddp.backends.process_group.python_group import CollectiveGroup
 from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.backends.process_group.python_group import PythonGroup, tensors_in
+from ppe_ddp.backends.process_group.python_group import PythonGroup
+from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, device

@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import _world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch.distributed import Work
 
-__all__ = ["CollectiveGroup", "PythonGroup", "Transport", "op_of", "tensors_in"]
+__all__ = ["CollectiveGroup", "PythonGroup", "Transport", "op_of"]
 
 _SUM = ReduceOp(ReduceOp.SUM)
 
@@ -257,15 +257,6 @@ class CollectiveGroup(PythonGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in lists and tuples, however deep."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
 
 
 def _zipped(

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.nested_tensors import tensors_in
 from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
