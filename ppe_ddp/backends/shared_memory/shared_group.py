@@ -41,10 +41,17 @@ _MOST_KEPT = 256  # collectives; about 10 kB each
 
 
 class _Collective(NamedTuple):
-    """The steps of one collective, and whether other ranks access its tensor where it lies."""
+    """The steps of one collective.
+
+    Attributes:
+        steps: In order.
+        is_shared: Whether other ranks access its input where it lies.
+        is_lasting: Whether all its tensors lie in shared memory, so that the steps can be kept.
+    """
 
     steps: Iterable[Step]
     is_shared: bool
+    is_lasting: bool
 
 
 class SharedMemoryGroup:
@@ -59,6 +66,7 @@ class SharedMemoryGroup:
         self._link = link
         self._config = config
         self._is_connected = False
+        self._memory: SharedMemory | None = None
         self._queue: StepQueue | None = None
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
@@ -75,7 +83,9 @@ class SharedMemoryGroup:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Shared memory for a tensor of zeros."""
-        return _reservation().allocate(numel, dtype)
+        memory = shared_memory()
+        assert memory is not None
+        return memory.allocate(numel, dtype)
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
@@ -125,25 +135,30 @@ class SharedMemoryGroup:
         if kept is not None:
             return kept if all(map(is_plain, tensors)) else None
         made = make(operation, *tensors)
-        if made is not None and made.is_shared and all(map(_is_shared, tensors)):
+        if made is not None and made.is_lasting:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)), None)
-            made = self._kept[key] = _Collective(tuple(made.steps), is_shared=True)
+            made = self._kept[key] = made._replace(steps=tuple(made.steps))
         return made
 
     def _all_reduce(self, operation: Any, tensor: Tensor) -> _Collective | None:
         if not self._admits(tensor, operation, tensor):
             return None
-        (flat,), is_shared = _elements(tensor), _is_shared(tensor)
-        return _Collective(all_reduce_steps(flat, operation, self._config.piece_bytes, is_shared=is_shared), is_shared)
+        is_shared = self._is_shared(tensor)
+        (flat,) = self._elements(is_shared, tensor)
+        steps = all_reduce_steps(flat, operation, self._config.piece_bytes, is_shared=is_shared)
+        return _Collective(steps, is_shared, is_lasting=is_shared)
 
     def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
         if not self._admits(tensor, operation, tensor, output) or not self._match(output, tensor):
             return None
         tensor = self._apart(tensor, output, tensor)
-        (part, flat), is_shared = _elements(output, tensor), _is_shared(tensor)
-        rows, most = flat.view(self._link.size, -1), self._config.piece_bytes
-        return _Collective(reduce_scatter_steps(part, rows, operation, most, is_shared=is_shared), is_shared)
+        is_shared = self._is_shared(tensor)
+        is_lasting = is_shared and self._is_shared(output)
+        part, flat = self._elements(is_lasting, output, tensor)
+        rows = flat.view(self._link.size, -1)
+        steps = reduce_scatter_steps(part, rows, operation, self._config.piece_bytes, is_shared=is_shared)
+        return _Collective(steps, is_shared, is_lasting)
 
     def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
         if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
@@ -151,9 +166,23 @@ class SharedMemoryGroup:
         if not self._admits(output, None, tensor, output) or not self._match(tensor, output):
             return None
         tensor = self._apart(tensor, tensor, output)
-        (flat, share), is_shared = _elements(output, tensor), _is_shared(tensor)
-        rows = flat.view(self._link.size, -1)
-        return _Collective(all_gather_steps(rows, share, self._config.piece_bytes, is_shared=is_shared), is_shared)
+        is_shared = self._is_shared(tensor)
+        is_lasting = is_shared and self._is_shared(output)
+        flat, share = self._elements(is_lasting, output, tensor)
+        steps = all_gather_steps(flat.view(self._link.size, -1), share, self._config.piece_bytes, is_shared=is_shared)
+        return _Collective(steps, is_shared, is_lasting)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        assert self._memory is not None
+        return self._memory.position(tensor) >= 0
+
+    def _elements(self, is_lasting: bool, *tensors: Tensor) -> list[Tensor]:
+        """The elements of each in a row; if ``is_lasting``, as views of shared memory that keep no tensor alive."""
+        flat = [tensor.detach().view(-1).view(_real(tensor.dtype)) for tensor in tensors]
+        if not is_lasting:
+            return flat
+        assert self._memory is not None
+        return [self._memory.view_of(tensor) for tensor in flat]
 
     def _admits(self, whole: Tensor, kind: Any, *tensors: Tensor) -> bool:
         """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks, which connect."""
@@ -165,7 +194,8 @@ class SharedMemoryGroup:
         if not supports(_real(dtype), _Kind.SUM if kind is None else kind):
             return False
         if not self._is_connected:
-            self._queue = _connect(self._link, self._config.piece_bytes)
+            self._memory = shared_memory()
+            self._queue = _connect(self._link, self._memory, self._config.piece_bytes)
             self._is_connected = True
         return self._queue is not None and all(map(is_plain, tensors))
 
@@ -178,9 +208,8 @@ class SharedMemoryGroup:
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
-def _connect(link: SharedLink, piece_bytes: int) -> StepQueue | None:
+def _connect(link: SharedLink, memory: SharedMemory | None, piece_bytes: int) -> StepQueue | None:
     """Map the reservations of all ranks, which must call this together; None on all where one cannot."""
-    memory = shared_memory()
     own = bytes(ADDRESS_BYTES) if memory is None else memory.address.packed(memory.reserve(CONTROL_BYTES))
     addresses = [Address.unpacked(packed) for packed in link.all_gather(own)]
     spaces: list[mmap.mmap] = []
@@ -198,24 +227,8 @@ def _connect(link: SharedLink, piece_bytes: int) -> StepQueue | None:
     return StepQueue(link, memory, spaces, controls, piece_bytes)
 
 
-def _reservation() -> SharedMemory:
-    memory = shared_memory()
-    assert memory is not None
-    return memory
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    return _reservation().position(tensor) >= 0
-
-
 def _real(dtype: torch.dtype) -> torch.dtype:
     """The dtype that elements are reduced in: complex numbers are two real ones."""
     if dtype is torch.bool:
         return torch.uint8
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _elements(*tensors: Tensor) -> list[Tensor]:
-    """The elements of each in a row; where all are in shared memory, as views that keep none of them alive."""
-    flat = [tensor.detach().view(-1).view(_real(tensor.dtype)) for tensor in tensors]
-    return list(map(_reservation().view_of, flat)) if all(map(_is_shared, tensors)) else flat
