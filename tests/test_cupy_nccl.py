@@ -310,7 +310,7 @@ def test_datatypes_have_nccls_numbers(dtype, version, number):
 def test_an_error_that_cupy_has_no_name_for_is_translated():
     communicators = Communicators(LIBRARY, None, 0, "rank 0 of 2, group 'x'", 1.0)
     told = r"rank 0 of 2, group 'x': all_reduce over NCCL failed: error 6"
-    with pytest.raises(CommunicationError, match=told), communicators.translated("all_reduce"):
+    with pytest.raises(CommunicationError, match=told), communicators.translated_errors("all_reduce"):
         raise KeyError(6)
 
 

@@ -30,7 +30,7 @@ def register() -> None:
     if "CUPY_NCCL" not in Backend._plugins:
         Backend.register_backend("cupy_nccl", _make_cupy_group, extended_api=True, devices=["cuda"])
     if "mpi" not in _rendezvous_handlers:
-        register_rendezvous_handler("mpi", _meet_over_mpi)
+        register_rendezvous_handler("mpi", _mpi_rendezvous)
 
 
 def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
@@ -49,11 +49,11 @@ def _make_cupy_group(arguments: Any, options: Any) -> ProcessGroup:
     return make_group(arguments, load_nccl())
 
 
-def _meet_over_mpi(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def _mpi_rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
     _import_mpi()
-    from ppe_ddp.backends.mpi.mpi_rendezvous import meet
+    from ppe_ddp.backends.mpi.mpi_rendezvous import rendezvous
 
-    yield meet(url, timeout)
+    yield rendezvous(url, timeout)
 
 
 def _import_mpi() -> None:

@@ -1,4 +1,4 @@
-"""CUDA, as far as this library needs it: streams, events, and memory that belongs to streams.
+"""The parts of CUDA that this library uses: streams, events, and memory that belongs to streams.
 
 Passed in wherever it is needed, so that what follows streams can be tried without a GPU.
 """

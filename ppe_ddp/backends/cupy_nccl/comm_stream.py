@@ -1,9 +1,9 @@
 """The stream that NCCL works on, and the rule by which it is synchronized with the caller's.
 
 The rule: NCCL works on streams of its own. Such a stream waits for what the caller's stream has been given by then
-(`CommStream.follow`), the caller's stream waits for it when the caller asks for the result (`Work.wait`), and the
-caller's tensors are not given to anybody else before it is through with them (`Device.hold`), whatever the caller does
-with his own references. Memory that is needed in between is taken and given back on NCCL's stream.
+(`CommStream.wait_for_caller`), the caller's stream waits for it when the caller asks for the result (`Work.wait`), and
+the caller's tensors are not given to anybody else before it is through with them (`Device.hold`), whatever the caller
+does with his own references. Memory that is needed in between is taken and given back on NCCL's stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CommStream:
         self.stream = device.fresh_stream(index)
         self._device = device
 
-    def follow(self, tensors: Iterable[Tensor]) -> None:
+    def wait_for_caller(self, tensors: Iterable[Tensor]) -> None:
         """Wait, on the stream, for what the caller's stream has now, and hold the caller's tensors."""
         self.stream.wait_event(self._device.current_stream(self.index).record_event())
         for tensor in tensors:

@@ -52,38 +52,38 @@ class NcclCollectives:
     def all_reduce(self, tensor: Tensor, op: Any) -> Steps:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
         source, (datatype, count, kind) = self._reduced(tensor, op)
-        target = _room(tensor)
+        target = _output_memory(tensor)
         yield _unless_empty(
             count, lambda c, s: c.allReduce(source.data_ptr(), target.data_ptr(), count, datatype, kind, s)
         )
-        _bring_back(tensor, target)
+        _copy_back(tensor, target)
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> Steps:
         """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
         source, (datatype, count, kind) = self._reduced(tensor, op)
         # NCCL writes to the root's output alone.
-        target = _room(tensor) if self.rank == root else source
+        target = _output_memory(tensor) if self.rank == root else source
         yield _unless_empty(
             count, lambda c, s: c.reduce(source.data_ptr(), target.data_ptr(), count, datatype, kind, root, s)
         )
         if self.rank == root:
-            _bring_back(tensor, target)
+            _copy_back(tensor, target)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
-        memory = _plain(tensor) if self.rank == root else _room(tensor)
+        memory = _input_memory(tensor) if self.rank == root else _output_memory(tensor)
         address, nbytes = memory.data_ptr(), memory.nbytes
         yield _unless_empty(nbytes, lambda c, s: c.broadcast(address, address, nbytes, BYTE, root, s))
         if self.rank != root:
-            _bring_back(tensor, memory)
+            _copy_back(tensor, memory)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
         self._arguments.check_all_gather(output, tensor)
-        source, target = _plain(tensor), _room(output)
+        source, target = _input_memory(tensor), _output_memory(output)
         nbytes = source.nbytes
         yield _unless_empty(nbytes, lambda c, s: c.allGather(source.data_ptr(), target.data_ptr(), nbytes, BYTE, s))
-        _bring_back(output, target)
+        _copy_back(output, target)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
@@ -93,26 +93,26 @@ class NcclCollectives:
             yield from self.all_gather(flat, tensor)
             unpack(flat, outputs)
             return
-        targets = [_room(output) for output in outputs]
+        targets = [_output_memory(output) for output in outputs]
         # Only the sender's own is read, and it goes to all, this rank's output among them.
-        sources = [_plain(tensor) if rank == self.rank else target for rank, target in enumerate(targets)]
+        sources = [_input_memory(tensor) if rank == self.rank else target for rank, target in enumerate(targets)]
         yield [
             call
             for root, (source, target) in enumerate(zip(sources, targets, strict=True))
             for call in _unless_empty(target.nbytes, _broadcast_call(source, target, root))
         ]
         for output, target in zip(outputs, targets, strict=True):
-            _bring_back(output, target)
+            _copy_back(output, target)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Steps:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
         self._arguments.check_reduce_scatter(output, tensor)
         source, (datatype, total, kind) = self._reduced(tensor, op)
-        target, count = _room(output), total // self.size
+        target, count = _output_memory(output), total // self.size
         yield _unless_empty(
             count, lambda c, s: c.reduceScatter(source.data_ptr(), target.data_ptr(), count, datatype, kind, s)
         )
-        _bring_back(output, target)
+        _copy_back(output, target)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Steps:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
@@ -120,14 +120,14 @@ class NcclCollectives:
         if _are_even(tensors):
             yield from self.reduce_scatter(output, pack(_flat_for(tensors), tensors), op)
             return
-        target = _room(output)
+        target = _output_memory(output)
         calls: list[Call] = []
         for root, tensor in enumerate(tensors):
             source, (datatype, count, kind) = self._reduced(tensor, op)
             into = target if root == self.rank else source
             calls += _unless_empty(count, _reduce_call(source, into, count, datatype, kind, root))
         yield calls
-        _bring_back(output, target)
+        _copy_back(output, target)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
@@ -141,57 +141,57 @@ class NcclCollectives:
             input_splits: How many rows go to each rank; empty for equal parts.
         """
         self._arguments.check_all_to_all(output, tensor)
-        source, target = _plain(tensor), _room(output)
+        source, target = _input_memory(tensor), _output_memory(output)
         sent = source.view(-1).split(self._arguments.split_sizes(tensor, input_splits))
         received = target.view(-1).split(self._arguments.split_sizes(output, output_splits))
         yield [*_sends(sent), *_receives(received)]
-        _bring_back(output, target)
+        _copy_back(output, target)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Steps:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
         self._arguments.check_all_to_all_list(outputs, tensors)
-        sources, targets = [_plain(tensor) for tensor in tensors], [_room(output) for output in outputs]
+        sources, targets = [_input_memory(tensor) for tensor in tensors], [_output_memory(output) for output in outputs]
         yield [*_sends(sources), *_receives(targets)]
         for output, target in zip(outputs, targets, strict=True):
-            _bring_back(output, target)
+            _copy_back(output, target)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
-        source = _plain(tensor)
+        source = _input_memory(tensor)
         if self.rank != root:
             yield _unless_empty(source.nbytes, _send_call(source, root))
             return
         self._arguments.check_gather(outputs, tensor)
-        targets = [_room(output) for output in outputs]
+        targets = [_output_memory(output) for output in outputs]
         yield [*_unless_empty(source.nbytes, _send_call(source, root)), *_receives(targets)]
         for output, target in zip(outputs, targets, strict=True):
-            _bring_back(output, target)
+            _copy_back(output, target)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
-        target = _room(output)
+        target = _output_memory(output)
         calls: list[Call] = []
         if self.rank == root:
             self._arguments.check_scatter(output, tensors)
-            calls = _sends([_plain(tensor) for tensor in tensors])
+            calls = _sends([_input_memory(tensor) for tensor in tensors])
         yield [*calls, *_unless_empty(target.nbytes, _receive_call(target, root))]
-        _bring_back(output, target)
+        _copy_back(output, target)
 
     def send(self, tensor: Tensor, peer: int) -> Steps:
         """Send ``tensor`` to rank ``peer`` of the communicator, which receives as many bytes."""
-        source = _plain(tensor)
+        source = _input_memory(tensor)
         yield _unless_empty(source.nbytes, _send_call(source, peer))
 
     def receive(self, tensor: Tensor, peer: int) -> Steps:
         """Receive into ``tensor`` from rank ``peer`` of the communicator."""
-        target = _room(tensor)
+        target = _output_memory(tensor)
         yield _unless_empty(target.nbytes, _receive_call(target, peer))
-        _bring_back(tensor, target)
+        _copy_back(tensor, target)
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, tuple[int, int, int]]:
         """Memory whose numbers NCCL can reduce, with their datatype, how many they are, and NCCL's operation."""
         reduction = reduction_of(tensor.dtype, op.op, self._version)
-        source = _plain(tensor)
+        source = _input_memory(tensor)
         if reduction.scales:
             factor = op.factor
             source = source * (factor.to(source.device) if isinstance(factor, Tensor) else factor)
@@ -226,29 +226,29 @@ def _receives(targets: Sequence[Tensor]) -> list[Call]:
     return [_receive_call(target, peer) for peer, target in enumerate(targets) if target.nbytes]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_addressable(tensor: Tensor) -> bool:
     """Whether the memory of a tensor is its elements in order."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"NCCL has no collectives for {tensor.layout} tensors; use to_dense()")
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _input_memory(tensor: Tensor) -> Tensor:
     """The tensor itself where NCCL can read its memory, else a copy."""
-    if _is_plain(tensor):
+    if _is_addressable(tensor):
         return tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _output_memory(tensor: Tensor) -> Tensor:
     """Memory of a tensor's size that NCCL can write: its own where possible."""
-    if _is_plain(tensor):
+    if _is_addressable(tensor):
         return tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _bring_back(tensor: Tensor, target: Tensor) -> None:
-    if target.data_ptr() != tensor.data_ptr() or not _is_plain(tensor):
+def _copy_back(tensor: Tensor, target: Tensor) -> None:
+    if target.data_ptr() != tensor.data_ptr() or not _is_addressable(tensor):
         tensor.detach().copy_(target.view(tensor.shape))
 
 

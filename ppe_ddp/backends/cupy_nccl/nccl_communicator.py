@@ -1,4 +1,4 @@
-"""NCCL's communicators: made when they are first needed, by ranks that meet at the group's store.
+"""NCCL communicators of one group: made when they are first needed, through the group's store.
 
 Also the border to CuPy: what NCCL reports becomes this library's errors here.
 """
@@ -22,7 +22,7 @@ _BYTES, _NUMBERS = b"b", b"n"
 
 @dataclass(frozen=True, order=True)
 class Members:
-    """Whom a communicator connects.
+    """The ranks that a communicator connects.
 
     Attributes:
         purpose: "collectives" or "messages": the same ranks may have one for each.
@@ -33,8 +33,8 @@ class Members:
     ranks: tuple[int, ...]
 
     @property
-    def turned(self) -> Members:
-        """The same the other way round."""
+    def reversed(self) -> Members:
+        """The same ranks in the reverse order."""
         return Members(self.purpose, self.ranks[::-1])
 
 
@@ -128,7 +128,7 @@ class Communicators:
         self._library.groupEnd()
 
     @contextlib.contextmanager
-    def translated(self, what: str) -> Iterator[None]:
+    def translated_errors(self, what: str) -> Iterator[None]:
         """Make an error of NCCL one of this library's."""
         try:
             yield
@@ -154,17 +154,17 @@ class Communicators:
         # One rank's second device meets the others' second ones.
         turn = self._counts[members] = self._counts.get(members, 0) + 1
         key = f"cupy_nccl/{members.purpose}/{'-'.join(map(str, ranks))}/{turn}"
-        with self.translated(f"connecting ranks {list(ranks)}"):
+        with self.translated_errors(f"connecting ranks {list(ranks)}"):
             if self._rank == ranks[0]:
                 self._store.set(f"{key}/id", _packed(self._library.get_unique_id()))
             # NCCL has no timeout for ranks that never come.
             self._store.set(f"{key}/here/{self._rank}", b"1")
-            self._meet(key, ranks)
+            self._wait_for_ranks(key, ranks)
             unique_id = _unpacked(self._store.get(f"{key}/id"))
             communicator: Communicator = self._library.NcclCommunicator(len(ranks), unique_id, ranks.index(self._rank))
         return communicator
 
-    def _meet(self, key: str, ranks: tuple[int, ...]) -> None:
+    def _wait_for_ranks(self, key: str, ranks: tuple[int, ...]) -> None:
         signs = {rank: f"{key}/here/{rank}" for rank in ranks}
         try:
             self._store.wait(list(signs.values()), timedelta(seconds=self._timeout))

@@ -1,4 +1,4 @@
-"""How the numbers of a tensor look to NCCL.
+"""NCCL datatypes and operations for torch's dtypes and reductions.
 
 NCCL's own numbers stand here: no CuPy has names for float8, and older ones have none for bfloat16 and the average.
 Apart from the collectives because it is where wrong numbers would come from.

@@ -127,7 +127,7 @@ class NcclGroup(CollectiveGroup):
         index = ids[0] if ids else self._device.current()
         with self._device.at(index):
             sign = torch.zeros(1, dtype=torch.int32, device=self._device.room(index))
-        return self._started("barrier", [(self._over.all_reduce, sign, _SUM)], None, blocks=True)
+        return self._start("barrier", [(self._over.all_reduce, sign, _SUM)], None, blocks=True)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to send one tensor; complete when the tensor may be changed again."""
@@ -168,17 +168,17 @@ class NcclGroup(CollectiveGroup):
         return NcclWork(operation, self._device, index, None)
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        return self._started(what, calls, result)
+        return self._start(what, calls, result)
 
-    def _started(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any, *, blocks: bool = False) -> Work:
+    def _start(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any, *, blocks: bool = False) -> Work:
         with self._lock:
             self._check(what)
             self._launch_posted()
             tensors = list(tensors_in([list(arguments) for _, *arguments in calls]))
             comm_stream = self._comm_stream(self._index_of(what, tensors), self._everyone)
-            comm_stream.follow(tensors)
+            comm_stream.wait_for_caller(tensors)
             operation = NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
-            parts = [self._prepared(comm_stream, collective(*arguments)) for collective, *arguments in calls]
+            parts = [self._prepare(comm_stream, collective(*arguments)) for collective, *arguments in calls]
             if self._coalesced is None:
                 self._launch([(operation, parts)])
             else:
@@ -193,10 +193,10 @@ class NcclGroup(CollectiveGroup):
         with self._lock:
             self._check(what)
             comm_stream = self._comm_stream(self._index_of(what, [tensor]), Members("messages", way))
-            comm_stream.follow([tensor])
+            comm_stream.wait_for_caller([tensor])
             is_mine = sender == self.rank()
             steps = self._over.send(tensor, 1) if is_mine else self._over.receive(tensor, 0)
-            part = self._prepared(comm_stream, steps)
+            part = self._prepare(comm_stream, steps)
             operation = NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
             if self._coalesced is not None:
                 operation = self._coalesced[0]
@@ -229,7 +229,7 @@ class NcclGroup(CollectiveGroup):
             comm_stream = self._comm_streams[index, members] = CommStream(self._device, index, members)
         return comm_stream
 
-    def _prepared(self, comm_stream: CommStream, steps: Steps) -> _Part:
+    def _prepare(self, comm_stream: CommStream, steps: Steps) -> _Part:
         with self._device.on(comm_stream.stream):
             return _Part(comm_stream, steps, next(steps))
 
@@ -242,7 +242,7 @@ class NcclGroup(CollectiveGroup):
     def _launch(self, operations: Sequence[tuple[NcclOperation, list[_Part]]]) -> None:
         """Give all calls of some operations to NCCL, as one group where they are several."""
         parts = [part for _, parts in operations for part in parts]
-        with self._communicators.translated(operations[0][0].what.rpartition(": ")[2]):
+        with self._communicators.translated_errors(operations[0][0].what.rpartition(": ")[2]):
             self._connect(part.comm_stream for part in parts)
         for operation, _ in operations:
             self._watchdog.watch(operation)
@@ -264,7 +264,7 @@ class NcclGroup(CollectiveGroup):
 
     def _call(self, what: str, calls: Sequence[tuple[CommStream, Call]]) -> None:
         together = self._communicators.grouped() if len(calls) > 1 else contextlib.nullcontext()
-        with self._communicators.translated(what.rpartition(": ")[2]), together:
+        with self._communicators.translated_errors(what.rpartition(": ")[2]), together:
             for comm_stream, call in calls:
                 with self._device.at(comm_stream.index):
                     communicator = self._communicators.of(comm_stream.index, comm_stream.members)
@@ -273,15 +273,15 @@ class NcclGroup(CollectiveGroup):
     def _connect(self, comm_streams: Iterable[CommStream]) -> None:
         """Make the communicators that are missing; in one order on all ranks, or two would wait for each other."""
         for index, members in sorted(
-            {(comm_stream.index, comm_stream.members) for comm_stream in comm_streams}, key=_in_order
+            {(comm_stream.index, comm_stream.members) for comm_stream in comm_streams}, key=_sort_key
         ):
             with self._device.at(index):
                 # Those two ranks may next meet with a message the other way, in the other order.
-                for way in sorted({members, members.turned}) if members.purpose == "messages" else [members]:
+                for way in sorted({members, members.reversed}) if members.purpose == "messages" else [members]:
                     self._communicators.of(index, way)
 
 
-def _in_order(entry: tuple[int, Members]) -> tuple[str, list[int], int]:
+def _sort_key(entry: tuple[int, Members]) -> tuple[str, list[int], int]:
     index, members = entry
     return members.purpose, sorted(members.ranks), index
 

@@ -1,4 +1,4 @@
-"""How CuPy's NCCL is loaded, and what is said where it cannot be."""
+"""Loads CuPy's NCCL, and says what to install where it cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch over one group's calls: what NCCL reports later, and what never ends, becomes an error with a name.
+"""Watchdog of one group: turns NCCL's asynchronous errors and calls that exceed the timeout into errors.
 
 NCCL waits for ever, on the device, while the host goes on. Somebody has to look.
 """
@@ -99,20 +99,20 @@ class Watchdog:
         """Look once; fail the group if something is wrong."""
         with self._looking:
             if not self._closed and self._error is None:
-                error = self._reported() or self._late()
+                error = self._reported_error() or self._timeout_error()
                 if error is not None:
                     self._fail(error)
 
-    def _reported(self) -> CommunicationError | None:
+    def _reported_error(self) -> CommunicationError | None:
         for communicator in self._communicators:
             try:
-                with self._communicators.translated("a call that had been started"):
+                with self._communicators.translated_errors("a call that had been started"):
                     communicator.check_async_error()
             except CommunicationError as error:
                 return error
         return None
 
-    def _late(self) -> CommunicationError | None:
+    def _timeout_error(self) -> CommunicationError | None:
         late = [operation for since, operation in list(self._operations) if time.monotonic() - since > self._timeout]
         for operation in late:
             if not operation.is_over():

@@ -1,4 +1,4 @@
-"""What a collective over NCCL hands back: torch's Work, on its way on a stream."""
+"""torch's Work for collectives over NCCL, under way on a stream."""
 
 from __future__ import annotations
 

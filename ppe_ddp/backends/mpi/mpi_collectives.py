@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, numbers, octets, reduction_of
+from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, byte_buffer, reduction_of, typed_buffer
 from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
-from ppe_ddp.backends.process_group.tensor_memory import is_plain, overlap
+from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
 
@@ -60,34 +60,34 @@ class MpiCollectives:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
         reduction = reduction_of(tensor.dtype, op.op)
         is_small = tensor.nbytes < min(self._options.shared_bytes, self._options.piece_bytes)
-        if is_small and reduction.is_direct and self._is_plain(tensor):
-            buffer = numbers(tensor, reduction.datatype)
+        if is_small and reduction.is_direct and self._is_addressable(tensor):
+            buffer = typed_buffer(tensor, reduction.datatype)
             self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), tensor)
             return
-        host = self.host_of(tensor)
+        host = self.host_memory(tensor)
         if self.shared.run("all_reduce", host, op):
-            self.bring_back(tensor, host)
+            self.copy_back(tensor, host)
             return
         flat = host.view(-1).view(reduction.view)
         for piece in self._pieces(flat, reduction):
             wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
-            buffer = numbers(wire, reduction.datatype)
+            buffer = typed_buffer(wire, reduction.datatype)
             self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), wire)
             self._divide(wire, reduction)
             if wire is not piece:
                 piece.copy_(wire)
-        self.bring_back(tensor, host)
+        self.copy_back(tensor, host)
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
         """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
         reduction = reduction_of(tensor.dtype, op.op)
-        host = self.host_of(tensor)
+        host = self.host_memory(tensor)
         flat = host.view(-1).view(reduction.view)
         for piece in self._pieces(flat, reduction):
             wire = piece if reduction.is_direct else self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
-            buffer = numbers(wire, reduction.datatype)
+            buffer = typed_buffer(wire, reduction.datatype)
             if self.rank == root:
                 self._wait(self.comm.Ireduce(MPI.IN_PLACE, buffer, reduction.op, root), wire)
                 self._divide(wire, reduction)
@@ -96,43 +96,43 @@ class MpiCollectives:
             else:
                 self._wait(self.comm.Ireduce(buffer, None, reduction.op, root), wire)
         if self.rank == root:
-            self.bring_back(tensor, host)
+            self.copy_back(tensor, host)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
-        host = self.host_of(tensor)
+        host = self.host_memory(tensor)
         flat = host.view(-1).view(torch.uint8)
         for piece in flat.split(self._options.piece_bytes):
-            self._wait(self.comm.Ibcast(octets(piece), root), piece)
+            self._wait(self.comm.Ibcast(byte_buffer(piece), root), piece)
         if self.rank != root:
-            self.bring_back(tensor, host)
+            self.copy_back(tensor, host)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
         self._arguments.check_all_gather(output, tensor)
-        result = self.room_for(output)
-        host = self.host_of(tensor)
+        result = self.output_memory(output)
+        host = self.host_memory(tensor)
         if not self.shared.run("all_gather", result, host):
             host = host.clone() if overlap(host, result) else host
             # mpi4py wants the count of one rank's block
-            block = (octets(result)[0], host.nbytes, MPI.BYTE)
-            self._wait(self.comm.Iallgather(octets(host), block), host, result)
-        self.bring_back(output, result)
+            block = (byte_buffer(result)[0], host.nbytes, MPI.BYTE)
+            self._wait(self.comm.Iallgather(byte_buffer(host), block), host, result)
+        self.copy_back(output, result)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
         self._arguments.check_all_gather_list(outputs, tensor)
-        host, result = self.host_of(tensor), self._flat_for(outputs)
+        host, result = self.host_memory(tensor), self._flat_for(outputs)
         counts = [output.nbytes for output in outputs]
-        self._wait(self.comm.Iallgatherv(octets(host), [octets(result)[0], counts, MPI.BYTE]), host, result)
+        self._wait(self.comm.Iallgatherv(byte_buffer(host), [byte_buffer(result)[0], counts, MPI.BYTE]), host, result)
         unpack(result, outputs)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> None:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
         self._arguments.check_reduce_scatter(output, tensor)
-        host, result = self.host_of(tensor), self.room_for(output)
+        host, result = self.host_memory(tensor), self.output_memory(output)
         if self.shared.run("reduce_scatter", result, host, op):
-            self.bring_back(output, result)
+            self.copy_back(output, result)
             return
         self._reduce_scatter(output, host.view(-1), op, None)
 
@@ -154,71 +154,75 @@ class MpiCollectives:
             input_splits: How many rows go to each rank; empty for equal parts.
         """
         self._arguments.check_all_to_all(output, tensor)
-        host, result = self.host_of(tensor), self.room_for(output)
+        host, result = self.host_memory(tensor), self.output_memory(output)
         send, receive = self._split_bytes(host, input_splits), self._split_bytes(result, output_splits)
-        there, here = [octets(host)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
+        there, here = [byte_buffer(host)[0], send, MPI.BYTE], [byte_buffer(result)[0], receive, MPI.BYTE]
         self._wait(self.comm.Ialltoallv(there, here), host, result)
-        self.bring_back(output, result)
+        self.copy_back(output, result)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
         self._arguments.check_all_to_all_list(outputs, tensors)
         flat, result = self._pack(tensors), self._flat_for(outputs)
         send, receive = [tensor.nbytes for tensor in tensors], [output.nbytes for output in outputs]
-        there, here = [octets(flat)[0], send, MPI.BYTE], [octets(result)[0], receive, MPI.BYTE]
+        there, here = [byte_buffer(flat)[0], send, MPI.BYTE], [byte_buffer(result)[0], receive, MPI.BYTE]
         self._wait(self.comm.Ialltoallv(there, here), flat, result)
         unpack(result, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
-        host = self.host_of(tensor)
+        host = self.host_memory(tensor)
         if self.rank != root:
-            self._wait(self.comm.Igatherv(octets(host), None, root), host)
+            self._wait(self.comm.Igatherv(byte_buffer(host), None, root), host)
             return
         self._arguments.check_gather(outputs, tensor)
         result = self._flat_for(outputs)
         counts = [output.nbytes for output in outputs]
-        self._wait(self.comm.Igatherv(octets(host), [octets(result)[0], counts, MPI.BYTE], root), host, result)
+        self._wait(
+            self.comm.Igatherv(byte_buffer(host), [byte_buffer(result)[0], counts, MPI.BYTE], root), host, result
+        )
         unpack(result, outputs)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
-        result = self.room_for(output)
+        result = self.output_memory(output)
         if self.rank != root:
-            self._wait(self.comm.Iscatterv(None, octets(result), root), result)
+            self._wait(self.comm.Iscatterv(None, byte_buffer(result), root), result)
         else:
             self._arguments.check_scatter(output, tensors)
             flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
-            self._wait(self.comm.Iscatterv([octets(flat)[0], counts, MPI.BYTE], octets(result), root), flat, result)
-        self.bring_back(output, result)
+            self._wait(
+                self.comm.Iscatterv([byte_buffer(flat)[0], counts, MPI.BYTE], byte_buffer(result), root), flat, result
+            )
+        self.copy_back(output, result)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self._wait(self.comm.Ibarrier())
 
-    def host_of(self, tensor: Tensor) -> Tensor:
+    def host_memory(self, tensor: Tensor) -> Tensor:
         """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""
-        if self._is_plain(tensor):
+        if self._is_addressable(tensor):
             return tensor.detach()
         if tensor.layout is not torch.strided:
             raise TypeError(f"rank {self.rank}: the mpi4py backend has no collectives for {tensor.layout} tensors")
-        host = self.room_for(tensor)
+        host = self.output_memory(tensor)
         host.copy_(tensor.detach(), non_blocking=True)
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         return host
 
-    def bring_back(self, tensor: Tensor, host: Tensor) -> None:
+    def copy_back(self, tensor: Tensor, host: Tensor) -> None:
         """Copy what MPI wrote to where the user wants it, if that is elsewhere; in the order of the current stream."""
-        if host.data_ptr() != tensor.data_ptr() or not self._is_plain(tensor):
+        if host.data_ptr() != tensor.data_ptr() or not self._is_addressable(tensor):
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
 
-    def _is_plain(self, tensor: Tensor) -> bool:
-        return is_plain(tensor, on_cuda=self._options.gpu_aware)
+    def _is_addressable(self, tensor: Tensor) -> bool:
+        return is_addressable(tensor, on_cuda=self._options.gpu_aware)
 
-    def room_for(self, tensor: Tensor) -> Tensor:
+    def output_memory(self, tensor: Tensor) -> Tensor:
         """Memory of a tensor's size that MPI can write: its own where possible."""
-        if self._is_plain(tensor):
+        if self._is_addressable(tensor):
             return tensor.detach()
         staged = tensor.is_cuda and not self._options.gpu_aware
         device = "cpu" if staged else tensor.device
@@ -253,12 +257,12 @@ class MpiCollectives:
         flat = flat.view(reduction.view)
         wire = flat if reduction.is_direct else flat.to(reduction.wire, copy=True)
         self._premultiply(wire, op)
-        result = self.room_for(output)
+        result = self.output_memory(output)
         wire = wire.clone() if overlap(wire, result) else wire
         flat_result = result.view(-1).view(reduction.view)
         direct = reduction.wire is reduction.view
         part = flat_result if direct else torch.empty_like(flat_result, dtype=reduction.wire)
-        send, receive = numbers(wire, reduction.datatype), numbers(part, reduction.datatype)
+        send, receive = typed_buffer(wire, reduction.datatype), typed_buffer(part, reduction.datatype)
         if counts is None:
             block = (send[0], part.numel(), reduction.datatype)
             self._wait(self.comm.Ireduce_scatter_block(block, receive, reduction.op), wire, part)
@@ -269,7 +273,7 @@ class MpiCollectives:
         self._divide(part, reduction)
         if not direct:
             flat_result.copy_(part)
-        self.bring_back(output, result)
+        self.copy_back(output, result)
 
     def _premultiply(self, wire: Tensor, op: Any) -> None:
         if op.op == op.RedOpType.PREMUL_SUM:

@@ -1,4 +1,4 @@
-"""How the bytes and numbers of a tensor look to MPI.
+"""MPI datatypes, operations and buffers for torch's dtypes, reductions and tensors.
 
 Apart from the collectives because it is where wrong numbers would come from: MPI knows no bfloat16, some MPIs no
 float16, and none complains about a wrong datatype.
@@ -112,20 +112,20 @@ def reduction_of(dtype: torch.dtype, kind: Any) -> MpiReduction:
     return MpiReduction(view, wire, _DATATYPES[wire], op, divides, is_direct)
 
 
-def numbers(tensor: torch.Tensor, datatype: MPI.Datatype) -> Buffer:
+def typed_buffer(tensor: torch.Tensor, datatype: MPI.Datatype) -> Buffer:
     """The memory of a contiguous tensor as ``numel`` numbers of an MPI datatype; it must outlive the MPI call."""
-    _settle(tensor)
+    _synchronize_cuda(tensor)
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), datatype
 
 
-def octets(tensor: torch.Tensor) -> Buffer:
+def byte_buffer(tensor: torch.Tensor) -> Buffer:
     """The memory of a contiguous tensor as plain bytes: for what is moved and not computed with."""
-    _settle(tensor)
+    _synchronize_cuda(tensor)
     nbytes = tensor.nbytes
     return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE
 
 
-def _settle(tensor: torch.Tensor) -> None:
+def _synchronize_cuda(tensor: torch.Tensor) -> None:
     """A GPU-aware MPI does not know the streams: what writes the tensor has to have ended."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.cuda import is_available
 
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
-from ppe_ddp.backends.mpi.mpi_job import WatchedCall, guard_job
+from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
 from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import await_members, mismatch
@@ -67,7 +67,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
-        guard_job(together=True)
+        install_job_hooks(together=True)
         comm = world.Dup()
     own = MpiProcessGroup(comm, arguments, options or MpiOptions())
     wanted = wanted_backends()
@@ -130,7 +130,7 @@ class MpiProcessGroup(CollectiveGroup):
         self._messages = MpiMessages(comm, self._mpi, self._waits)
         self._coalesced: list[Any] | None = None
         self._closed = False
-        guard_job().watch(self._call)
+        install_job_hooks().watch(self._call)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
@@ -198,7 +198,7 @@ class MpiProcessGroup(CollectiveGroup):
             self._waits.check("destroy_process_group")
         # Another would get the number of the communicator, and what is still under way in this one.
         if not self._waits.failure and not MPI.Is_finalized():
-            with self._call.watched("destroy_process_group"):
+            with self._call.under_way("destroy_process_group"):
                 self._mpi.comm.Free()
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""The fate of a job under MPI: one rank that fails ends all, and no rank waits for ever or in silence.
+"""Exit hooks and watchdog of a job under MPI: a rank that fails ends all, and no blocking call waits for ever.
 
 MPI itself does neither: a rank that raises leaves the others waiting in a collective, and waits for them in
 MPI_Finalize; a blocking call has no timeout.
@@ -31,7 +31,7 @@ _FORWARD_SECONDS = 0.1  # for the launcher to pass on the traceback before its o
 
 
 class WatchedCall:
-    """What one group is doing: written by the thread that calls MPI, read by the watchdog.
+    """The blocking MPI call of one group: written by the thread that makes it, read by the watchdog.
 
     Args:
         place: Who and where, for messages: ``"rank 1 of 4, group 'tp'"``.
@@ -51,8 +51,8 @@ class WatchedCall:
         self.thread = 0
 
     @contextmanager
-    def watched(self, what: str) -> Iterator[None]:
-        """Mark a call that is on its way in this thread."""
+    def under_way(self, what: str) -> Iterator[None]:
+        """Have the watchdog time a call that this thread makes inside the block."""
         self.what = what
         self.thread = threading.get_ident()
         self.since = time.monotonic()
@@ -62,25 +62,25 @@ class WatchedCall:
             self.since = 0.0
 
 
-class _Job:
-    """The hooks of this process into its own end, and the watchdog."""
+class _JobHooks:
+    """The exit hooks of this process (``sys.excepthook``, ``atexit``, mpi4py's), and the watchdog thread."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._farewell: MPI.Intracomm | None = None
+        self._exit_comm: MPI.Intracomm | None = None
         self._calls: weakref.WeakSet[WatchedCall] = weakref.WeakSet()
         self._code = 0
         self._report = sys.excepthook
         sys.excepthook = self._end_all
-        self._note = MPI._set_abort_status
+        self._mpi4py_note = MPI._set_abort_status
         # by which ``python -m mpi4py`` tells of a SystemExit
-        MPI._set_abort_status = self._leave_with  # type: ignore[assignment]
-        atexit.register(self._part)
+        MPI._set_abort_status = self._note_exit_code  # type: ignore[assignment]
+        atexit.register(self._wait_at_exit)
         threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
 
-    def part_together(self) -> None:
-        if self._farewell is None:
-            self._farewell = MPI.COMM_WORLD.Dup()
+    def prepare_exit_barrier(self) -> None:
+        if self._exit_comm is None:
+            self._exit_comm = MPI.COMM_WORLD.Dup()
 
     def watch(self, call: WatchedCall) -> None:
         self._calls.add(call)
@@ -95,14 +95,14 @@ class _Job:
         self._report(kind, error, where)
         _abort()
 
-    def _leave_with(self, code: int) -> None:
+    def _note_exit_code(self, code: int) -> None:
         """Remember that this process will end with ``code``, which is not 0."""
         self._code = code
-        self._note(code)
+        self._mpi4py_note(code)
 
-    def _part(self) -> None:
+    def _wait_at_exit(self) -> None:
         """Wait at a normal exit for the ranks that still work, without the spinning of MPI_Finalize."""
-        if self._farewell is None or os.getpid() != self._pid or MPI.Is_finalized():
+        if self._exit_comm is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
         if self._code:
             world = MPI.COMM_WORLD
@@ -111,7 +111,7 @@ class _Job:
                 file=sys.stderr,
             )
             _abort(self._code)
-        request = self._farewell.Ibarrier()
+        request = self._exit_comm.Ibarrier()
         while not request.Test():
             progress_engine(self._pid).progress()  # others may still need this rank's part
             time.sleep(_NAP_SECONDS)
@@ -136,8 +136,8 @@ class _Job:
         _abort()
 
 
-def guard_job(*, together: bool = False) -> _Job:
-    """Install the hooks, once a process.
+def install_job_hooks(*, together: bool = False) -> _JobHooks:
+    """Install the exit hooks and start the watchdog, once a process.
 
     From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
     that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
@@ -153,13 +153,13 @@ def guard_job(*, together: bool = False) -> _Job:
     """
     job = _job(os.getpid())
     if together:
-        job.part_together()
+        job.prepare_exit_barrier()
     return job
 
 
 @functools.cache
-def _job(pid: int) -> _Job:
-    return _Job()
+def _job(pid: int) -> _JobHooks:
+    return _JobHooks()
 
 
 def _abort(code: int = 1) -> None:

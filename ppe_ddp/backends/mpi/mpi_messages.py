@@ -1,4 +1,4 @@
-"""Messages between two ranks of one MPI communicator, and the barrier that says who is missing."""
+"""Point-to-point messages over one MPI communicator, and the barrier that names missing ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.mpi_datatypes import octets
+from ppe_ddp.backends.mpi.mpi_datatypes import byte_buffer
 from ppe_ddp.backends.mpi.mpi_waits import tag_limit
 from ppe_ddp.backends.mpi.mpi_work import MessageWork
 from ppe_ddp.errors import CommunicationError
@@ -46,17 +46,17 @@ class MpiMessages:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
-        host = self._stage.host_of(tensor)
-        request = self._comm.Isend(octets(host), peer, self._checked(tag))
-        return self._started(request, [host], f"send to rank {peer} (tag {tag})")
+        host = self._stage.host_memory(tensor)
+        request = self._comm.Isend(byte_buffer(host), peer, self._checked(tag))
+        return self._work_for(request, [host], f"send to rank {peer} (tag {tag})")
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
         """Start receiving into ``tensor`` from rank ``peer``, or from anyone where it is None."""
-        host = self._stage.room_for(tensor)
+        host = self._stage.output_memory(tensor)
         source = MPI.ANY_SOURCE if peer is None else peer
-        request = self._comm.Irecv(octets(host), source, self._checked(tag))
+        request = self._comm.Irecv(byte_buffer(host), source, self._checked(tag))
         what = f"receive from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
-        return self._started(request, [tensor], what, lambda: self._stage.bring_back(tensor, host))
+        return self._work_for(request, [tensor], what, lambda: self._stage.copy_back(tensor, host))
 
     def monitored_barrier(self, seconds: float, all_missing: bool) -> None:
         """Wait until every rank is here, or name those that are not.
@@ -74,8 +74,8 @@ class MpiMessages:
         rank, size = self._comm.Get_rank(), self._comm.Get_size()
         end = time.monotonic() + seconds
         if rank > 0:
-            self._comm.Isend(octets(nothing), 0, tag).Free()
-            if not self._arrives(self._comm.Irecv(octets(nothing), 0, tag), end):
+            self._comm.Isend(byte_buffer(nothing), 0, tag).Free()
+            if not self._completes_by(self._comm.Irecv(byte_buffer(nothing), 0, tag), end):
                 raise CommunicationError(
                     f"{self._place}: monitored_barrier had no answer from rank 0 within {seconds:g} s; its error says "
                     "which rank is missing"
@@ -83,7 +83,7 @@ class MpiMessages:
             return
         missing = []
         for peer in range(1, size):
-            if not self._arrives(self._comm.Irecv(octets(nothing), peer, tag), end):
+            if not self._completes_by(self._comm.Irecv(byte_buffer(nothing), peer, tag), end):
                 missing.append(peer)
                 if not all_missing:
                     break
@@ -92,9 +92,9 @@ class MpiMessages:
                 f"{self._place}: ranks {missing} did not reach monitored_barrier within {seconds:g} s"
             )
         for peer in range(1, size):
-            self._comm.Isend(octets(nothing), peer, tag).Free()
+            self._comm.Isend(byte_buffer(nothing), peer, tag).Free()
 
-    def _started(
+    def _work_for(
         self, request: MPI.Request, tensors: list[Tensor], what: str, arrive: Callable[[], None] | None = None
     ) -> MessageWork:
         message = MessageWork(request, tensors, what, self._waits, arrive)
@@ -108,7 +108,7 @@ class MpiMessages:
         for message in self._flying:
             message.keep()
 
-    def _arrives(self, request: MPI.Request, end: float) -> bool:
+    def _completes_by(self, request: MPI.Request, end: float) -> bool:
         while not request.Test():
             self._waits.progress()
             if time.monotonic() > end:

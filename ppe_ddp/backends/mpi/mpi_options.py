@@ -1,4 +1,4 @@
-"""What can be chosen for a process group over MPI."""
+"""Options of a process group over MPI."""
 
 from __future__ import annotations
 

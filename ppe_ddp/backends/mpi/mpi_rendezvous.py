@@ -1,4 +1,4 @@
-"""How ranks that MPI has started find one another for torch.distributed: ``init_method="mpi://"``.
+"""Rendezvous of ranks that MPI has started, for torch.distributed: ``init_method="mpi://"``.
 
 Owns the check that MPI's world is the one that the launcher meant to start.
 """
@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import default_pg_timeout
 
-from ppe_ddp.backends.mpi.mpi_job import guard_job
+from ppe_ddp.backends.mpi.mpi_job import install_job_hooks
 from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.errors import CommunicationError
 
@@ -35,7 +35,7 @@ _LAUNCHERS = (
 )
 
 
-def meet(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
+def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
     """Make one store that all ranks of MPI's world share; every rank of that world must call it together.
 
     Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on
@@ -59,7 +59,7 @@ def meet(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
         actual = {"rank": rank, "world_size": size}.get(name)
         if actual is not None and int(values[0]) != actual:
             raise ValueError(f"init_process_group() got {name}={values[0]}, and MPI says {actual}; leave it out")
-    guard_job(together=True)
+    install_job_hooks(together=True)
     limit = timeout if timeout is not None else default_pg_timeout
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.Get_size() == size

@@ -1,4 +1,4 @@
-"""The communication thread: collectives go through it in the order of their calls, and the caller goes on.
+"""Communication thread: runs collectives in the order of their calls while the caller goes on.
 
 A choice, not the default. MPI waits by spinning, so on one node the thread takes a core from the computation, and
 calling inline was faster; over a network that is slow beside the computation, waiting elsewhere wins.
@@ -48,7 +48,7 @@ class CommunicationThread:
 
 @functools.cache
 def communication_thread(_pid: int) -> CommunicationThread:
-    """That of this process."""
+    """The communication thread of this process."""
     return CommunicationThread()
 
 

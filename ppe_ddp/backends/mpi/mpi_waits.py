@@ -1,4 +1,4 @@
-"""How a rank waits in one group: in a loop of ours, never inside MPI, and never without an end.
+"""Waits of one group: a polling loop with a timeout and failure notices, instead of MPI's blocking calls.
 
     move all that is outstanding, on every group     arrived?     now and then: has a rank given up? is the time over?
 

@@ -1,4 +1,4 @@
-"""What a collective or a message hands back: torch's Work, done already or still on its way."""
+"""torch's Work for collectives and messages over MPI: finished, combined, or a message under way."""
 
 from __future__ import annotations
 

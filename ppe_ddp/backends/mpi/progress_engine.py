@@ -1,4 +1,4 @@
-"""What keeps going that nobody else keeps going: MPI and shared memory move only while somebody calls.
+"""Progress engine: advances collectives and messages that move only while this process calls in.
 
 One for each process, since a rank that waits in one group has to serve the ranks that wait for it in another.
 """
@@ -24,7 +24,7 @@ _NAP_SECONDS = 50e-6
 
 
 class Advancing(Protocol):
-    """Something that moves on when it is told to."""
+    """A group that is registered with the engine."""
 
     def advance(self) -> bool:
         """Do what can be done without waiting; whether nothing is left to do or to wait for."""
@@ -32,11 +32,11 @@ class Advancing(Protocol):
 
 
 class ProgressEngine:
-    """What this process has begun and not ended, on all its groups."""
+    """Advances what this process has begun and not ended, on all its groups."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held by who moves things."""
+        """Held while anything is advanced."""
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
         self._kept: list[tuple[MPI.Request, Any]] = []
@@ -44,13 +44,13 @@ class ProgressEngine:
         self._patience = _CROWDED_SECONDS if is_crowded else _SPIN_SECONDS
 
     def add(self, group: Advancing) -> None:
-        """Keep ``group`` going until it has nothing left."""
+        """Advance ``group`` in every call until it has nothing left to do."""
         with self.lock:
             if group not in self._groups:
                 self._groups.append(group)
 
     def keep(self, request: MPI.Request, memory: Any) -> None:
-        """Hold what MPI still reads or writes, though nobody waits for it any more."""
+        """Keep memory alive that MPI still reads or writes, though nobody waits for the request any more."""
         with self.lock:
             self._kept = [(one, held) for one, held in self._kept if not one.Test()]
             self._kept.append((request, memory))
@@ -62,7 +62,7 @@ class ProgressEngine:
                 self._groups = [group for group in self._groups if not group.advance()]
 
     def wait_until(self, arrived: Callable[[], Any], look: Callable[[], None]) -> None:
-        """Keep everything going until ``arrived()``; also MPI's own messages, for which others may wait.
+        """Advance everything until ``arrived()``; also MPI's own messages, for which others may wait.
 
         Args:
             arrived: Whether the wait is over.
@@ -91,5 +91,5 @@ class ProgressEngine:
 
 @functools.cache
 def progress_engine(_pid: int) -> ProgressEngine:
-    """That of this process."""
+    """The progress engine of this process."""
     return ProgressEngine()

@@ -1,1 +1,1 @@
-"""What every process group written in Python has to have for torch.distributed, whatever carries its tensors."""
+"""Base classes for process groups written in Python, whatever transport carries their tensors."""

@@ -1,4 +1,4 @@
-"""A process group that hands tensors to one group or another, by the device that they are on.
+"""Process group that routes each collective to an inner group, by the device of its tensors.
 
 torch makes a group written in Python the *whole* group of ``"cpu:gloo,cuda:cupy_nccl"``: what it has made for the
 other devices by then is dropped, and the rest is never made. So ours holds a group for each.

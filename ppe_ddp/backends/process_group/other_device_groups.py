@@ -1,4 +1,4 @@
-"""Groups beside one that is written in Python, for other devices: the second half of ``"cpu:mpi4py,cuda:nccl"``.
+"""Inner groups for the devices of another backend: the second half of ``"cpu:mpi4py,cuda:nccl"``.
 
 torch makes a group written in Python the whole group, and tells its creator nothing of the rest.
 """

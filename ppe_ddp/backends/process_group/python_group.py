@@ -1,4 +1,4 @@
-"""What every process group written in Python has to have for torch.distributed, whatever carries its tensors.
+"""Base classes of process groups in Python: torch's calls, translated to the collectives of one transport.
 
 Apart from the transports because it is torch's side only: names under which torch finds a group, its many names for
 one collective, and the forms in which it hands over arguments.
@@ -24,7 +24,7 @@ _SUM = ReduceOp(ReduceOp.SUM)
 
 
 class Transport(Protocol):
-    """What carries the tensors, under one name for each collective; an ``op`` is a ReduceOp.
+    """The collectives of a transport, one method each; an ``op`` is a ReduceOp.
 
     What a method returns goes to :meth:`CollectiveGroup._run`, which the same transport defines.
     """
@@ -66,7 +66,7 @@ class Transport(Protocol):
 
 
 class _Options:
-    """What torch and this library look for in ``_get_backend(device).options``."""
+    """The options of a group, as torch and this library read them from ``_get_backend(device).options``."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -153,7 +153,7 @@ class PythonGroup(ProcessGroup):
 
 
 class CollectiveGroup(PythonGroup):
-    """A group over one transport: says in the words of :class:`Transport` what torch asks for in its own.
+    """A group over one transport: translates torch's calls to those of :class:`Transport`.
 
     A subclass sets ``_over`` and defines :meth:`_run`, messages and barrier.
     """

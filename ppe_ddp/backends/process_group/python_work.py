@@ -1,4 +1,4 @@
-"""What every Work written in Python has in common: waiting under torch's other names."""
+"""Base class of a Work written in Python: waiting under torch's other names."""
 
 from __future__ import annotations
 

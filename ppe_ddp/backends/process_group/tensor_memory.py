@@ -1,11 +1,11 @@
-"""What a backend has to know of a tensor's memory before it hands an address to a transport."""
+"""Whether a tensor's memory can be handed to a transport as one address."""
 
 from __future__ import annotations
 
 import torch
 
 
-def is_plain(tensor: torch.Tensor, *, on_cuda: bool = False) -> bool:
+def is_addressable(tensor: torch.Tensor, *, on_cuda: bool = False) -> bool:
     """Whether the memory of a tensor is its elements in order, on the host; or, with ``on_cuda``, on a GPU."""
     return (
         (not tensor.is_cuda or on_cuda)

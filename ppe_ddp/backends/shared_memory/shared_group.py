@@ -1,4 +1,4 @@
-"""Collectives of one group through the memory that its ranks share: which go there, and their steps.
+"""Collectives of one group in shared memory: decides which go there, connects the ranks, keeps the steps.
 
 Which do is an answer that all ranks come to alike, by the size and dtype of the whole. The ranks connect at the first
 collective that is large enough. The steps of a collective whose tensors lie in shared memory are kept, and run again
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.process_group.tensor_memory import is_plain, overlap
+from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import (
     all_gather_steps,
@@ -133,7 +133,7 @@ class SharedMemoryGroup:
         key = (what, operation, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
         kept = self._kept.get(key)
         if kept is not None:
-            return kept if all(map(is_plain, tensors)) else None
+            return kept if all(map(is_addressable, tensors)) else None
         made = make(operation, *tensors)
         if made is not None and made.is_lasting:
             if len(self._kept) >= _MOST_KEPT:
@@ -150,9 +150,9 @@ class SharedMemoryGroup:
         return _Collective(steps, is_shared, is_lasting=is_shared)
 
     def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
-        if not self._admits(tensor, operation, tensor, output) or not self._match(output, tensor):
+        if not self._admits(tensor, operation, tensor, output) or not self._sizes_match(output, tensor):
             return None
-        tensor = self._apart(tensor, output, tensor)
+        tensor = self._without_overlap(tensor, output, tensor)
         is_shared = self._is_shared(tensor)
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
@@ -163,9 +163,9 @@ class SharedMemoryGroup:
     def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
         if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
             return None
-        if not self._admits(output, None, tensor, output) or not self._match(tensor, output):
+        if not self._admits(output, None, tensor, output) or not self._sizes_match(tensor, output):
             return None
-        tensor = self._apart(tensor, tensor, output)
+        tensor = self._without_overlap(tensor, tensor, output)
         is_shared = self._is_shared(tensor)
         is_lasting = is_shared and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
@@ -197,12 +197,12 @@ class SharedMemoryGroup:
             self._memory = shared_memory()
             self._queue = _connect(self._link, self._memory, self._config.piece_bytes)
             self._is_connected = True
-        return self._queue is not None and all(map(is_plain, tensors))
+        return self._queue is not None and all(map(is_addressable, tensors))
 
-    def _match(self, part: Tensor, whole: Tensor) -> bool:
+    def _sizes_match(self, part: Tensor, whole: Tensor) -> bool:
         return part.dtype is whole.dtype and part.numel() * self._link.size == whole.numel()
 
-    def _apart(self, tensor: Tensor, part: Tensor, whole: Tensor) -> Tensor:
+    def _without_overlap(self, tensor: Tensor, part: Tensor, whole: Tensor) -> Tensor:
         """The input, or a copy where input and output overlap and it is not this rank's part of the whole that does."""
         is_own = part.data_ptr() == whole.data_ptr() + self._link.rank * part.nbytes
         return tensor if is_own or not overlap(part, whole) else tensor.clone()

@@ -1,4 +1,4 @@
-"""What shared memory needs of the transport that brings its ranks together; any that can exchange bytes may be it."""
+"""The transport under a group in shared memory: an all-gather of bytes, waits, and a progress engine."""
 
 from __future__ import annotations
 

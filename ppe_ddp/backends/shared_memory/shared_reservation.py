@@ -1,4 +1,4 @@
-"""Memory that the processes of one node share: one reservation a process, which its peers map as a whole.
+"""Shared memory of one node: one reservation a process, which the other processes map as a whole.
 
     rank 0   |== bucket ==|      |== control ==|     ...     a memfd as large as the machine's memory, and sparse:
     rank 1   |== control ==|  |==== bucket ====|     ...     only what is touched takes memory
@@ -141,7 +141,7 @@ class SharedMemory:
 
 
 def shared_memory() -> SharedMemory | None:
-    """That of this process; None where the system has none (not Linux, a limit on address space)."""
+    """The reservation of this process; None where the system has none (not Linux, a limit on address space)."""
     return _made(os.getpid())
 
 

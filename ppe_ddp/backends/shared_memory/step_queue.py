@@ -1,4 +1,4 @@
-"""The steps of one group through memory that its ranks share, in the order of their launch.
+"""Queue of one group's steps in shared memory: each rank publishes, and acts when all have published.
 
     rank 0 and 1 publish "my tensor for step s is at position x"      arrived = s
     when all have: each does its part of the work in all memory       done = s
