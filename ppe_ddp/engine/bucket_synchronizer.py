@@ -11,7 +11,6 @@ from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.gradients import Gradients
@@ -174,7 +173,7 @@ class BucketSynchronizer(Synchronizer):
         with span("negotiate", enabled=self._policy.ranges):
             backward.exchange = self.negotiation.ask(local, not backward.silent)
         backward.buffers = self.negotiation.buffers()
-        backward.phase = Phase.NEGOTIATING
+        backward.negotiate()
 
     def landed(self, indices: Sequence[int]) -> None:
         """Leave them in ``.grad`` until their bucket leaves."""
@@ -193,13 +192,13 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed_at = perf_counter_ns()
         backward.active = sum(answer.extra)
         backward.source = max(answer.extra.find(1), 0)
-        backward.phase = Phase.LAUNCHING
 
         def take(indices: Sequence[int]) -> list[Tensor | None]:
             return [None] * len(indices) if backward.silent else self.gradients.take(indices)
 
         plan = self.negotiation.planner.plan(answer.mask)
-        backward.round = round_ = self._round(backward, plan, take)
+        round_ = self._round(backward, plan, take)
+        backward.launch(round_)
         return round_
 
     def complete(self, backward: Backward) -> Steps:
@@ -221,7 +220,7 @@ class BucketSynchronizer(Synchronizer):
             yield backward.exchange.done
         round_ = backward.round if isinstance(backward.round, Round) else self.open_round(backward)
         yield from round_.launch_all()
-        backward.phase = Phase.FINISHING
+        backward.finish()
         backward.late = late = self._late(backward)
         vote = self._vote(late, said(int(backward.aborted), backward.dropped))
         yield from self._land(backward, round_)
@@ -291,7 +290,6 @@ class BucketSynchronizer(Synchronizer):
             repair=repair,
             ranges=self._policy.ranges,
         )
-        backward.recorder.rounds.append(round_.record)
         return round_
 
     def _late(self, backward: Backward) -> dict[int, Tensor]:
@@ -332,6 +330,7 @@ class BucketSynchronizer(Synchronizer):
         plan = self.negotiation.planner.plan(agreed)
         second = self._round(backward, plan, take, repair=True)
         backward.round = second
+        backward.recorder.rounds.append(second.record)
         yield from second.launch_all()
         yield from self._land(backward, second)
         backward.round = None

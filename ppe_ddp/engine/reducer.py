@@ -306,9 +306,7 @@ class Reducer(Generic[C]):
         self._close(backward)
 
     def _close(self, backward: Backward) -> None:
-        backward.phase = Phase.OVER
-        backward.round = None
-        backward.recorder.done_at = perf_counter_ns()
+        backward.conclude()
         self._look_up(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
@@ -336,9 +334,7 @@ class Reducer(Generic[C]):
             if self._running() is not None or self._started is not None:
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
             self.groups.check()
-            backward = Backward(self._names, silent=silent)
-            backward.is_manual = True
-            backward.waiting = bytearray(len(self._parameters))
+            backward = Backward(self._names, is_manual=True, silent=silent)
             self._call_sync_hooks(backward)
             self.synchronizer.ask(backward)
             self._backward = backward
@@ -379,7 +375,7 @@ class Reducer(Generic[C]):
         if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
             self._backward = None
             return
-        backward.silent = backward.aborted = True
+        backward.abort()
         try:
             self._wake(backward)
             if backward.phase is Phase.BEGUN:

@@ -99,9 +99,8 @@ class Synchronizer(ABC):
         Returns:
             What is to be raised instead, where the error is what a failure of another rank looks like here.
         """
-        phase, backward.phase = backward.phase.name.lower(), Phase.FAILED
+        phase = backward.fail()
         heard = [groups.fail(error, phase) for groups in self.groups]
-        backward.exchange = None
         self.put_back(backward)
         backward.round = None
         return next((one for one in heard if one is not None), None)
@@ -122,6 +121,5 @@ class Synchronizer(ABC):
         for groups in self.groups:
             groups.fail(error, "")
         logger.warning("%s (Its averages of that step were complete here.)", error)
-        backward.exchange = backward.waiting = None
-        backward.phase = Phase.BEGUN
+        backward.begin_again()
         return True

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.groups import allocator
@@ -129,7 +128,7 @@ class BufferSynchronizer(Synchronizer):
             reduction_group.negotiation.ask(reduction_group.local(local), RankStatus.FINE)
             for reduction_group in self._reduction_groups
         ]
-        backward.phase = Phase.NEGOTIATING
+        backward.negotiate()
 
     def is_agreed(self, backward: Backward) -> bool:
         """Whether the answers of all reduction_groups are there."""
@@ -142,11 +141,10 @@ class BufferSynchronizer(Synchronizer):
         backward.recorder.agreed = bytes(present)
         backward.recorder.agreed_at = perf_counter_ns()
         self._note_averaged(present)
-        backward.phase = Phase.LAUNCHING
         waiting = backward.waiting or bytes(len(self._parameters))
-        backward.round = BufferRound(self._layout.plan(bytes(present)), waiting, self._launch)
-        backward.recorder.rounds.append(backward.round.record)
-        return backward.round
+        round_ = BufferRound(self._layout.plan(bytes(present)), waiting, self._launch)
+        backward.launch(round_)
+        return round_
 
     def complete(self, backward: Backward) -> Steps:
         """Launch what is left and send the vote; results are taken by :meth:`settle`."""
@@ -155,7 +153,7 @@ class BufferSynchronizer(Synchronizer):
                 yield exchange.done
         round_ = backward.round or self.open_round(backward)
         yield from round_.launch_all()
-        backward.phase = Phase.FINISHING
+        backward.finish()
         late = self.gradients.take(backward.unexpected)
         if self._check_finite:
             self.step_status.found(self._specs[i].name for i, gradient in late.items() if not is_finite(gradient))
@@ -201,7 +199,6 @@ class BufferSynchronizer(Synchronizer):
         try:
             yield from self._take_results(way)
         except BaseException as error:
-            way.backward.phase = Phase.FINISHING
             heard = self.fail(way.backward, error)
             if heard is None:
                 raise
