@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.contracts import GradBucket
+from ppe_ddp.contracts import Division, GradBucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
 from ppe_ddp.engine.completion import probe
 
@@ -68,7 +68,8 @@ class Flight:
 
     def launch(self, reduction: Reduction, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         """Fill the bucket and start its reduction."""
-        share = reduction.share(self.plan.device)
+        division = reduction.division(self.plan.device)
+        share = reduction.mean_factor if division is Division.DONE else 1.0
         if self.plan.adopted:
             self._adopt(share)
         else:
@@ -83,12 +84,13 @@ class Flight:
             names=tuple(self._specs[i].name for i in members),
             index=self.plan.index,
             is_last=is_last,
+            division=division,
         )
         self._pending = reduction.start(self._bucket)
 
     def _given(self, buffer: Tensor, reduction: Reduction) -> tuple[list[Tensor], Tensor]:
         """What goes out: never our own tensors to a stranger, who may change their shapes."""
-        if reduction.is_ours:
+        if reduction.is_plain_average:
             return self._tensors, buffer
         if not reduction.may_resize:
             return [tensor.detach() for tensor in self._tensors], buffer.detach()

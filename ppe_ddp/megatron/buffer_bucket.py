@@ -116,7 +116,7 @@ class BufferBucket:
             return
         gain = self.reduction_group.gain
         if self._scatter is not None:
-            factor = gain / self.reduction_group.groups.world_size
+            factor = gain * self.reduction_group.reduction.mean_factor
             self._pending = self._scatter.start(self.share, self._memory, factor=factor)
             return
         if gain != 1.0:

@@ -71,9 +71,8 @@ class ReduceScatterBucket(Flight):
         self._buffer = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
-        share = 1.0 / self._groups.world_size
         try:
-            self._pending = self._transport.start(self._row, rows.view(-1), factor=share, spare=ours)
+            self._pending = self._transport.start(self._row, rows.view(-1), factor=reduction.mean_factor, spare=ours)
         except RuntimeError as error:
             raise self._failure(error) from error
 

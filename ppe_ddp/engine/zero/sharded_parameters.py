@@ -103,7 +103,7 @@ class ShardedParameters(ShardedModel):
 
     def flight(self, reduction: Reduction) -> MakeFlight:
         """What makes flights: whole averages where somebody else's function makes them."""
-        return self._flight if reduction.is_ours else Flight
+        return self._flight if reduction.is_plain_average else Flight
 
     def _flight(self, plan: BucketPlan, *args: Any, **keywords: Any) -> Flight:
         transport = self._transports.get(plan.device)
