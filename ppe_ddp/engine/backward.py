@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.trace import Recorder
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.round import Departures
 
 
 class Phase(enum.Enum):
@@ -89,7 +89,7 @@ class Backward:
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
-        self.round: Departures | None = None
+        self.schedule: LaunchSchedule[Any] | None = None
         self.unexpected: list[int] = []
         self.arrivals: list[int] = []
         self.late: dict[int, Tensor] = {}
@@ -132,11 +132,15 @@ class Backward:
         self._enter(Phase.BEGUN)
         self.exchange = self.waiting = None
 
-    def launch(self, round_: Departures) -> None:
-        """The plan is known: ``round_`` sends it."""
+    def launch(self, schedule: LaunchSchedule[Any]) -> None:
+        """The plan is known: ``schedule`` sends it."""
         self._enter(Phase.LAUNCHING)
-        self.round = round_
-        self.recorder.rounds.append(round_.record)
+        self.follow(schedule)
+
+    def follow(self, schedule: LaunchSchedule[Any]) -> None:
+        """``schedule`` is what is sent from here on: that of the plan, or of a second round."""
+        self.schedule = schedule
+        self.recorder.rounds.append(schedule.record)
 
     def finish(self) -> None:
         """All buckets have left."""
@@ -145,7 +149,7 @@ class Backward:
     def conclude(self) -> None:
         """Whatever this backward was for is done."""
         self._enter(Phase.OVER)
-        self.round = None
+        self.schedule = None
         self.recorder.done_at = perf_counter_ns()
 
     def fail(self) -> str:

@@ -1,4 +1,4 @@
-"""The ``.grad`` of the parameters: what is there, taken out for a flight, handed back averaged."""
+"""The ``.grad`` of the parameters: what is there, taken out for a bucket, handed back averaged."""
 
 from __future__ import annotations
 
