@@ -41,10 +41,12 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
         The Work of the all-reduce, or None where one rank is alone.
     """
     world_size = dist.get_world_size(group)
-    gradients.divide(world_size)
+    division = gradients.division()
+    if division is Division.BY_FUNCTION:
+        gradients.divide(world_size)
     if world_size == 1:
         return None
-    op = dist.ReduceOp.AVG if gradients.division() is Division.BY_BACKEND else dist.ReduceOp.SUM
+    op = dist.ReduceOp.AVG if division is Division.BY_BACKEND else dist.ReduceOp.SUM
     return dist.all_reduce(gradients.buffer(), op, group, async_op=True)  # type: ignore[no-any-return]
 
 

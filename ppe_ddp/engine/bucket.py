@@ -67,6 +67,7 @@ class Bucket(ABC):
         parameters: The members.
         names: Theirs.
         expected: The members of which some rank has a gradient.
+        is_exact: Whether those are all members, as in any plan but one of fixed buckets.
         gradients: What this rank has put in, one a member, or None; empty at rest.
         nbytes: What this rank sends.
     """
@@ -79,9 +80,7 @@ class Bucket(ABC):
         self.names = tuple(spec.name for spec in self.specs)
         self.nbytes = plan.nbytes
         self.expected = members if present is None else tuple(i for i in members if present[i])
-        # Only in a plan of fixed buckets are there members that no rank has.
-        self._positions = [k for k, i in enumerate(members) if i in set(self.expected)]
-        self._is_exact = len(self.expected) == len(members)
+        self.is_exact = len(self.expected) == len(members)
         self.gradients: list[Tensor | None] = []
         self._views = False
         self._pending: Waitable | None = None
@@ -94,7 +93,7 @@ class Bucket(ABC):
             views: Whether the averages may be views of the memory that they are brought together in.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
-        if not self._is_exact:
+        if not self.is_exact:
             found = dict(zip(self.expected, gradients, strict=True))
             gradients = [found.get(i) for i in self.plan.members]
         self.gradients = gradients
@@ -102,7 +101,8 @@ class Bucket(ABC):
 
     def chosen(self, averages: list[Tensor]) -> list[Tensor]:
         """Those of :attr:`expected`, of one average a member."""
-        return averages if self._is_exact else [averages[k] for k in self._positions]
+        expected = set(self.expected)
+        return [average for i, average in zip(self.plan.members, averages, strict=True) if i in expected]
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.torch_internals import storage_users, tensor_users, unflatten
+from ppe_ddp.engine.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,16 +71,12 @@ class BucketBuffer:
             return False
         return self._itemsizes == set(map(_ITEMSIZE, slots))
 
-    def are_slots(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether ``gradients`` are the slots, each in its own memory."""
-        return all(map(is_, gradients, self.slots)) and self.is_intact()
-
     def _state(self) -> tuple[object, ...]:
         slots = self.slots
         return (
             storage_users(self.memory),
             list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
-            list(map(tensor_users, slots)),  # ... or torch, as a .grad
+            users_of_tensors(slots),  # ... or torch, as a .grad
             [slot.requires_grad for slot in slots],
         )
 
@@ -131,7 +127,7 @@ class BucketBuffers:
     def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> BucketBuffer | None:
         """The buffer whose slots ``gradients`` still are, as the last step has left them; or None."""
         for buffer in self._held.get((bucket.dtype, bucket.device), ()):
-            if buffer.bucket is bucket and buffer.are_slots(gradients):
+            if buffer.bucket is bucket and all(map(is_, gradients, buffer.slots)) and buffer.is_intact():
                 self._used.add(id(buffer))
                 return buffer
         return None

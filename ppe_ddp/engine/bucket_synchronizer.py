@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.reduction import Reduction
-
-    Take = Callable[[Sequence[int]], list[Tensor | None]]
     from ppe_ddp.engine.streams import GradientStreams
 
 
@@ -204,12 +202,15 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed_at = perf_counter_ns()
         backward.active = sum(answer.extra)
         backward.source = max(answer.extra.find(1), 0)
+        views = self._policy.views and not self.gradients.stay
 
-        def take(indices: Sequence[int]) -> list[Tensor | None]:
-            return [None] * len(indices) if backward.silent else self.gradients.take(indices)
+        def prepare(bucket: Bucket) -> None:
+            # This rank may have become silent since the schedule was made.
+            nothing: list[Tensor | None] = [None] * len(bucket.expected)
+            bucket.hold(nothing if backward.silent else self.gradients.take(bucket.expected), views=views)
 
         plan = self.negotiation.planner.plan(answer.mask)
-        schedule = self._schedule(plan, take, backward.waiting or self._nothing)
+        schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
         backward.launch(schedule)
         return schedule
 
@@ -282,13 +283,8 @@ class BucketSynchronizer(Synchronizer):
         self.gradients.hand_over(list(late), list(late.values()))
 
     def _schedule(
-        self, plan: Plan, take: Take, waiting: bytes | bytearray, *, repair: bool = False
+        self, plan: Plan, prepare: Callable[[Bucket], None], waiting: bytes | bytearray, *, repair: bool = False
     ) -> LaunchSchedule[Bucket]:
-        views = self._policy.views and not self.gradients.stay
-
-        def prepare(bucket: Bucket) -> None:
-            bucket.hold(take(bucket.expected), views=views)
-
         return LaunchSchedule(
             plan,
             self._buckets.buckets(plan),
@@ -330,12 +326,13 @@ class BucketSynchronizer(Synchronizer):
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average what came late, in a second round, and add it: averaging is linear."""
+        views = self._policy.views and not self.gradients.stay
 
-        def take(indices: Sequence[int]) -> list[Tensor | None]:
-            return [backward.late.pop(i, None) for i in indices]
+        def prepare(bucket: Bucket) -> None:
+            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
 
         plan = self.negotiation.planner.plan(agreed)
-        second = self._schedule(plan, take, self._nothing, repair=True)
+        second = self._schedule(plan, prepare, self._nothing, repair=True)
         backward.follow(second)
         yield from second.launch_all()
         yield from self._hand_over(backward, second)

@@ -14,6 +14,7 @@ import torch
 from ppe_ddp.contracts import Division, GradBucket
 from ppe_ddp.engine.bucket import Averages, Bucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
+from ppe_ddp.engine.completion import probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,12 +82,9 @@ class DenseBucket(Bucket, ABC):
     def finish(self) -> Averages:
         """Wait for the result; one average a member, each the tensor that ``.grad`` shall be."""
         if self._pending is not None:
-            yield self.probe()
+            yield probe(self._pending)
         self._take_result()
-        results = self._results()
-        self._sent = self._flat = None
-        self._tensors = []  # what is held of a buffer shows that it is in use
-        return results
+        return self._results()
 
     def _take_result(self) -> None:
         flat, sent = self._flat, self._sent
@@ -113,9 +111,9 @@ class DenseBucket(Bucket, ABC):
             self._reduction.settle(self._sent, self._pending)
 
     def release(self) -> None:
-        """Forget what belongs to one backward."""
-        super().release()
-        self._sent = self._flat = None
+        """Forget what belongs to one backward; what is held of a buffer shows that it is in use."""
+        self.gradients = []
+        self._pending = self._sent = self._flat = None
         self._tensors = []
 
     def _back_to_gradients(self) -> list[Tensor]:

@@ -52,7 +52,7 @@ class LaunchSchedule(Generic[B]):
     ) -> None:
         self.plan = plan
         self.buckets = buckets
-        self.record = RoundRecord(plan, repair=repair)
+        self.record = RoundRecord(plan, [bucket.nbytes for bucket in buckets], repair=repair)
         self._prepare = prepare
         self._one_at_a_time = one_at_a_time
         self._ranges = ranges
@@ -111,12 +111,17 @@ class LaunchSchedule(Generic[B]):
 
         Sparse ones come last: they communicate only now.
         """
-        numbered = list(enumerate(self.buckets))
-        for k, bucket in sorted(numbered, key=_is_sparse):
-            averages = yield from bucket.finish()
-            self.record.done[k] = perf_counter_ns()
-            self.record.nbytes[k] = bucket.nbytes
-            hand_over(bucket.expected, bucket.chosen(averages))
+        record = self.record
+        for is_sparse in (False, True):
+            for k, bucket in enumerate(self.buckets):
+                if bucket.plan.sparse is not is_sparse:
+                    continue
+                averages = yield from bucket.finish()
+                record.done[k] = perf_counter_ns()
+                record.nbytes[k] = bucket.nbytes
+                if not bucket.is_exact:
+                    averages = bucket.chosen(averages)
+                hand_over(bucket.expected, averages)
         self.release()
 
     def put_back(self) -> Iterator[tuple[int, Tensor]]:
@@ -129,7 +134,3 @@ class LaunchSchedule(Generic[B]):
         for bucket in self.buckets:
             bucket.release()
         self._previous = None
-
-
-def _is_sparse(numbered: tuple[int, Bucket]) -> bool:
-    return numbered[1].plan.sparse
