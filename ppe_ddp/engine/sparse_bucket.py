@@ -44,7 +44,7 @@ class SparseBucket(Bucket):
         indices, values = local.indices(), local.values()
         self.nbytes = indices.nbytes + values.nbytes
         if groups.world_size == 1:
-            return [torch.sparse_coo_tensor(indices, values, self._spec.shape).coalesce()]
+            return [self._of(indices, values)]
         # On CPUs, so that no GPU is waited for.
         parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control)
         counts = [int(part) for part in parts]
@@ -53,8 +53,11 @@ class SparseBucket(Bucket):
             rows = yield from _gathered_rows(indices.t().contiguous(), counts, longest, groups.buckets)
             indices = rows.t()
             values = yield from _gathered_rows(values.contiguous(), counts, longest, groups.buckets)
-        total = torch.sparse_coo_tensor(indices, values, self._spec.shape).coalesce()
-        return [(total * self._reduction.mean_factor).coalesce()]
+        return [(self._of(indices, values) * self._reduction.mean_factor).coalesce()]
+
+    def _of(self, indices: Tensor, values: Tensor) -> Tensor:
+        """A coalesced gradient; each rank's indices are those of a tensor that was checked, if any was."""
+        return torch.sparse_coo_tensor(indices, values, self._spec.shape, check_invariants=False).coalesce()
 
     def _local(self) -> Tensor:
         gradient = self.gradients[0]
