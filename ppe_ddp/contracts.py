@@ -7,6 +7,7 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ class Waitable(Protocol):
         ...
 
 
+class Division(enum.Enum):
+    """Who divides the gradients of a bucket by the world size, so that their sum over the ranks is the mean."""
+
+    BY_FUNCTION = enum.auto()
+    """The function that gets it."""
+    BY_BACKEND = enum.auto()
+    """The backend of the function's group, by ``ReduceOp.AVG``."""
+    DONE = enum.auto()
+    """They are divided already."""
+
+
 class GradBucket(list["Tensor"]):
     """The gradients that travel together: a list of tensors that also has torch's ``GradBucket`` methods.
 
@@ -41,6 +53,7 @@ class GradBucket(list["Tensor"]):
     _names: tuple[str, ...]
     _index: int
     _is_last: bool
+    _division: Division
 
     @classmethod
     def of(
@@ -52,6 +65,7 @@ class GradBucket(list["Tensor"]):
         names: tuple[str, ...],
         index: int,
         is_last: bool,
+        division: Division = Division.BY_FUNCTION,
     ) -> GradBucket:
         """Make a bucket of ``gradients``, which are views of ``buffer`` (1-D, their total size)."""
         bucket = cls(gradients)
@@ -60,6 +74,7 @@ class GradBucket(list["Tensor"]):
         bucket._names = names
         bucket._index = index
         bucket._is_last = is_last
+        bucket._division = division
         return bucket
 
     # A real list, not an abstract Sequence, because the C++ argument parser of torch wants one (and not a tuple,
@@ -102,6 +117,16 @@ class GradBucket(list["Tensor"]):
         """Whether this is the last bucket of this backward."""
         return self._is_last
 
+    def division(self) -> Division:
+        """Who divides by the world size: the function that gets the bucket, unless it declares otherwise."""
+        return self._division
+
+    def divide(self, world_size: int) -> None:
+        """Divide the gradients by the world size, in place, if that is left to the function."""
+        if self._division is Division.BY_FUNCTION:
+            self._buffer.mul_(1.0 / world_size)
+            self._division = Division.DONE
+
     def set_buffer(self, buffer: Tensor) -> None:
         """Let ``buffer`` (1-D, same number of elements, any dtype) take the place of the flat gradients.
 
@@ -118,7 +143,16 @@ class GradBucket(list["Tensor"]):
 
 
 class ReduceFunction(Protocol):
-    """Averages the gradients of one bucket over the ranks of a group, in place."""
+    """Averages the gradients of one bucket over the ranks of a group, in place.
+
+    A function may declare by attributes what it leaves to the wrapper; each is false where it is missing:
+
+    ``takes_divided``: its gradients come divided by the world size, which costs next to nothing while they are
+    copied into the bucket, and it only sums. :func:`ppe_ddp.functions.takes_divided` sets it.
+
+    ``is_plain_average``: the wrapper may average by something else in its place (a reduce-scatter where each rank
+    needs its part only, nothing on one rank), may have the backend divide, and does not check what it has done.
+    """
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
         """Average ``gradients`` over ``group`` in place.

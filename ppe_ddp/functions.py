@@ -6,11 +6,12 @@ import functools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import Division
 from ppe_ddp.errors import clear_frames
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import GradBucket, ReduceFunction, Waitable
+
+F = TypeVar("F", bound="ReduceFunction")
 
 _PIECE_BYTES = 32 << 20
 _ALIGNMENT = 16  # bytes: of the widest dtype
@@ -37,25 +40,37 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
     Returns:
         The Work of the all-reduce, or None where one rank is alone.
     """
-    gradients.buffer().mul_(1.0 / dist.get_world_size(group))
-    return total(gradients.buffer(), group)
+    world_size = dist.get_world_size(group)
+    division = gradients.division()
+    if division is Division.BY_FUNCTION:
+        gradients.divide(world_size)
+    if world_size == 1:
+        return None
+    op = dist.ReduceOp.AVG if division is Division.BY_BACKEND else dist.ReduceOp.SUM
+    return dist.all_reduce(gradients.buffer(), op, group, async_op=True)  # type: ignore[no-any-return]
 
 
-def total(shares: Tensor, group: ProcessGroup | None, *, averages: bool = False) -> Waitable | None:
-    """Sum over the ranks, in place: the average, where every rank has divided its gradients before.
+average.takes_divided = average.is_plain_average = True  # type: ignore[attr-defined]
+
+
+def takes_divided(function: F) -> F:
+    """Declare that a reduce function only sums: its gradients come divided by the world size.
+
+    The division is made while the gradients are copied into the bucket, where it costs next to nothing::
+
+        @takes_divided
+        def sum_up(gradients, group):
+            gradients.divide(dist.get_world_size(group))  # where nobody has: another function calls this one
+            return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
     Args:
-        shares: The gradients; changed in place.
-        group: The process group; None is the default group.
-        averages: Whether the backend is to divide instead.
+        function: A reduce function; its attribute ``takes_divided`` is set.
 
     Returns:
-        The Work of the all-reduce, or None where one rank is alone.
+        The same function.
     """
-    if dist.get_world_size(group) == 1:
-        return None
-    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-    return dist.all_reduce(shares, op, group, async_op=True)  # type: ignore[no-any-return]
+    function.takes_divided = True  # type: ignore[attr-defined]
+    return function
 
 
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:
@@ -152,6 +167,7 @@ class _Overlapped:
 
     def __init__(self, function: ReduceFunction) -> None:
         functools.update_wrapper(self, function, updated=())
+        self.takes_divided = getattr(function, "takes_divided", False)
         self._function = function
         self._thread: ThreadPoolExecutor | None = None
         # Not arguments of submit(): the traceback of an error keeps the frames that it has come through, and the
@@ -204,7 +220,7 @@ class _Overlapped:
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_function": self._function, "_thread": None, "_calls": deque(), "_failed": None}
+        return self.__dict__ | {"_thread": None, "_calls": deque(), "_failed": None}
 
 
 class _Call(NamedTuple):

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.engine.torch_internals import at_end_of_backward
@@ -150,6 +151,8 @@ class _Reducing:
         buffer = gradients.buffer()
         if buffer.is_floating_point() and buffer.dtype is not self._dtype:
             gradients.set_buffer(buffer.to(self._dtype))
+        if getattr(self._function, "takes_divided", False):  # only now, in the dtype that they are reduced in
+            gradients.divide(dist.get_world_size(group))
         return self._function(gradients, group)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from one_process import assert_gradients, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, average, broadcast, overlapped
-from ppe_ddp.engine import flight
+from ppe_ddp.engine import dense_bucket
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 
@@ -132,7 +132,7 @@ def in_a_sync_hook(switch):
 
 
 def in_packing(switch):
-    fill = flight._fill
+    fill = dense_bucket.fill
 
     def refuse(*arguments):
         switch.refuse()
@@ -218,7 +218,7 @@ def hold(way, *, turns=8, seed=0, **options):
     wrapper, expected, patch = wrapped(way, switch, **options)
     with pytest.MonkeyPatch.context() as patches:
         if patch is not None:
-            patches.setattr(flight, "_fill", patch)
+            patches.setattr(dense_bucket, "fill", patch)
         for _ in range(turns):
             culprit = generator.randrange(size)
             call = 0 if way in ("in_a_sync_hook", "in_the_broadcast") else generator.randrange(3)

@@ -1,5 +1,7 @@
 """Two backwards share no state."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ppe_ddp.engine.backward import Backward, Phase
@@ -13,10 +15,67 @@ def test_a_backward_starts_with_nothing_said():
     assert first.alive() is not None
     first.unexpected.append(0)
     first.arrivals.append(0)
-    first.phase = Phase.FAILED
+    assert first.fail() == "begun"
     assert (second.unexpected, second.arrivals, second.phase) == ([], [], Phase.BEGUN)
 
 
-@pytest.mark.parametrize("before", [Phase.BEGUN, Phase.NEGOTIATING, Phase.LAUNCHING, Phase.FINISHING])
-def test_phases_are_declared_in_the_order_in_which_they_come(before):
-    assert before.value < Phase.OVER.value < Phase.FAILED.value
+MOVES = {
+    "negotiate": Backward.negotiate,
+    "begin_again": Backward.begin_again,
+    "launch": lambda backward: backward.launch(SimpleNamespace(record=None)),
+    "finish": Backward.finish,
+    "conclude": Backward.conclude,
+    "fail": Backward.fail,
+}
+# For each way to a phase, the moves that are allowed there.
+ALLOWED = {
+    "": {"negotiate", "conclude", "fail"},  # one rank alone concludes at once
+    "negotiate": {"begin_again", "launch", "fail"},
+    "negotiate begin_again": {"negotiate", "conclude", "fail"},
+    "negotiate launch": {"finish", "fail"},
+    "negotiate launch finish": {"conclude", "fail"},
+    "negotiate launch finish conclude": {"fail"},  # results that were left for later
+    "negotiate launch fail": set(),
+}
+
+
+def went(way):
+    backward = Backward(("a",))
+    for move in way.split():
+        MOVES[move](backward)
+    return backward
+
+
+@pytest.mark.parametrize("way", ALLOWED)
+def test_a_backward_moves_on_as_it_should_and_in_no_other_way(way):
+    for move in MOVES:
+        backward = went(way)
+        before = backward.phase
+        if move in ALLOWED[way]:
+            MOVES[move](backward)
+            assert backward.phase is not before
+        else:
+            with pytest.raises(AssertionError, match="cannot go"):
+                MOVES[move](backward)
+            assert backward.phase is before
+
+
+def test_who_begins_again_has_said_nothing():
+    backward = Backward(("a",))
+    backward.waiting, backward.exchange = bytearray(1), object()
+    backward.negotiate()
+    backward.begin_again()
+    assert (backward.phase, backward.waiting, backward.exchange) == (Phase.BEGUN, None, None)
+
+
+def test_a_failure_names_its_phase():
+    assert went("negotiate launch").fail() == "launching"
+    assert went("negotiate launch finish conclude").fail() == "finishing"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_who_aborts_is_silent_and_says_so(silent):
+    backward = Backward(("a",), silent=silent)
+    assert not backward.aborted
+    backward.abort()
+    assert (backward.silent, backward.aborted) == (True, True)

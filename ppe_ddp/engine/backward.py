@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.trace import Recorder
 
@@ -12,12 +13,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.round import Departures
 
 
 class Phase(enum.Enum):
-    """How far a backward is. It only moves on, or to FAILED."""
+    """How far a backward is."""
 
     BEGUN = enum.auto()
     """Gradients land; nothing was said to the other ranks yet."""
@@ -33,10 +34,41 @@ class Phase(enum.Enum):
     """The communication failed; nothing more is sent for this backward."""
 
 
+_BEFORE: dict[Phase, tuple[Phase, ...]] = {
+    # Ranks that were told of an older failure only after they had asked begin again, in new connections.
+    Phase.BEGUN: (Phase.NEGOTIATING,),
+    Phase.NEGOTIATING: (Phase.BEGUN,),
+    Phase.LAUNCHING: (Phase.NEGOTIATING,),
+    Phase.FINISHING: (Phase.LAUNCHING,),
+    # One rank alone negotiates nothing.
+    Phase.OVER: (Phase.BEGUN, Phase.FINISHING),
+    # Results may be left for later (ppe_ddp.megatron), and fail when the backward is over.
+    Phase.FAILED: (Phase.BEGUN, Phase.NEGOTIATING, Phase.LAUNCHING, Phase.FINISHING, Phase.OVER),
+}
+"""From where each phase may be entered."""
+
+
+class Participation(enum.Enum):
+    """What this rank has to do with a backward of all ranks."""
+
+    FULL = enum.auto()
+    """It contributes its gradients and takes the averages."""
+    SILENT = enum.auto()
+    """It contributes nothing and takes nothing, and lets the other ranks go on."""
+    ABORTED = enum.auto()
+    """The same, because its own backward raised an error: the other ranks are told."""
+
+
 class Backward:
-    """What is known about one synchronized backward.
+    """What is known about one synchronized backward, which alone moves on from phase to phase.
+
+    Args:
+        names: Of all parameters.
+        is_manual: Whether a call has begun it, and not autograd.
+        silent: Whether this rank contributes nothing and takes nothing.
 
     Attributes:
+        is_manual: The same.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not landed. None while the mask is not made before backward is over.
         unexpected: Parameters whose gradient landed without being expected, or once more.
@@ -45,31 +77,87 @@ class Backward:
         dropped: How many forwards of this rank had no backward so far.
         averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None when the graph task that this belongs to is gone.
-        silent: Whether this rank contributes nothing and takes nothing.
-        aborted: Whether that is because its own backward raised.
         active: The number of ranks that contribute.
         source: The first of them; its buffers are broadcast.
         buffers: Those of this rank as all ranks have agreed on them.
     """
 
-    def __init__(self, names: tuple[str, ...], *, silent: bool = False) -> None:
-        self.phase = Phase.BEGUN
+    def __init__(self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False) -> None:
+        self._phase = Phase.BEGUN
+        self._participation = Participation.SILENT if silent else Participation.FULL
+        self.is_manual = is_manual
         self.recorder = Recorder(names)
-        self.waiting: bytearray | None = None
+        self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
-        self.round: Departures | None = None
+        self.schedule: LaunchSchedule[Any] | None = None
         self.unexpected: list[int] = []
         self.arrivals: list[int] = []
         self.late: dict[int, Tensor] = {}
         self.dropped = 0
         self.averaged = b""
-        self.silent = silent
-        self.aborted = False
-        self.is_manual = False
         self.active = 0
         self.source = 0
         self.buffers: list[Tensor] = []
         self.alive: Callable[[], object] = lambda: True
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        return self._phase
+
+    @property
+    def silent(self) -> bool:
+        """Whether this rank contributes nothing and takes nothing."""
+        return self._participation is not Participation.FULL
+
+    @property
+    def aborted(self) -> bool:
+        """Whether that is because its own backward raised."""
+        return self._participation is Participation.ABORTED
+
+    def abort(self) -> None:
+        """This rank's backward has raised: from here on it only lets the others go on."""
+        self._participation = Participation.ABORTED
+
+    def _enter(self, phase: Phase) -> None:
+        assert self._phase in _BEFORE[phase], f"a backward cannot go from {self._phase.name} to {phase.name}"
+        self._phase = phase
+
+    def negotiate(self) -> None:
+        """What this rank has was said to the others."""
+        self._enter(Phase.NEGOTIATING)
+
+    def begin_again(self) -> None:
+        """What was said is void; all of it is said once more when backward is over."""
+        self._enter(Phase.BEGUN)
+        self.exchange = self.waiting = None
+
+    def launch(self, schedule: LaunchSchedule[Any]) -> None:
+        """The plan is known: ``schedule`` sends it."""
+        self._enter(Phase.LAUNCHING)
+        self.follow(schedule)
+
+    def follow(self, schedule: LaunchSchedule[Any]) -> None:
+        """``schedule`` is what is sent from here on: that of the plan, or of a second round."""
+        self.schedule = schedule
+        self.recorder.rounds.append(schedule.record)
+
+    def finish(self) -> None:
+        """All buckets have left."""
+        self._enter(Phase.FINISHING)
+
+    def conclude(self) -> None:
+        """Whatever this backward was for is done."""
+        self._enter(Phase.OVER)
+        self.schedule = None
+        self.recorder.done_at = perf_counter_ns()
+
+    def fail(self) -> str:
+        """The communication has failed; returns the name of the phase in which it has, for people."""
+        phase = Phase.FINISHING if self._phase is Phase.OVER else self._phase
+        self._enter(Phase.FAILED)
+        self.exchange = None
+        return phase.name.lower()
 
 
 class EndOfBackward:

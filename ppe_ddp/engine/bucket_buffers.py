@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.torch_internals import storage_users, tensor_users
+from ppe_ddp.engine.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,18 +23,14 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
     from ppe_ddp.engine.groups import Allocator
 
-_PLACE = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.size, torch.Tensor.element_size)
+_LIES_AS = torch.Tensor.is_set_to
+_ITEMSIZE = torch.Tensor.element_size
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
 
 def sole_owner(tensor: Tensor) -> bool:
     """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``, which torch itself lets go."""
     return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
-
-
-def _places(tensors: Sequence[Tensor]) -> list[list[object]]:
-    """Where the tensors lie, and how: one stays the same object when ``.data`` gives it other memory."""
-    return [list(map(property_, tensors)) for property_ in _PLACE]  # a list a property is the quickest to make
 
 
 class BucketBuffer:
@@ -51,16 +47,17 @@ class BucketBuffer:
         self.bucket: BucketPlan | None = None
         self.flat = memory
         self.slots: list[Tensor] = []
-        self._places: list[list[object]] = []
+        self._originals: list[Tensor] = []
+        self._itemsizes = {memory.element_size()}
         self._at_rest: tuple[object, ...] = ()
 
     def lay_out(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> None:
-        """Make the slots for ``bucket``."""
-        self.slots = []
+        """Make the slots for ``bucket``, with the specs and parameters of its members."""
+        self.slots, self._originals = [], []
         self.flat = self.memory.narrow(0, 0, bucket.numel)
-        self.slots = _slots_of(self.flat, bucket, specs, parameters)
+        self.slots = slots_of(self.flat, bucket, specs, parameters)
         self.bucket = bucket
-        self._places = _places(self.slots)
+        self._originals = slots_of(self.flat, bucket, specs, parameters)
         self._at_rest = self._state()
 
     def is_free(self) -> bool:
@@ -68,19 +65,18 @@ class BucketBuffer:
         return self._state() == self._at_rest and self.is_intact()
 
     def is_intact(self) -> bool:
-        """Whether every slot still lies where it was laid out."""
-        return _places(self.slots) == self._places
-
-    def are_slots(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether ``gradients`` are the slots, each in its own memory."""
-        return all(map(is_, gradients, self.slots)) and self.is_intact()
+        """Whether every slot still lies where it was laid out, and as it was: ``.data`` gives it other memory."""
+        slots = self.slots
+        if not all(map(_LIES_AS, slots, self._originals)):  # of these properties one call a slot is the quickest
+            return False
+        return self._itemsizes == set(map(_ITEMSIZE, slots))
 
     def _state(self) -> tuple[object, ...]:
         slots = self.slots
         return (
             storage_users(self.memory),
             list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
-            list(map(tensor_users, slots)),  # ... or torch, as a .grad
+            users_of_tensors(slots),  # ... or torch, as a .grad
             [slot.requires_grad for slot in slots],
         )
 
@@ -105,7 +101,7 @@ class BucketBuffers:
     def buffer(
         self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
     ) -> BucketBuffer:
-        """A buffer for ``bucket`` in which nothing lies; its contents are arbitrary."""
+        """A buffer for ``bucket`` in which nothing lies, with these members; its contents are arbitrary."""
         held = self._held.setdefault((bucket.dtype, bucket.device), [])
         for buffer in held:
             if buffer.bucket is bucket and buffer.is_free():
@@ -128,14 +124,10 @@ class BucketBuffers:
         memories = [buffer.memory for held in self._held.values() for buffer in held]
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 
-    def keep(self, buffer: BucketBuffer) -> None:
-        """Count ``buffer``, which is laid out already, among the buffers, so that :meth:`holding` finds it."""
-        self._held.setdefault((buffer.flat.dtype, buffer.flat.device), []).append(buffer)
-
     def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> BucketBuffer | None:
         """The buffer whose slots ``gradients`` still are, as the last step has left them; or None."""
         for buffer in self._held.get((bucket.dtype, bucket.device), ()):
-            if buffer.bucket is bucket and buffer.are_slots(gradients):
+            if buffer.bucket is bucket and all(map(is_, gradients, buffer.slots)) and buffer.is_intact():
                 self._used.add(id(buffer))
                 return buffer
         return None
@@ -147,15 +139,15 @@ class BucketBuffers:
         self._used.clear()
 
 
-def _slots_of(
+def slots_of(
     buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    fits = [tuple(parameters[i].shape) == specs[i].shape for i in bucket.members]  # not so after some changes
-    if bucket.row_major and all(fits):  # in one call, which is three times as fast
-        like: list[Tensor] = [parameters[i] for i in bucket.members]
-        return list(torch._C._nn.unflatten_dense_tensors(buffer, like))
+    """Views of ``buffer``, one a member of ``bucket``, whose specs and parameters these are."""
+    fits = [tuple(parameter.shape) == spec.shape for parameter, spec in zip(parameters, specs, strict=True)]
+    if bucket.row_major and all(fits):  # not so after some changes
+        return unflatten(buffer, parameters)
     base = buffer.storage_offset()
     return [
-        buffer.as_strided(specs[i].shape, specs[i].stride, base + offset)
-        for i, offset in zip(bucket.members, bucket.offsets, strict=True)
+        buffer.as_strided(spec.shape, spec.stride, base + offset)
+        for spec, offset in zip(specs, bucket.offsets, strict=True)
     ]

@@ -11,14 +11,14 @@ from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import broadcasting
-from ppe_ddp.engine.flight import Flight
+from ppe_ddp.engine.bucket import BucketContext
+from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation
-from ppe_ddp.engine.round import Round
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.trace import span
 from ppe_ddp.engine.unused_forwards import Comparison, said
@@ -26,19 +26,19 @@ from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.backward import Backward
+    from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.bucket_plan import Packing, Plan
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.engine.round import Take
     from ppe_ddp.engine.streams import GradientStreams
 
 
@@ -123,6 +123,14 @@ class BucketSynchronizer(Synchronizer):
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.arm(module_state)
+        self._buckets = self._bucket_cache()
+
+    def _bucket_cache(self) -> BucketCache:
+        context = BucketContext(self._module_state.specs, self._module_state.parameters, self._groups, self.reduction)
+        # Somebody else's function makes whole averages.
+        is_scattered = self.sharded_parameters is not None and self.reduction.is_plain_average
+        scattered = self.sharded_parameters.bucket if self.sharded_parameters is not None and is_scattered else None
+        return BucketCache(context, self.gradients.buffers, scattered)
 
     def use(self, reduction: Reduction, packing: Packing) -> None:
         """Reduce by ``reduction`` from the next backward on. All ranks must do so together."""
@@ -130,6 +138,7 @@ class BucketSynchronizer(Synchronizer):
         self.negotiation.repack(
             packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
         )
+        self._buckets = self._bucket_cache()
 
     def broadcast_buffers_by(self, function: BroadcastFunction) -> None:
         """Broadcast buffers by ``function`` from now on, if at all. All ranks must do so together."""
@@ -174,7 +183,7 @@ class BucketSynchronizer(Synchronizer):
         with span("negotiate", enabled=self._policy.ranges):
             backward.exchange = self.negotiation.ask(local, not backward.silent)
         backward.buffers = self.negotiation.buffers()
-        backward.phase = Phase.NEGOTIATING
+        backward.negotiate()
 
     def landed(self, indices: Sequence[int]) -> None:
         """Leave them in ``.grad`` until their bucket leaves."""
@@ -183,8 +192,8 @@ class BucketSynchronizer(Synchronizer):
         """Whether the agreed mask is there."""
         return backward.exchange is not None and backward.exchange.done()
 
-    def open_round(self, backward: Backward) -> Round:
-        """Take the agreed mask, waiting for it if need be, and make the round that sends what is in it."""
+    def schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
+        """Take the agreed mask, waiting for it if need be, and make the schedule that sends what is in it."""
         assert backward.exchange is not None
         recorder = backward.recorder
         answer = self.negotiation.answer(backward.exchange, recorder.local)
@@ -193,14 +202,17 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed_at = perf_counter_ns()
         backward.active = sum(answer.extra)
         backward.source = max(answer.extra.find(1), 0)
-        backward.phase = Phase.LAUNCHING
+        views = self._policy.views and not self.gradients.stay
 
-        def take(indices: Sequence[int]) -> list[Tensor | None]:
-            return [None] * len(indices) if backward.silent else self.gradients.take(indices)
+        def prepare(bucket: Bucket) -> None:
+            # This rank may have become silent since the schedule was made.
+            nothing: list[Tensor | None] = [None] * len(bucket.expected)
+            bucket.hold(nothing if backward.silent else self.gradients.take(bucket.expected), views=views)
 
         plan = self.negotiation.planner.plan(answer.mask)
-        backward.round = round_ = self._round(backward, plan, take)
-        return round_
+        schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
+        backward.launch(schedule)
+        return schedule
 
     def complete(self, backward: Backward) -> Steps:
         """Launch what is left, wait for everything, and hand the averages over."""
@@ -217,15 +229,15 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.keep({i: gradient for i, gradient in taken if gradient is not None})
 
     def _complete(self, backward: Backward) -> Steps:
-        if backward.round is None and backward.exchange is not None:
+        if backward.schedule is None and backward.exchange is not None:
             yield backward.exchange.done
-        round_ = backward.round if isinstance(backward.round, Round) else self.open_round(backward)
-        yield from round_.launch_all()
-        backward.phase = Phase.FINISHING
+        schedule = backward.schedule or self.schedule(backward)
+        yield from schedule.launch_all()
+        backward.finish()
         backward.late = late = self._late(backward)
         vote = self._vote(late, said(int(backward.aborted), backward.dropped))
-        yield from self._land(backward, round_)
-        backward.round = None  # its flights hold gradients, and it holds the backward that holds it
+        yield from self._hand_over(backward, schedule)
+        backward.schedule = None  # it holds the backward that holds it
         yield vote.done
         outcome = self.negotiation.answer(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
@@ -259,40 +271,29 @@ class BucketSynchronizer(Synchronizer):
 
         Those that came late are added: what they came after is in ``.grad``, or in the bucket that has failed.
         """
-        round_, backward.round = backward.round, None
+        schedule, backward.schedule = backward.schedule, None
         late, backward.late = backward.late, {}
-        if isinstance(round_, Round):
+        if schedule is not None:
             self.reduction.abandon()
-            gradients = round_.abandon()
-            if round_.record.repair:
+            gradients = schedule.put_back()
+            if schedule.record.repair:
                 late.update(gradients)
             else:
                 self.gradients.put_back(gradients)
         self.gradients.hand_over(list(late), list(late.values()))
 
-    def _round(
-        self,
-        backward: Backward,
-        plan: Plan,
-        take: Take,
-        *,
-        repair: bool = False,
-    ) -> Round:
-        round_ = Round(
+    def _schedule(
+        self, plan: Plan, prepare: Callable[[Bucket], None], waiting: bytes | bytearray, *, repair: bool = False
+    ) -> LaunchSchedule[Bucket]:
+        return LaunchSchedule(
             plan,
-            self.gradients.buffers,
-            waiting=self._nothing if repair else backward.waiting or self._nothing,
-            take=take,
-            reduction=self.reduction,
-            flight=Flight if self.sharded_parameters is None else self.sharded_parameters.flight(self.reduction),
-            specs=self._module_state.specs,
-            parameters=self._module_state.parameters,
-            views=self._policy.views and not self.gradients.stay,
+            self._buckets.buckets(plan),
+            waiting,
+            prepare,
+            one_at_a_time=self.reduction.one_at_a_time,
             repair=repair,
             ranges=self._policy.ranges,
         )
-        backward.recorder.rounds.append(round_.record)
-        return round_
 
     def _late(self, backward: Backward) -> dict[int, Tensor]:
         """Gradients that landed after their bucket had left, or that no rank expected; taken out of ``.grad``."""
@@ -309,7 +310,7 @@ class BucketSynchronizer(Synchronizer):
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.negotiation.ask(mask, status, is_vote=True)
 
-    def _land(self, backward: Backward, round_: Round) -> Steps:
+    def _hand_over(self, backward: Backward, schedule: LaunchSchedule[Bucket]) -> Steps:
         world_size = self._groups.world_size
         scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
 
@@ -321,20 +322,21 @@ class BucketSynchronizer(Synchronizer):
             else:
                 self.gradients.hand_over(indices, gradients, scale)
 
-        return round_.land(self._groups, hand_over)
+        return schedule.finish(hand_over)
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average what came late, in a second round, and add it: averaging is linear."""
+        views = self._policy.views and not self.gradients.stay
 
-        def take(indices: Sequence[int]) -> list[Tensor | None]:
-            return [backward.late.pop(i, None) for i in indices]
+        def prepare(bucket: Bucket) -> None:
+            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
 
         plan = self.negotiation.planner.plan(agreed)
-        second = self._round(backward, plan, take, repair=True)
-        backward.round = second
+        second = self._schedule(plan, prepare, self._nothing, repair=True)
+        backward.follow(second)
         yield from second.launch_all()
-        yield from self._land(backward, second)
-        backward.round = None
+        yield from self._hand_over(backward, second)
+        backward.schedule = None
 
     def _raise_for_peers(self, aborted: list[int]) -> None:
         if aborted:

@@ -1,4 +1,4 @@
-"""The ``.grad`` of the parameters: what is there, taken out for a flight, handed back averaged."""
+"""The ``.grad`` of the parameters: what is there, taken out for a bucket, handed back averaged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,12 @@ class Gradients:
         parameters = self._parameters
         taken: list[Tensor | None] = []
         for i in indices:
-            gradient = take_local(parameters[i])
+            parameter = parameters[i]
+            gradient = parameter.grad
+            if type(gradient) is ShardedGradient:
+                gradient = take_local(parameter)
+            elif gradient is not None:
+                parameter.grad = None
             if gradient is not None and i in self.shared:  # averages may differ, and each needs a place of its own
                 gradient = gradient.clone()
             taken.append(gradient)

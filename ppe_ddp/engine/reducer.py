@@ -16,7 +16,6 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
-from torch.autograd import Variable
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
@@ -24,6 +23,7 @@ from ppe_ddp.engine.grad_hooks import GradHooks, UserGradHooks
 from ppe_ddp.engine.reached_parameters import ReachedParameters
 from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import Forwards
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 
@@ -168,10 +168,10 @@ class Reducer(Generic[C]):
             if backward.waiting is None:
                 return  # negotiated when backward is over
             try:
-                if backward.round is None:
+                if backward.schedule is None:
                     self._open_if_agreed(backward)
                 else:
-                    backward.round.launch_ready()
+                    backward.schedule.launch_ready()
             except BaseException as error:
                 if not self.synchronizer.put_off(backward, error):
                     self._fail(backward, error)
@@ -197,8 +197,8 @@ class Reducer(Generic[C]):
                 continue
             waiting[i] -= 1
             expected.append(i)
-            if backward.round is not None:
-                backward.round.landed(i)
+            if backward.schedule is not None:
+                backward.schedule.landed(i)
         self.synchronizer.landed(expected)
 
     def _refuse(self, index: int) -> NoReturn:
@@ -208,7 +208,7 @@ class Reducer(Generic[C]):
     def _open_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
             with torch.no_grad():
-                self.synchronizer.open_round(backward).launch_ready()
+                self.synchronizer.schedule(backward).launch_ready()
 
     def _running(self) -> Backward | None:
         """The backward under way; one whose graph task died is cleared away first."""
@@ -232,7 +232,7 @@ class Reducer(Generic[C]):
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
             self._standby = weakref.ref(callback, self._grad_hooks.wake)
-            Variable._execution_engine.queue_callback(callback)
+            at_end_of_backward(callback)
         if not reached:
             # or nothing yet: reentrant checkpoints have graph tasks of their own; the first begins, all end with this
             return None
@@ -306,9 +306,7 @@ class Reducer(Generic[C]):
         self._close(backward)
 
     def _close(self, backward: Backward) -> None:
-        backward.phase = Phase.OVER
-        backward.round = None
-        backward.recorder.done_at = perf_counter_ns()
+        backward.conclude()
         self._look_up(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
@@ -336,9 +334,7 @@ class Reducer(Generic[C]):
             if self._running() is not None or self._started is not None:
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
             self.groups.check()
-            backward = Backward(self._names, silent=silent)
-            backward.is_manual = True
-            backward.waiting = bytearray(len(self._parameters))
+            backward = Backward(self._names, is_manual=True, silent=silent)
             self._call_sync_hooks(backward)
             self.synchronizer.ask(backward)
             self._backward = backward
@@ -379,7 +375,7 @@ class Reducer(Generic[C]):
         if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
             self._backward = None
             return
-        backward.silent = backward.aborted = True
+        backward.abort()
         try:
             self._wake(backward)
             if backward.phase is Phase.BEGUN:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ppe_ddp.contracts import Waitable
+from ppe_ddp.contracts import Division, Waitable
 from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
-from ppe_ddp.functions import average, total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,11 +40,11 @@ class Reduction(ABC):
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._has_warned = False
+        self.mean_factor = 1.0 / groups.world_size
+        """What gradients are multiplied by so that their sum over the ranks is their mean."""
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether what is called is known to keep its contract."""
-        return False
+    is_plain_average = False
+    """Whether anything else that averages may take the place of what is called, and nothing of it is checked."""
 
     @property
     def idle(self) -> bool:
@@ -57,9 +56,9 @@ class Reduction(ABC):
         """How far it has come in groups that are not ours; None if it uses none."""
         return None
 
-    def share(self, device: torch.device) -> float:
-        """What a gradient on ``device`` is to be multiplied by as it is put into a bucket."""
-        return 1.0
+    def division(self, device: torch.device) -> Division:
+        """Who divides gradients on ``device`` by the world size."""
+        return Division.BY_FUNCTION
 
     @property
     @abstractmethod
@@ -122,7 +121,7 @@ class Reduction(ABC):
 
     def pass_over(self, name: str) -> None:
         """Take note that the sparse gradient of parameter ``name`` does not come through here; warn once."""
-        if not self.is_ours and not self._has_warned:
+        if not self.is_plain_average and not self._has_warned:
             self._has_warned = True
             logger.warning("sparse gradients (%s) are averaged by all-gather, not by %s", name, self.title)
 
@@ -140,20 +139,19 @@ class FunctionReduction(Reduction):
         super().__init__(groups)
         self._function = function
         self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is the default function."""
-        return self._function is average
+        self._takes_divided = bool(getattr(function, "takes_divided", False))
+        self.is_plain_average = bool(getattr(function, "is_plain_average", False))
 
     @property
     def idle(self) -> bool:
-        """Whether one rank is alone, with our own function."""
-        return self._groups.world_size == 1 and self.is_ours
+        """Whether one rank is alone, with nothing but an average to make."""
+        return self._groups.world_size == 1 and self.is_plain_average
 
-    def share(self, device: torch.device) -> float:
-        """Divides for the default function, in the same pass as the copy; unless the transport does."""
-        return 1.0 / self._groups.world_size if self.is_ours and device.type not in self._averaging else 1.0
+    def division(self, device: torch.device) -> Division:
+        """As the function declares; a backend that can averages for the default one."""
+        if self.is_plain_average and device.type in self._averaging:
+            return Division.BY_BACKEND
+        return Division.DONE if self._takes_divided else Division.BY_FUNCTION
 
     @property
     def title(self) -> str:
@@ -161,8 +159,8 @@ class FunctionReduction(Reduction):
         return f"reduce_function {_name(self._function)}"
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
-        """Wait for ``pending``; what goes wrong in our own function is the transport's."""
-        if not self.is_ours:
+        """Wait for ``pending``; what goes wrong in a plain average is the transport's."""
+        if not self.is_plain_average:
             super().finish(bucket, pending, memory)
             return
         try:
@@ -177,9 +175,6 @@ class FunctionReduction(Reduction):
             ) from error
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
-        if self.is_ours:
-            buffer = bucket.buffer()
-            return total(buffer, self._groups.buckets, averages=buffer.device.type in self._averaging)
         pending = self._function(bucket, self._groups.buckets)
         if pending is None or isinstance(pending, Waitable):
             return pending

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.errors import PeerAbortedError
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.round import Departures
     from ppe_ddp.engine.streams import GradientStreams
 
 
 class Synchronizer(ABC):
-    """Carries gradients from rank to rank. Every rank comes through ask, open_round and complete in this order."""
+    """Carries gradients from rank to rank. Every rank comes through ask, schedule and complete in this order."""
 
     @property
     @abstractmethod
@@ -72,8 +72,8 @@ class Synchronizer(ABC):
         """Whether the answer to :meth:`ask` is there."""
 
     @abstractmethod
-    def open_round(self, backward: Backward) -> Departures:
-        """Wait for the answer, and make the round that sends what is in it."""
+    def schedule(self, backward: Backward) -> LaunchSchedule[Any]:
+        """Wait for the answer, and make the schedule that sends what is in it."""
 
     @abstractmethod
     def complete(self, backward: Backward) -> Steps:
@@ -99,11 +99,10 @@ class Synchronizer(ABC):
         Returns:
             What is to be raised instead, where the error is what a failure of another rank looks like here.
         """
-        phase, backward.phase = backward.phase.name.lower(), Phase.FAILED
+        phase = backward.fail()
         heard = [groups.fail(error, phase) for groups in self.groups]
-        backward.exchange = None
         self.put_back(backward)
-        backward.round = None
+        backward.schedule = None
         return next((one for one in heard if one is not None), None)
 
     def put_off(self, backward: Backward, error: BaseException) -> bool:
@@ -122,6 +121,5 @@ class Synchronizer(ABC):
         for groups in self.groups:
             groups.fail(error, "")
         logger.warning("%s (Its averages of that step were complete here.)", error)
-        backward.exchange = backward.waiting = None
-        backward.phase = Phase.BEGUN
+        backward.begin_again()
         return True

@@ -78,6 +78,11 @@ def tensor_users(tensor: Tensor) -> int:
     return users
 
 
+def users_of_tensors(tensors: Iterable[Tensor]) -> list[int]:
+    """:func:`tensor_users` of each, in half the time: it is asked for every gradient of every backward."""
+    return list(map(Tensor._use_count, tensors))  # type: ignore[attr-defined]
+
+
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of ``flat`` in the shapes of ``like``, row-major, one after another: a third of the time of ``view()``."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
@@ -204,7 +209,8 @@ def _tensor_users() -> bool:
     # Who holds it in Python shows in Python's own count.
     references = sys.getrefcount(gradient)
     held = [gradient]
-    return [*counts, tensor_users(gradient)] == [1, 2, 1] and sys.getrefcount(gradient) == references + len(held)
+    counts += users_of_tensors([gradient])
+    return [*counts, tensor_users(gradient)] == [1, 2, 1, 1] and sys.getrefcount(gradient) == references + len(held)
 
 
 def _unflatten() -> bool:

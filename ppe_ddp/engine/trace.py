@@ -137,7 +137,7 @@ class RoundRecord:
 
     __slots__ = ("done", "launch", "launched", "nbytes", "plan", "ready", "repair")
 
-    def __init__(self, plan: Plan, *, repair: bool) -> None:
+    def __init__(self, plan: Plan, nbytes: list[int], *, repair: bool) -> None:
         count = len(plan.buckets)
         self.plan = plan
         self.repair = repair
@@ -145,7 +145,7 @@ class RoundRecord:
         self.launch = [0] * count
         self.launched = [0] * count
         self.done = [0] * count
-        self.nbytes = [bucket.nbytes for bucket in plan.buckets]
+        self.nbytes = nbytes
 
     def buckets(self, names: tuple[str, ...], begin: int) -> list[BucketTrace]:
         """Those of the buckets that were launched, in readable form."""

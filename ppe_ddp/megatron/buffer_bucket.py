@@ -10,36 +10,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.bucket_buffers import BucketBuffer
-from ppe_ddp.engine.completion import ends_soon, probe
-from ppe_ddp.engine.flight import Flight
+from ppe_ddp.engine.bucket_buffers import slots_of
+from ppe_ddp.engine.completion import ends_soon
+from ppe_ddp.engine.dense_bucket import DenseBucket
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from torch import Tensor
 
-    from torch import Tensor, nn
-
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bucket_buffers import BucketBuffers
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
-    from ppe_ddp.engine.completion import Probe
+    from ppe_ddp.engine.bucket import Averages, BucketContext
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
     from ppe_ddp.megatron.buffer_layout import BucketRange
-    from ppe_ddp.megatron.reduction_group import ReductionGroup
 
 
-class BufferBucket:
-    """A range of a buffer, at rest or on its way.
+class BufferBucket(DenseBucket):
+    """A range of a buffer, at rest or under way.
 
     Args:
         extent: What it holds.
         memory: The range of the buffer, padding included.
-        reduction_group: Who reduces it.
-        buffers: Where flights find that the gradients lie in place.
-        specs: Of all parameters of the module, with the dtypes of ``main_grad``.
-        parameters: All parameters of the module.
-        scatter: The way of a reduce-scatter; None to all-reduce.
+        context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
+        gain: What the mean over the group is to be multiplied by.
+        scatter: How to reduce-scatter; None to all-reduce.
 
     Attributes:
         slots: The ``main_grad`` of each member.
@@ -49,59 +41,50 @@ class BufferBucket:
         self,
         extent: BucketRange,
         memory: Tensor,
-        reduction_group: ReductionGroup,
-        buffers: BucketBuffers,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[nn.Parameter],
+        context: BucketContext,
         *,
+        gain: float,
         scatter: ReduceScatter | None,
     ) -> None:
+        super().__init__(extent.plan, context)
         self.extent = extent
-        self.reduction_group = reduction_group
+        self._groups = context.groups
         self._memory = memory
-        self._buffers = buffers
-        self._specs = specs
-        self._parameters = parameters
+        self._gain = gain
         self._scatter = scatter
-        buffer = BucketBuffer(memory)
-        buffer.lay_out(extent.plan, specs, parameters)
-        buffers.keep(buffer)
-        self.slots = buffer.slots
+        self._range = memory.narrow(0, 0, extent.plan.numel)
+        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
         self._is_reduced = False
-        self._kept: Tensor | None = None
-        self._flight: Flight | None = None
-        self._pending: Waitable | None = None
+        self._carried: Tensor | None = None
 
     @property
     def share(self) -> Tensor:
         """This rank's equal part of the bucket, 1-D."""
-        groups = self.reduction_group.groups
-        size = self.extent.padded // groups.world_size
-        return self._memory.narrow(0, groups.rank * size, size)
+        size = self.extent.padded // self._groups.world_size
+        return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
         """The buffer was zeroed."""
         self._is_reduced = False
-        self._kept = None
+        self._carried = None
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffer was multiplied by ``factor``."""
-        if self._kept is not None:
-            self._kept.mul_(factor)
+        if self._carried is not None:
+            self._carried.mul_(factor)
 
     def reopen(self) -> None:
         """Let more be added to averages, so that the next reduction gives their sum with its own averages."""
         if not self._is_reduced:
             return
         self._is_reduced = False
-        gain = self.reduction_group.gain
         if self._scatter is None:
-            if gain != 1.0:
-                self._memory.mul_(1.0 / gain)
+            if self._gain != 1.0:
+                self._memory.mul_(1.0 / self._gain)
             return
         # No other rank has this share of the averages. As many times as there are ranks, to be reduced once more,
         # they would be rounded in halves, or too large for them.
-        self._kept = self.share.clone()
+        self._carried = self.share.clone()
         self._memory.zero_()
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -114,69 +97,75 @@ class BufferBucket:
         self.reopen()
         if self.extent.padded == 0:
             return
-        gain = self.reduction_group.gain
-        if self._scatter is not None:
-            factor = gain / self.reduction_group.groups.world_size
+        if self._scatter is None:
+            super().launch(is_last=is_last)
+        else:
+            factor = self._gain * self._reduction.mean_factor
             self._pending = self._scatter.start(self.share, self._memory, factor=factor)
-            return
-        if gain != 1.0:
-            self._memory.mul_(gain)
-        self._flight = Flight(self.extent.plan, list(self.slots), self._buffers, self._specs, views=True)
-        self._flight.launch(self.reduction_group.reduction, self._parameters, is_last=is_last)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether something was sent that was not waited for."""
-        return self._pending is not None or (self._flight is not None and self._flight.is_under_way)
+    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+        factor = self._gain * self.factor
+        if factor != 1.0:
+            self._range.mul_(factor)
+        return self._range, self.slots
 
-    def probe(self) -> Probe | None:
-        """How to ask whether what was sent has come back; None where nobody can tell."""
-        return probe(self._pending) if self._flight is None else self._flight.probe()
+    def _results(self) -> list[Tensor]:
+        return self.slots
 
-    def land(self) -> None:
-        """Wait for the result.
+    def finish(self) -> Averages:
+        """Wait for the result: averages where ``main_grad`` lies.
 
         Raises:
             CommunicationError: The transport failed.
             FunctionError: The user's reduce function broke its contract.
         """
-        flight, self._flight = self._flight, None
-        pending, self._pending = self._pending, None
-        if flight is not None:
-            flight.land(self.reduction_group.reduction)
-        if pending is not None:
-            try:
-                pending.wait()
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"rank {self.reduction_group.groups.rank}, bucket {self.extent.plan.index} with {self.title}: the "
-                    f"reduce-scatter failed: {error}. An error or a crash on another rank ends here: look for the "
-                    "first traceback of all ranks."
-                ) from error
-        if self._kept is not None:
-            self.share.add_(self._kept)
-            self._kept = None
+        if self.is_under_way:
+            yield self.probe()
+        try:
+            if self._scatter is not None:
+                self._take_share()
+            elif self._sent is not None:
+                self._take_result()
+        finally:
+            self.release()
         self._is_reduced = True
+        return self.slots
 
-    def abandon(self) -> None:
-        """Forget what is still in flight, in connections that were closed; what ends soon is waited for."""
+    def _take_share(self) -> None:
+        try:
+            if self._pending is not None:
+                self._pending.wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self._groups.rank}, bucket {self.plan.index} with {self.title}: the reduce-scatter failed: "
+                f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
+            ) from error
+        if self._carried is not None:
+            self.share.add_(self._carried)
+            self._carried = None
+
+    def put_back(self) -> list[tuple[int, Tensor]]:
+        """Forget what is still under way, in connections that were closed; what ends soon is waited for.
+
+        Sums are lost, as they are made in place.
+        """
         is_done = self.probe()
         if is_done is not None:
             ends_soon(is_done)
-        self._flight = self._pending = None
+        self.release()
+        return []
 
     @property
     def title(self) -> str:
         """The first of its parameters, for messages."""
-        names = [self._specs[i].name for i in self.extent.plan.members]
+        names = self.names
         return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
 
     def non_finite(self) -> list[str]:
         """The names of the members whose gradient is NaN or infinite here."""
         if is_finite(self._memory):
             return []
-        pairs = zip(self.extent.plan.members, self.slots, strict=True)
-        return [self._specs[i].name for i, slot in pairs if not is_finite(slot)]
+        return [name for name, slot in zip(self.names, self.slots, strict=True) if not is_finite(slot)]
 
 
 def is_finite(tensor: Tensor) -> bool:

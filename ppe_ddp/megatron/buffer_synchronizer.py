@@ -16,23 +16,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
+from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.groups import allocator
-from ppe_ddp.engine.round import Departures, Round
+from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.unused_forwards import Comparison, said
 from ppe_ddp.megatron.buffer_bucket import is_finite
 from ppe_ddp.megatron.step_status import RankStatus, StepStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor, nn
 
     from ppe_ddp.engine.backward import Backward
-    from ppe_ddp.engine.bucket_plan import ParameterSpec, Plan
+    from ppe_ddp.engine.bucket import Bucket
+    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
@@ -129,33 +131,34 @@ class BufferSynchronizer(Synchronizer):
             reduction_group.negotiation.ask(reduction_group.local(local), RankStatus.FINE)
             for reduction_group in self._reduction_groups
         ]
-        backward.phase = Phase.NEGOTIATING
+        backward.negotiate()
 
     def is_agreed(self, backward: Backward) -> bool:
         """Whether the answers of all reduction_groups are there."""
         return all(exchange.done() for exchange in self._exchanges)
 
-    def open_round(self, backward: Backward) -> Departures:
-        """Take the agreed masks, waiting for them if need be, and make the round that sends what is in them."""
+    def schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
+        """Take the agreed masks, waiting for them if need be, and make the schedule that sends what is in them."""
         present = self._answers(self._exchanges, backward.recorder.local)
         backward.recorder.control_nbytes += sum(exchange.nbytes for exchange in self._exchanges)
         backward.recorder.agreed = bytes(present)
         backward.recorder.agreed_at = perf_counter_ns()
         self._note_averaged(present)
-        backward.phase = Phase.LAUNCHING
         waiting = backward.waiting or bytes(len(self._parameters))
-        backward.round = BufferRound(self._layout.plan(bytes(present)), waiting, self._launch)
-        backward.recorder.rounds.append(backward.round.record)
-        return backward.round
+        plan = self._layout.plan(bytes(present))
+        buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
+        schedule = LaunchSchedule(plan, buckets, waiting, self._prepare)
+        backward.launch(schedule)
+        return schedule
 
     def complete(self, backward: Backward) -> Steps:
         """Launch what is left and send the vote; results are taken by :meth:`settle`."""
-        if backward.round is None:
+        if backward.schedule is None:
             for exchange in self._exchanges:
                 yield exchange.done
-        round_ = backward.round or self.open_round(backward)
-        yield from round_.launch_all()
-        backward.phase = Phase.FINISHING
+        schedule = backward.schedule or self.schedule(backward)
+        yield from schedule.launch_all()
+        backward.finish()
         late = self.gradients.take(backward.unexpected)
         if self._check_finite:
             self.step_status.found(self._specs[i].name for i, gradient in late.items() if not is_finite(gradient))
@@ -168,7 +171,7 @@ class BufferSynchronizer(Synchronizer):
             reduction_group.negotiation.ask(reduction_group.local(mask), word, is_vote=True)
             for reduction_group in self._reduction_groups
         ]
-        way = _OnTheWay(backward, round_, votes, late)
+        way = _OnTheWay(backward, schedule, votes, late)
         self._settling = Completion(self._settle(way), self._reduction_groups[0].groups, threading.RLock())
         self._settling.keep_open()
         self.gradients.is_dirty = False
@@ -177,9 +180,9 @@ class BufferSynchronizer(Synchronizer):
     def put_back(self, backward: Backward) -> None:
         """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
         for bucket in self._buckets:
-            bucket.abandon()
+            bucket.put_back()
         self._exchanges = []
-        backward.round = None
+        backward.schedule = None
 
     # ------------------------------------------------------------------ afterwards
 
@@ -201,7 +204,6 @@ class BufferSynchronizer(Synchronizer):
         try:
             yield from self._take_results(way)
         except BaseException as error:
-            way.backward.phase = Phase.FINISHING
             heard = self.fail(way.backward, error)
             if heard is None:
                 raise
@@ -209,12 +211,7 @@ class BufferSynchronizer(Synchronizer):
 
     def _take_results(self, way: _OnTheWay) -> Steps:
         self.gradients.revision += 1
-        for k, plan in enumerate(way.round.plan.buckets):
-            bucket = self._buckets[plan.index]
-            if bucket.is_under_way:
-                yield bucket.probe()
-            bucket.land()
-            way.round.record.done[k] = perf_counter_ns()
+        yield from way.schedule.finish(lambda _indices, _averages: None)  # they lie where they shall
         for vote in way.votes:
             yield vote.done
         outcomes = [
@@ -244,14 +241,12 @@ class BufferSynchronizer(Synchronizer):
 
     # ------------------------------------------------------------------ inside
 
-    def _launch(self, index: int, is_last: bool) -> None:
-        bucket = self._buckets[index]
+    def _prepare(self, bucket: BufferBucket) -> None:
         bucket.reopen()
         # What landed here though no rank expected it waits for the second round, of which all ranks know.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._check_finite:
             self.step_status.found(bucket.non_finite())
-        bucket.launch(is_last=is_last)
 
     def _answers(self, exchanges: Sequence[MaskExchange], local: bytes) -> bytearray:
         present = bytearray(len(self._parameters))
@@ -269,20 +264,16 @@ class BufferSynchronizer(Synchronizer):
     def _repair(self, way: _OnTheWay, reduction_group: ReductionGroup, agreed: bytes) -> Steps:
         """Average what came late, and add it: averaging is linear."""
 
-        def take(members: Sequence[int]) -> list[Tensor | None]:
-            taken = [way.late.pop(reduction_group.indices[j], None) for j in members]
-            return [None if gradient is None else gradient * reduction_group.gain for gradient in taken]
+        def prepare(bucket: Bucket) -> None:
+            taken = [way.late.pop(reduction_group.indices[j], None) for j in bucket.expected]
+            bucket.hold([None if gradient is None else gradient * reduction_group.gain for gradient in taken])
 
-        round_ = Round(
-            reduction_group.repairs.plan(agreed),
-            BucketBuffers(allocator(reduction_group.groups.buckets)),
-            waiting=bytes(len(reduction_group.indices)),
-            take=take,
-            reduction=reduction_group.reduction,
-            specs=reduction_group.repairs.specs,
-            parameters=[self._parameters[i] for i in reduction_group.indices],
-            repair=True,
-        )
+        groups = reduction_group.groups
+        parameters = [self._parameters[i] for i in reduction_group.indices]
+        context = BucketContext(reduction_group.repairs.specs, parameters, groups, reduction_group.reduction)
+        plan = reduction_group.repairs.plan(agreed)
+        buckets = BucketCache(context, BucketBuffers(allocator(groups.buckets))).buckets(plan)
+        schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
 
         def hand_over(members: Sequence[int], gradients: list[Tensor]) -> None:
             for j, gradient in zip(members, gradients, strict=True):
@@ -291,9 +282,9 @@ class BufferSynchronizer(Synchronizer):
                 bucket.add(i, gradient)
                 self.gradients.averaged[i] = 1
 
-        yield from round_.launch_all()
-        yield from round_.land(reduction_group.groups, hand_over)
-        way.backward.recorder.rounds.append(round_.record)
+        yield from schedule.launch_all()
+        yield from schedule.finish(hand_over)
+        way.backward.recorder.rounds.append(schedule.record)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,36 +293,12 @@ class _OnTheWay:
 
     Attributes:
         backward: Whose gradients these are.
-        round: The buckets that have left.
+        schedule: The buckets that have left.
         votes: One a reduction_group: what came late and went wrong.
         late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
     """
 
     backward: Backward
-    round: Departures
+    schedule: LaunchSchedule[BufferBucket]
     votes: list[MaskExchange]
     late: dict[int, Tensor]
-
-
-class BufferRound(Departures):
-    """The buckets of one backward on their way.
-
-    Args:
-        plan: What to send.
-        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
-        launch: ``launch(index, is_last)`` sends one bucket.
-    """
-
-    def __init__(self, plan: Plan, waiting: bytes | bytearray, launch: Callable[[int, bool], None]) -> None:
-        super().__init__(plan, waiting)
-        self._send = launch
-
-    def _launch(self, k: int) -> None:
-        self._send(self.plan.buckets[k].index, k == self.plan.last)
-
-    def _must_wait(self) -> bool:
-        return False
-
-    def _settle(self) -> Steps:
-        """Buckets do not wait for one another."""
-        yield from ()

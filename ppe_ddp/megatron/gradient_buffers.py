@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.bucket_buffers import BucketBuffers
+from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.groups import Groups, allocator
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.zero.message_pool import MessagePool
@@ -129,7 +129,6 @@ class GradientBuffers:
         return items
 
     def _buckets(self, *, scatter: bool) -> list[BufferBucket]:
-        buffers = BucketBuffers(allocator(self.groups[0].buckets))
         buckets = []
         for extent in self.layout.buckets:
             reduction_group, memory = (
@@ -137,10 +136,9 @@ class GradientBuffers:
                 self.buffers[extent.buffer].grads(extent),
             )
             transport = ReduceScatter.fitting(reduction_group.groups, self._pool, memory.device) if scatter else None
-            parameters = self.module_state.parameters
-            buckets.append(
-                BufferBucket(extent, memory, reduction_group, buffers, self.specs, parameters, scatter=transport)
-            )
+            groups, reduction = reduction_group.groups, reduction_group.reduction
+            context = BucketContext(self.specs, self.module_state.parameters, groups, reduction)
+            buckets.append(BufferBucket(extent, memory, context, gain=reduction_group.gain, scatter=transport))
         return buckets
 
     def sharded(self, reduction_group: int) -> ShardedBuffers:

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.contracts import GradBucket, Waitable
+from ppe_ddp.contracts import Division, GradBucket, Waitable
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
 from ppe_ddp.functions import average, broadcast
@@ -65,7 +65,7 @@ def _reduction(plugs: Plugs, groups: Groups) -> Reduction:
     if plugs.hook is not None:
         return HookReduction(copy.deepcopy(plugs.state), plugs.hook, groups)
     function = plugs.reduce_function or average
-    # The engine knows our own function, and divides in its place; here it is to answer for itself.
+    # What our own function declares lets the engine do more in its place; here it is to answer for itself.
     return FunctionReduction(functools.partial(average) if function is average else function, groups)
 
 
@@ -82,7 +82,8 @@ def _groups(*, split: bool) -> Iterator[ProcessGroup]:
 def _reduced(
     reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
 ) -> Iterator[str]:
-    asked = [_Question(k, shapes, groups, dtype, device) for k, shapes in enumerate(_BUCKETS)]
+    division = reduction.division(torch.device(device))
+    asked = [_Question(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
         if reduction.one_at_a_time:
             for question in asked:
@@ -102,7 +103,15 @@ def _reduced(
 class _Question:
     """A bucket whose mean is known, in memory that has guards before and after it."""
 
-    def __init__(self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        shapes: Sequence[_Shape],
+        groups: Groups,
+        dtype: torch.dtype,
+        device: str,
+        division: Division,
+    ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)
         members = dist.get_process_group_ranks(groups.parent)
@@ -111,6 +120,8 @@ class _Question:
         self._guarded = torch.full((count + 2 * _GUARD,), 77.0, dtype=dtype, device=device)
         self._flat = self._guarded[_GUARD : _GUARD + count]
         self._flat.copy_(shares[groups.rank])
+        if division is Division.DONE:
+            self._flat.mul_(1.0 / groups.world_size)
         starts = [0, *accumulate(sizes)]
         self.memory = [
             self._flat[start : start + size].view(shape)
@@ -124,6 +135,7 @@ class _Question:
             names=tuple(f"bucket{index}.{k}" for k in range(len(shapes))),
             index=index,
             is_last=index == len(_BUCKETS) - 1,
+            division=division,
         )
 
     def problems(self, tolerance: float | None) -> Iterator[str]:

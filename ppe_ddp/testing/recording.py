@@ -42,6 +42,7 @@ class RecordedFunction:
     def __init__(self, function: ReduceFunction, log: list[Collective]) -> None:
         self._function = function
         self._log = log
+        self.takes_divided = getattr(function, "takes_divided", False)
         self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:

@@ -1,4 +1,4 @@
-"""A bucket of gradients on its way to the ranks that own them: each keeps its chunk of the average.
+"""A bucket of gradients that is reduce-scattered: each rank keeps its chunk of the average.
 
 packed     .grad -> rows, one a rank -> reduce-scatter -> this rank's row of the average
 adopted    .grad, where it lies in memory as such rows -> reduce-scatter -> this rank's row of the average
@@ -6,21 +6,20 @@ adopted    .grad, where it lies in memory as such rows -> reduce-scatter -> this
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.flight import Flight, reducible_in_place
+from ppe_ddp.engine.bucket import Averages, Bucket
+from ppe_ddp.engine.dense_bucket import reducible_in_place
 from ppe_ddp.engine.zero.chunks import flattened
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from torch import Tensor
 
-    from torch import Tensor, nn
-
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.reduction import Reduction
+    from ppe_ddp.engine.bucket import BucketContext
+    from ppe_ddp.engine.bucket_plan import BucketPlan
     from ppe_ddp.engine.zero.chunks import Rows
     from ppe_ddp.engine.zero.message_pool import MessagePool
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
@@ -28,37 +27,38 @@ if TYPE_CHECKING:
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class ReduceScatterBucket(Flight):
+class ReduceScatterBucket(Bucket):
     """A bucket of dense gradients of which every rank gets its part.
 
-    Takes the arguments of :class:`Flight`, and:
-
     Args:
-        groups: Where to.
+        plan: What it is.
+        context: What all buckets have in common.
+        present: One byte a parameter: whether some rank has its gradient.
         pool: Memory for it.
-        transport: The way there.
+        transport: Scatters it.
         rows: The layout of the bucket.
     """
 
     def __init__(
         self,
-        *args: Any,
-        groups: Groups,
+        plan: BucketPlan,
+        context: BucketContext,
+        present: bytes,
+        *,
         pool: MessagePool,
         transport: ReduceScatter,
         rows: Rows,
-        views: bool = False,
-        **keywords: Any,
     ) -> None:
-        super().__init__(*args, views=False, **keywords)
-        self._groups = groups
+        super().__init__(plan, context, present)
+        self._groups = context.groups
+        self._factor = context.reduction.mean_factor
         self._pool = pool
         self._transport = transport
         self._rows = rows
-        self._member_specs = [self._specs[i] for i in self.plan.members]
+        self._message: Tensor | None = None
         self._row: Tensor | None = None
 
-    def launch(self, reduction: Reduction, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
+    def launch(self, *, is_last: bool) -> None:
         """Bring the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
@@ -68,12 +68,11 @@ class ReduceScatterBucket(Flight):
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
             rows = flat.view(self._groups.world_size, self._rows.width)
             self._rows.fill(rows, self._flats())
-        self._buffer = rows
+        self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
-        share = 1.0 / self._groups.world_size
         try:
-            self._pending = self._transport.start(self._row, rows.view(-1), factor=share, spare=ours)
+            self._pending = self._transport.start(self._row, rows.view(-1), factor=self._factor, spare=ours)
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -82,12 +81,12 @@ class ReduceScatterBucket(Flight):
         gradient, world_size = self.gradients[0], self._groups.world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
-        if not reducible_in_place(gradient, self._member_specs[0]):
+        if not reducible_in_place(gradient, self.specs[0]):
             return None
         return gradient.as_strided((world_size, self._rows.width), (self._rows.width, 1))
 
     def _flats(self) -> list[Tensor]:
-        dtype, specs = self.plan.dtype, self._member_specs
+        dtype, specs = self.plan.dtype, self.specs
         present = [gradient for gradient in self.gradients if gradient is not None]
         if self.plan.row_major and len(present) == len(specs):  # which is faster
             flats = [gradient.reshape(-1) for gradient in present]
@@ -99,22 +98,28 @@ class ReduceScatterBucket(Flight):
             ]
         return [flat if flat.dtype is dtype else flat.to(dtype) for flat in flats]
 
-    def land(self, reduction: Reduction) -> list[Tensor]:
+    def finish(self) -> Averages:
         """Wait for the result; this rank's chunk of each member's average, 1-D."""
         if self._row is None:
-            return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self._member_specs]
+            return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self.specs]
         try:
             if self._pending is not None:
+                yield self.probe()
                 self._pending.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
         row, self._row = self._row, None
-        self._pending = self._buffer = None
+        self._pending = self._message = None
         return self._rows.parts(row)
+
+    def release(self) -> None:
+        """Forget what belongs to one backward."""
+        super().release()
+        self._message = self._row = None
 
     def _failure(self, error: RuntimeError) -> CommunicationError:
         return CommunicationError(
-            f"rank {self._groups.rank}, bucket {self.plan.index} with {self._member_specs[0].name!r}: the reduce-"
+            f"rank {self._groups.rank}, bucket {self.plan.index} with {self.specs[0].name!r}: the reduce-"
             f"scatter failed: {error}. An error or a crash on another rank ends here: look for the first traceback of "
             "all ranks."
         )

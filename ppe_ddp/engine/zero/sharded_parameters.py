@@ -7,11 +7,10 @@ A bucket is whatever exists in a step, so no buffer is laid out beforehand: each
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.flight import Flight
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.message_pool import MessagePool
@@ -28,14 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket import BucketContext
     from ppe_ddp.engine.bucket_plan import BucketPlan, Packing, ParameterSpec
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.engine.round import MakeFlight
 
 _UNIT_BYTES = 4 << 20
-_LAYOUTS = 256
 _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its own (measured: 0.5 to 4 MiB)
 
 
@@ -52,7 +49,6 @@ class ShardedParameters(ShardedModel):
         self._groups = groups
         self._pool = MessagePool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
-        self._layouts: dict[tuple[int, ...], Rows] = {}
         pairs = zip(module_state.parameters, module_state.specs, strict=True)
         trainable = [(parameter, spec) for parameter, spec in pairs if parameter.requires_grad]
         self._specs = [spec for _, spec in trainable]
@@ -101,24 +97,15 @@ class ShardedParameters(ShardedModel):
         """``mask`` without the gradients that frozen parameters still have: nobody updates those."""
         return bytes([here and i in self._index for i, here in enumerate(mask)])
 
-    def flight(self, reduction: Reduction) -> MakeFlight:
-        """What makes flights: whole averages where somebody else's function makes them."""
-        return self._flight if reduction.is_ours else Flight
-
-    def _flight(self, plan: BucketPlan, *args: Any, **keywords: Any) -> Flight:
+    def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
+        """The bucket of ``plan``, of which every rank gets its part."""
         transport = self._transports.get(plan.device)
         if transport is None:
             transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
             self._transports[plan.device] = transport
-        rows = self._layouts.get(plan.members)
-        if rows is None:
-            if len(self._layouts) >= _LAYOUTS:
-                self._layouts.clear()
-            specs = [self._specs[self._index[i]] for i in plan.members]
-            rows = self._layouts[plan.members] = Rows(specs, self._groups.rank, self._groups.world_size)
-        return ReduceScatterBucket(
-            plan, *args, groups=self._groups, pool=self._pool, transport=transport, rows=rows, **keywords
-        )
+        specs = [context.specs[i] for i in plan.members]
+        rows = Rows(specs, self._groups.rank, self._groups.world_size)
+        return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
     def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
         """Keep this rank's shards; add them to those that were not cleared.

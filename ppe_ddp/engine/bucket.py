@@ -1,0 +1,149 @@
+"""One bucket of a plan: everything that is known of it as long as the plan is kept, and its way through one backward.
+
+    hold        the gradients of this rank; .grad is None meanwhile
+    launch      brought together in memory, and handed to whoever reduces them
+    finish      waited for: one average a member
+    put_back    the communication has failed: the gradients of this rank again
+    release     whatever of this belongs to one backward is forgotten
+
+Names, parameters and layout are made once. Memory is lent from launch to finish only, because averages may be views
+of it: another backward may have the same plan while those of the first are alive.
+
+A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that lands in the
+meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is under way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ppe_ddp.engine.completion import Probe, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.reduction import Reduction
+
+Averages = Generator[Probe | None, None, "list[Tensor]"]
+"""Yields what it waits for, as steps do, and returns one average a member."""
+
+
+@dataclass(frozen=True, eq=False)
+class BucketContext:
+    """What the buckets of all plans have in common.
+
+    Attributes:
+        specs: Of all parameters of the module.
+        parameters: All of them.
+        groups: Where to communicate.
+        reduction: Reduces a bucket.
+    """
+
+    specs: Sequence[ParameterSpec]
+    parameters: Sequence[nn.Parameter]
+    groups: Groups
+    reduction: Reduction
+
+
+class Bucket(ABC):
+    """A bucket, at rest or under way.
+
+    Args:
+        plan: What it is.
+        context: What all buckets have in common.
+        present: One byte a parameter: whether some rank has its gradient; None where that is so for all members.
+
+    Attributes:
+        plan: The same.
+        specs: Those of the members.
+        parameters: The members.
+        names: Theirs.
+        expected: The members of which some rank has a gradient.
+        is_exact: Whether those are all members, as in any plan but one of fixed buckets.
+        gradients: What this rank has put in, one a member, or None; empty at rest.
+        nbytes: What this rank sends.
+    """
+
+    def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
+        members = plan.members
+        self.plan = plan
+        self.specs = [context.specs[i] for i in members]
+        self.parameters = [context.parameters[i] for i in members]
+        self.names = tuple(spec.name for spec in self.specs)
+        self.nbytes = plan.nbytes
+        self.expected = members if present is None else tuple(i for i in members if present[i])
+        self.is_exact = len(self.expected) == len(members)
+        self.gradients: list[Tensor | None] = []
+        self._views = False
+        self._pending: Waitable | None = None
+
+    def hold(self, gradients: list[Tensor | None], *, views: bool = False) -> None:
+        """Own ``gradients`` from here on.
+
+        Args:
+            gradients: One for each of :attr:`expected`: what this rank has, or None.
+            views: Whether the averages may be views of the memory that they are brought together in.
+        """
+        assert not self.gradients, f"bucket {self.plan.index} is under way already"
+        if not self.is_exact:
+            found = dict(zip(self.expected, gradients, strict=True))
+            gradients = [found.get(i) for i in self.plan.members]
+        self.gradients = gradients
+        self._views = views
+
+    def chosen(self, averages: list[Tensor]) -> list[Tensor]:
+        """Those of :attr:`expected`, of one average a member."""
+        expected = set(self.expected)
+        return [average for i, average in zip(self.plan.members, averages, strict=True) if i in expected]
+
+    @abstractmethod
+    def launch(self, *, is_last: bool) -> None:
+        """Bring the gradients together and start to reduce them.
+
+        Args:
+            is_last: Whether no bucket that a function or hook gets comes after this one.
+        """
+
+    @abstractmethod
+    def finish(self) -> Averages:
+        """Wait for the result: one average a member, each the tensor that ``.grad`` shall be."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was sent that was not waited for."""
+        return self._pending is not None
+
+    def probe(self) -> Probe | None:
+        """How to ask whether what was sent has come back; None where nobody can tell."""
+        return probe(self._pending)
+
+    def is_complete(self) -> bool:
+        """Whether nothing of it is under way any more."""
+        is_done = self.probe()
+        return not self.is_under_way or (is_done is not None and bool(is_done()))
+
+    def check(self) -> None:  # noqa: B027  # most cannot know
+        """Raise what it is known to have failed with."""
+
+    def settle(self) -> None:  # noqa: B027  # only a function of the user's needs it
+        """Wait until nothing of it is under way; the result is for :meth:`finish`."""
+
+    def put_back(self) -> list[tuple[int, Tensor]]:
+        """Leave what is under way: the gradients by parameter index, as copies, into which nobody writes any more."""
+        pairs = zip(self.plan.members, self.gradients, strict=bool(self.gradients))
+        kept = [(i, gradient.clone()) for i, gradient in pairs if gradient is not None]
+        self.release()
+        return kept
+
+    def release(self) -> None:
+        """Forget what belongs to one backward."""
+        self.gradients = []
+        self._pending = None

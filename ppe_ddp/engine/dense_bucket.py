@@ -1,0 +1,240 @@
+"""Buckets of dense gradients that a function or a hook reduces.
+
+packed     .grad -> slot of a buffer -> reduce -> .grad becomes the slot, or gets a copy of it (no views)
+adopted    .grad -> reduce where it lies
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.contracts import Division, GradBucket
+from ppe_ddp.engine.bucket import Averages, Bucket
+from ppe_ddp.engine.bucket_buffers import sole_owner
+from ppe_ddp.engine.completion import probe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.engine.bucket import BucketContext
+    from ppe_ddp.engine.bucket_buffers import BucketBuffers
+    from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
+
+# From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
+_LARGE_BYTES = 16 << 10
+
+
+class DenseBucket(Bucket, ABC):
+    """Dense gradients in one flat memory; its kinds differ in which.
+
+    Attributes:
+        factor: What gradients are multiplied by as they are brought together.
+    """
+
+    def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
+        super().__init__(plan, context, present)
+        self._reduction = context.reduction
+        self._division = context.reduction.division(plan.device)
+        self.factor = context.reduction.mean_factor if self._division is Division.DONE else 1.0
+        self._sent: GradBucket | None = None
+        self._flat: Tensor | None = None
+        self._tensors: list[Tensor] = []
+
+    @abstractmethod
+    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+        """The flat memory, and the views of it, one a member, that hold the gradients times :attr:`factor`."""
+
+    @abstractmethod
+    def _results(self) -> list[Tensor]:
+        """One average a member, when the reduced ones are in the memory."""
+
+    def launch(self, *, is_last: bool) -> None:
+        """Bring the gradients together and hand them to the function or hook."""
+        self._flat, self._tensors = self._bring_together()
+        if self.plan.numel == 0:
+            return
+        self._sent = GradBucket.of(
+            *self._given(self._flat),
+            parameters=self.parameters,
+            names=self.names,
+            index=self.plan.index,
+            is_last=is_last,
+            division=self._division,
+        )
+        self._pending = self._reduction.start(self._sent)
+
+    def _given(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What goes out: never our own tensors to a stranger, who may change their shapes."""
+        if self._reduction.is_plain_average:
+            return self._tensors, flat
+        if not self._reduction.may_resize:
+            return [tensor.detach() for tensor in self._tensors], flat.detach()
+        copy = flat.clone()  # what grows here must not grow into the memory behind it
+        base = flat.storage_offset()
+        views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
+        return views, copy
+
+    def finish(self) -> Averages:
+        """Wait for the result; one average a member, each the tensor that ``.grad`` shall be."""
+        if self._pending is not None:
+            yield probe(self._pending)
+        self._take_result()
+        return self._results()
+
+    def _take_result(self) -> None:
+        flat, sent = self._flat, self._sent
+        assert flat is not None
+        if sent is None:
+            return
+        self._reduction.finish(sent, self._pending, self._tensors)
+        self._pending = None
+        result = sent.buffer()
+        if result is not flat and (result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype):
+            flat.copy_(result)
+
+    def check(self) -> None:
+        """Raise what it is known to have failed with."""
+        pending, sent = self._pending, self._sent
+        if sent is None or not isinstance(pending, torch._C.Future) or self.plan.device.type != "cpu":
+            return
+        if pending.done():
+            self._reduction.settle(sent, pending)
+
+    def settle(self) -> None:
+        """Wait until nothing of it is under way."""
+        if self._pending is not None and self._sent is not None:
+            self._reduction.settle(self._sent, self._pending)
+
+    def release(self) -> None:
+        """Forget what belongs to one backward; what is held of a buffer shows that it is in use."""
+        self.gradients = []
+        self._pending = self._sent = self._flat = None
+        self._tensors = []
+
+    def _back_to_gradients(self) -> list[Tensor]:
+        """The gradients that this rank had put in, which hold the averages now, where they can."""
+        results: list[Tensor] = []
+        moved_to, moved_from = [], []
+        for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
+            if gradient is None or not _can_hold(gradient, tensor):
+                results.append(self._kept(tensor))
+                continue
+            results.append(gradient)
+            if gradient is not tensor:
+                moved_to.append(gradient)
+                moved_from.append(tensor)
+        if moved_to:
+            torch._foreach_copy_(moved_to, moved_from)
+        return results
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the memory as a gradient that stays."""
+        return tensor.clone()
+
+
+class PackedBucket(DenseBucket):
+    """Gradients brought together in a buffer.
+
+    Args:
+        plan: What it is.
+        context: What all buckets have in common.
+        present: One byte a parameter: whether some rank has its gradient.
+        buffers: Lends the memory.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, context: BucketContext, present: bytes | None = None, *, buffers: BucketBuffers
+    ) -> None:
+        super().__init__(plan, context, present)
+        self._buffers = buffers
+        self._is_fused = plan.nbytes >= _LARGE_BYTES * len(plan.members)
+
+    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+        """Bring the gradients together in one buffer, unless they lie in one already."""
+        gradients, factor = self.gradients, self.factor
+        if self._views and True in [gradient is not None and gradient.requires_grad for gradient in gradients]:
+            self._views = False  # a gradient with a graph of its own (create_graph) keeps it
+        buffer = self._buffers.holding(gradients, self.plan) if self._views else None
+        if buffer is not None:
+            if factor != 1.0:
+                buffer.flat.mul_(factor)
+        else:
+            buffer = self._buffers.buffer(self.plan, self.specs, self.parameters)
+            fill(buffer.slots, gradients, factor if self._is_fused else 1.0)
+            if factor != 1.0 and not self._is_fused:
+                buffer.flat.mul_(factor)
+        slots = list(buffer.slots)  # which shows that they are in use
+        if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
+            self.gradients = [
+                None if gradient is None else slot for slot, gradient in zip(slots, gradients, strict=True)
+            ]
+        return buffer.flat, slots
+
+    def _results(self) -> list[Tensor]:
+        return self._tensors if self._views else self._back_to_gradients()
+
+
+class AdoptedBucket(DenseBucket):
+    """A single large gradient, reduced where it lies."""
+
+    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+        spec, gradient = self.specs[0], self.gradients[0]
+        if gradient is not None and reducible_in_place(gradient, spec):
+            memory = gradient
+            if self.factor != 1.0:
+                memory.mul_(self.factor)
+        else:
+            memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            fill([memory], [gradient], self.factor)
+        return memory.as_strided((self.plan.numel,), (1,)), [memory]
+
+    def _results(self) -> list[Tensor]:
+        return self._back_to_gradients()
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        return tensor  # whose memory is nobody else's
+
+
+def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:
+    """Set each slot to ``factor`` times its gradient; to zero where there is none."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) == len(slots):
+        filled = list(slots)
+    else:
+        pairs = list(zip(slots, gradients, strict=True))
+        filled = [slot for slot, gradient in pairs if gradient is not None]
+        torch._foreach_zero_([slot for slot, gradient in pairs if gradient is None])
+    if factor != 1.0:
+        for slot, gradient in zip(filled, present, strict=True):
+            torch.mul(gradient, factor, out=slot)
+    elif present:
+        torch._foreach_copy_(filled, present)
+
+
+def _can_hold(gradient: Tensor, average: Tensor) -> bool:
+    """Whether ``average`` can be put where ``gradient`` is, which the user may have made (``.grad.data = …``)."""
+    same = gradient.dtype is average.dtype and gradient.device == average.device
+    return same and (gradient.is_contiguous() or 0 not in gradient.stride())
+
+
+def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
+    """Whether the memory of ``gradient`` may be handed to the transport as it is.
+
+    Autograd can hand out views of one memory as the gradients of two parameters, or go on computing with it;
+    so the storage must have no other user.
+    """
+    return (
+        gradient.shape == spec.shape
+        and gradient.dtype == spec.dtype
+        and gradient.device == spec.device
+        and gradient.stride() == spec.stride
+        and not gradient.requires_grad
+        and not gradient.is_neg()
+        and not gradient.is_conj()
+        and sole_owner(gradient)
+    )

@@ -1,0 +1,136 @@
+"""Launch schedule: counts which gradients are missing, and launches the buckets of a plan in order."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from ppe_ddp.engine.bucket import Bucket
+from ppe_ddp.engine.trace import RoundRecord, span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.engine.bucket_plan import Plan
+    from ppe_ddp.engine.completion import Steps
+
+B = TypeVar("B", bound=Bucket)
+
+
+class LaunchSchedule(Generic[B]):
+    """Each bucket of a plan leaves when it is complete here and the one before it has gone.
+
+    Args:
+        plan: What to send.
+        buckets: Those of the plan.
+        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
+        prepare: Called with a bucket right before it is launched: puts this rank's gradients in.
+        one_at_a_time: Whether a bucket must not leave before the one ahead of it has come back.
+        repair: Whether this is a second round.
+        ranges: Whether to mark launches for torch's profiler.
+
+    Attributes:
+        plan: The same.
+        buckets: The same.
+        record: What happened when.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        buckets: Sequence[B],
+        waiting: bytes | bytearray,
+        prepare: Callable[[B], None],
+        *,
+        one_at_a_time: bool = False,
+        repair: bool = False,
+        ranges: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.buckets = buckets
+        self.record = RoundRecord(plan, [bucket.nbytes for bucket in buckets], repair=repair)
+        self._prepare = prepare
+        self._one_at_a_time = one_at_a_time
+        self._ranges = ranges
+        self._gone = 0
+        self._previous: B | None = None
+        self._missing = [sum(map(waiting.__getitem__, bucket.members)) for bucket in plan.buckets]
+
+    def landed(self, index: int) -> None:
+        """Count the gradient of parameter ``index`` as there."""
+        k = self.plan.bucket_of[index]
+        self._missing[k] -= 1
+        if self._missing[k] == 0:
+            self.record.ready[k] = perf_counter_ns()
+
+    def launch_ready(self) -> None:
+        """Launch buckets in order, up to the first that still misses a gradient of this rank."""
+        while self._gone < len(self.buckets) and self._missing[self._gone] <= 0:
+            if self._one_at_a_time and not self.is_complete():
+                break
+            with torch.no_grad():
+                self._launch()
+
+    def launch_all(self) -> Steps:
+        """Launch what is left, step by step: no gradient will land any more."""
+        while self._gone < len(self.buckets):
+            previous = self._previous
+            if self._one_at_a_time and previous is not None:
+                if previous.is_under_way:
+                    yield previous.probe()
+                previous.settle()
+            self._launch()
+
+    def _launch(self) -> None:
+        k = self._gone
+        bucket, record = self.buckets[k], self.record
+        self._gone += 1
+        record.launch[k] = perf_counter_ns()
+        if self._previous is not None:
+            self._previous.check()  # the other ranks would take this bucket for one that was never sent
+        self._prepare(bucket)
+        if not bucket.plan.sparse:
+            self._previous = bucket
+        if self._ranges:
+            with span(f"launch[{k}]", enabled=True):
+                bucket.launch(is_last=k == self.plan.last)
+        else:
+            bucket.launch(is_last=k == self.plan.last)
+        record.launched[k] = perf_counter_ns()
+
+    def is_complete(self) -> bool:
+        """Whether nothing that was launched is under way any more."""
+        return all(bucket.is_complete() for bucket in self.buckets[: self._gone])
+
+    def finish(self, hand_over: Callable[[Sequence[int], list[Tensor]], None]) -> Steps:
+        """Wait for the buckets in order, step by step; hand over the parameters of each and their averages.
+
+        Sparse ones come last: they communicate only now.
+        """
+        record = self.record
+        for is_sparse in (False, True):
+            for k, bucket in enumerate(self.buckets):
+                if bucket.plan.sparse is not is_sparse:
+                    continue
+                averages = yield from bucket.finish()
+                record.done[k] = perf_counter_ns()
+                record.nbytes[k] = bucket.nbytes
+                if not bucket.is_exact:
+                    averages = bucket.chosen(averages)
+                hand_over(bucket.expected, averages)
+        self.release()
+
+    def put_back(self) -> Iterator[tuple[int, Tensor]]:
+        """Leave what is under way; yields the gradients that this rank had put in."""
+        for bucket in self.buckets[: self._gone]:
+            yield from bucket.put_back()
+
+    def release(self) -> None:
+        """Let the buckets forget this backward."""
+        for bucket in self.buckets:
+            bucket.release()
+        self._previous = None

@@ -1,0 +1,109 @@
+"""What a reduce function declares, and who divides then."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ppe_ddp
+from one_process import assert_gradients, mean_gradients, mlp, square
+from ppe_ddp import DistributedDataParallel, average, overlapped
+from ppe_ddp.contracts import Division, GradBucket
+from ppe_ddp.functions import takes_divided
+from ppe_ddp.testing import ConformanceError, World, check_reduce_function
+from rank_tests import each_variant, on_two_ranks
+
+
+def undeclared_sum(gradients, group):
+    return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+
+@takes_divided
+def declared_sum(gradients, group):
+    assert gradients.division() is Division.DONE
+    return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+
+class DeclaredByAttribute:
+    takes_divided = True
+
+    def __call__(self, gradients, group):
+        return declared_sum(gradients, group)
+
+
+def average_within(gradients, group):
+    assert gradients.division() is Division.BY_FUNCTION
+    return average(gradients, group)
+
+
+GOOD = [declared_sum, DeclaredByAttribute(), overlapped(declared_sum), overlapped(average), average_within, average]
+NAMES = ["declared", "by attribute", "overlapped", "overlapped average", "average within", "average"]
+
+
+@pytest.mark.parametrize("function", GOOD, ids=NAMES)
+@each_variant
+@on_two_ranks
+def test_the_mean_is_divided_once(function, options):
+    module = mlp(4, 8, 2)
+    wrapper = DistributedDataParallel(module, reduce_function=function, **options)
+    for _ in range(2):
+        wrapper.zero_grad()
+        square(wrapper, dist.get_rank())
+        assert_gradients(module, mean_gradients(module, square))
+
+
+@on_two_ranks
+def test_who_only_sums_and_does_not_say_so_gets_the_sum():
+    module = mlp(4, 8, 2)
+    wrapper = DistributedDataParallel(module, reduce_function=undeclared_sum)
+    square(wrapper, dist.get_rank())
+    assert_gradients(module, {name: 2 * mean for name, mean in mean_gradients(module, square).items()})
+
+
+@pytest.mark.parametrize("function", [declared_sum, average_within, average], ids=["declared", "within", "average"])
+@on_two_ranks
+def test_gradients_are_divided_in_the_dtype_that_they_are_reduced_in(function):
+    module = torch.nn.Linear(1, 1, bias=False).half()
+    config = SimpleNamespace(param_dtype=None, reduce_dtype=torch.float32, buffer_dtype=None)
+    wrapper = DistributedDataParallel(module, reduce_function=function_in_float32(function), mixed_precision=config)
+    tiny = torch.finfo(torch.float16).smallest_normal / 1024  # half of it is zero in float16
+    (wrapper(torch.ones(1, 1).half()) * tiny).sum().backward()
+    assert module.weight.grad.item() == tiny
+
+
+class function_in_float32:
+    def __init__(self, function):
+        self.function = function
+        self.takes_divided = getattr(function, "takes_divided", False)
+
+    def __call__(self, gradients, group):
+        assert gradients.buffer().dtype is torch.float32
+        return self.function(gradients, group)
+
+
+def test_the_conformance_kit_knows_the_declaration(two_ranks):
+    world = World(ranks=(two_ranks,))
+    check_reduce_function(declared_sum, world=world)
+    with pytest.raises(ConformanceError):
+        check_reduce_function(undeclared_sum, world=world)
+
+
+@pytest.mark.parametrize(("function", "declared"), [(average, True), (declared_sum, True), (undeclared_sum, False)])
+def test_an_overlapped_function_declares_the_same_also_as_a_copy(function, declared):
+    assert overlapped(function).takes_divided is declared
+    assert pickle.loads(pickle.dumps(overlapped(function))).takes_divided is declared
+
+
+def test_a_bucket_is_divided_once():
+    flat = torch.full((2,), 8.0)
+    bucket = GradBucket.of([flat], flat, parameters=[], names=("a",), index=0, is_last=True)
+    for _ in range(2):
+        bucket.divide(4)
+        assert flat.tolist() == [2.0, 2.0]
+
+
+def test_the_default_declares_itself():
+    assert ppe_ddp.average.takes_divided
+    assert ppe_ddp.average.is_plain_average
