@@ -8,6 +8,7 @@ runs and a test: a torch that has changed says so by name, instead of training w
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.autograd.graph import Node
@@ -59,9 +60,13 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any] | None:
     return hooks
 
 
-def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+@contextmanager
+def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
     """While this is entered, changing ``tensors`` in place goes unnoticed by autograd, also where graphs need them."""
-    return _unsafe_preserve_version_counter(tuple(tensors))
+    with ExitStack() as stack:
+        for tensor in tensors:  # torch 2.6 takes one
+            stack.enter_context(_unsafe_preserve_version_counter(tensor))
+        yield
 
 
 # ---------------------------------------------------------------------- tensors
@@ -69,7 +74,8 @@ def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]
 
 def storage_users(tensor: Tensor) -> int:
     """How many tensors, in Python, in autograd or anywhere else, use the memory of ``tensor``; itself is one."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without this very handle
+    handle = tensor.untyped_storage()  # held, as some versions of torch keep it and others do not
+    return int(torch._C._storage_Use_Count(handle._cdata)) - 1
 
 
 def tensor_users(tensor: Tensor) -> int:
