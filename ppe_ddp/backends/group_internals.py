@@ -1,24 +1,25 @@
 """The parts of torch that this library uses and torch does not promise: process groups, their stores and names.
 
 Nothing else in the package touches them (autograd, hooks and tensors have ``engine/torch_internals.py``). Each is a
-function with the reason for it, and each has a trial in :func:`check`, which `python -m ppe_ddp doctor` runs and a
-test. What can be told where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
+function with the reason for it, and each has a trial in ``group_internals_check.py``, which `python -m ppe_ddp doctor`
+runs and a test. What can be told where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from contextlib import contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 # torch documents them as names of torch.distributed, and type checkers find them only here.
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store  # noqa: TC002  # for others
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import Backend, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
@@ -89,17 +90,18 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def timeout_of(group: ProcessGroup) -> timedelta:
+def timeout_of(group: ProcessGroup) -> timedelta | None:
     """After which time collectives of ``group`` fail, which a group made beside it does not inherit by itself.
 
-    torch's default where no backend of the group tells, as in a group that wraps another (TORCH_DISTRIBUTED_DEBUG).
+    None for torch's default, where no backend of the group tells: users' own ones, and those that torch wraps for
+    TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     for kind in device_types(group):
         options = getattr(backend_for(group, torch.device(kind)), "options", None)
         timeout = getattr(options, "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
-    return c10d.default_pg_timeout
+    return None
 
 
 def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
@@ -114,11 +116,11 @@ def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
 
 # ---------------------------------------------------------------------- making groups
 
-_NAMING = "_process_group_name"
-_MAKING = "_new_process_group_helper"
+NAMING = "_process_group_name"
+MAKING = "_new_process_group_helper"
 
 
-def new_group_named(name: str, ranks: list[int], timeout: timedelta, config: str, options: Any) -> ProcessGroup:
+def new_group_named(name: str, ranks: list[int], timeout: timedelta | None, config: str, options: Any) -> ProcessGroup:
     """Make a group of exactly these ranks, called by them alone and together, under a name that they have agreed on.
 
     ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
@@ -131,23 +133,23 @@ def new_group_named(name: str, ranks: list[int], timeout: timedelta, config: str
         TorchChangedError: The group has another name; it is destroyed again.
     """
     names, own, wanted = c10d.__dict__, threading.get_ident(), [name]
-    torchs: Callable[..., Any] = names[_NAMING]
+    torchs: Callable[..., Any] = names[NAMING]
 
     def name_of(*arguments: Any, **keywords: Any) -> Any:
         return wanted.pop() if wanted and threading.get_ident() == own else torchs(*arguments, **keywords)
 
-    names[_NAMING] = name_of
+    names[NAMING] = name_of
     try:
         group: ProcessGroup = dist.new_group(ranks, timeout, config, pg_options=options, use_local_synchronization=True)
     finally:
         wanted.clear()  # where threads make groups at once, one may put back the function of another
-        names[_NAMING] = torchs
+        names[NAMING] = torchs
     if group.group_name != name:
         found = group.group_name
         dist.destroy_process_group(group)
         raise TorchChangedError(
             f"new_group_named: torch {torch.__version__} has named a group {found!r}, where {name!r} was asked for: it "
-            f"does not ask torch.distributed.distributed_c10d.{_NAMING}() any more"
+            f"does not ask torch.distributed.distributed_c10d.{NAMING}() any more"
         )
     return group
 
@@ -161,14 +163,14 @@ def backends_being_made() -> dict[str, str]:
         TorchChangedError: Nothing is known of such a call.
     """
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != _MAKING:
+    while frame is not None and frame.f_code.co_name != MAKING:
         frame = frame.f_back
     backends = getattr(None if frame is None else frame.f_locals.get("backend_config"), "device_backend_map", None)
     if not backends:
         what = "is not being called" if frame is None else "has no 'backend_config' with a 'device_backend_map'"
         raise TorchChangedError(
             "backends_being_made: which backends the group is to have for other devices cannot be seen: "
-            f"torch.distributed.distributed_c10d.{_MAKING}() {what} in torch {torch.__version__}. Groups over "
+            f"torch.distributed.distributed_c10d.{MAKING}() {what} in torch {torch.__version__}. Groups over "
             "backends written in Python are made by init_process_group() and new_group() only"
         )
     return dict(backends)
@@ -208,171 +210,10 @@ def process_group_over(made: Any, backend: str, name: str, store: Any) -> Proces
     group._set_default_backend(kind)
     for device in Backend.backend_capability[backend]:
         group._register_backend(torch.device(device), kind, made)
-    group._set_group_name(name)
+    group._set_group_name(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str in some versions
     return group
 
 
 def flattened_group(mesh: DeviceMesh) -> ProcessGroup:
     """The group of all ranks of ``mesh``, whatever dimensions it has, made once for each mesh."""
     return mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()
-
-
-# ---------------------------------------------------------------------- trials
-
-
-def check() -> list[str]:
-    """Try each of these on one-rank groups over gloo; takes milliseconds, and leaves this process's groups alone.
-
-    Not while another thread uses torch.distributed: it would see the groups of the trial.
-
-    Returns:
-        What does not behave as this library needs it, a line each, by the name of the function above; none if all is
-        well.
-    """
-    problems = []
-    for function, trial in _TRIALS:
-        try:
-            with _job_of_one() as group:
-                if not trial(group):
-                    problems.append(f"{function.__name__}: torch {torch.__version__} behaves in another way than expected")
-        except Exception as error:
-            problems.append(f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}")
-    return problems
-
-
-_SECONDS = timedelta(seconds=17)
-
-
-@contextmanager
-def _job_of_one() -> Iterator[ProcessGroup]:
-    """Let torch.distributed look as in a job of one process; the default group of that comes back."""
-    kept = c10d._world
-    tables = "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"
-    world: Any = SimpleNamespace(**{name: {} for name in tables}, comms=[], group_count=1)
-    store = HashStore()
-    group = process_group_over(
-        dist.ProcessGroupGloo(store, 0, 1, timeout=_SECONDS), "gloo", "ppe_ddp/trial", PrefixStore("trial", store)
-    )
-    world.default_pg = group
-    world.pg_map[group] = "gloo", store
-    world.pg_names[group] = "ppe_ddp/trial"
-    world.pg_group_ranks[group] = {0: 0}
-    world.pg_backend_config[group] = "cpu:gloo"
-    c10d.__dict__["_world"] = world
-    try:
-        yield group
-    finally:
-        for made in [made for made in world.pg_map if made is not group]:
-            dist.destroy_process_group(made)
-        c10d.__dict__["_world"] = kept
-
-
-def _is_registered(group: ProcessGroup) -> bool:
-    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
-    found = [is_registered(group), is_registered(made), is_registered(ProcessGroup(HashStore(), 0, 1))]
-    dist.destroy_process_group(made)
-    return [*found, is_registered(made)] == [True, True, False, False]
-
-
-def _registered_groups(group: ProcessGroup) -> bool:
-    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
-    return list(registered_groups()) == [(group, [0]), (made, [0])]
-
-
-def _default_group(group: ProcessGroup) -> bool:
-    return default_group() is group
-
-
-def _store_of(_group: ProcessGroup) -> bool:
-    first, second = (new_group_named(f"ppe_ddp/trial/{k}", [0], _SECONDS, "gloo", None) for k in "ab")
-    store_of(first).set("key", "value")
-    return store_of(first).check(["key"]) and not store_of(second).check(["key"])
-
-
-def _kept_with(group: ProcessGroup) -> bool:
-    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
-    kept = [kept_with(one, object) for one in (group, made)]
-    if [kept_with(one, object) for one in (group, made)] != kept or kept[0] is kept[1]:
-        return False
-    dist.destroy_process_group(made)
-    kept_with(group, object)
-    return made not in c10d._world.__dict__["ppe_ddp_kept"]
-
-
-def _device_types(_group: ProcessGroup) -> bool:
-    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
-    return "cpu" in device_types(made)
-
-
-def _backend_for(group: ProcessGroup) -> bool:
-    tensor = torch.ones(2)
-    backend_for(group, tensor.device).allreduce([tensor]).wait()
-    return backend_for(group, tensor.device).size() == 1
-
-
-def _timeout_of(group: ProcessGroup) -> bool:
-    made = new_group_named("ppe_ddp/trial/made", [0], 2 * _SECONDS, "gloo", None)
-    bare = ProcessGroup(HashStore(), 0, 1)
-    return [timeout_of(one) for one in (group, made, bare)] == [_SECONDS, 2 * _SECONDS, c10d.default_pg_timeout]
-
-
-def _coalescing(_group: ProcessGroup) -> bool:  # gloo cannot do it
-    return callable(ProcessGroup._start_coalescing) and callable(ProcessGroup._end_coalescing)
-
-
-def _new_group_named(_group: ProcessGroup) -> bool:
-    torchs = c10d.__dict__[_NAMING]
-    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
-    value = torch.ones(())
-    dist.all_reduce(value, group=made)
-    return made.group_name == "ppe_ddp/trial/made" and c10d.__dict__[_NAMING] is torchs
-
-
-def _backends_being_made(_group: ProcessGroup) -> bool:  # a trial would have to register a backend, for good
-    variables = c10d.__dict__[_MAKING].__code__.co_varnames
-    config = c10d.BackendConfig(Backend("cpu:gloo,cuda:nccl"))
-    wanted = {"cpu": "gloo", "cuda": "nccl"}
-    return {"backend_config", "creator_fn"} <= set(variables) and config.device_backend_map == wanted
-
-
-def _creator_of(_group: ProcessGroup) -> bool:
-    return callable(creator_of("mpi4py")) and creator_of("ppe_ddp_trial") is None
-
-
-def _nccl_options(_group: ProcessGroup) -> bool:
-    if not dist.is_nccl_available():
-        return True
-    wanted = SimpleNamespace(timeout=_SECONDS, group_id="trial", global_ranks_in_group=[0])
-    options = nccl_options(wanted)
-    return bool(options._timeout == _SECONDS and options.group_name == "trial")
-
-
-def _process_group_over(group: ProcessGroup) -> bool:
-    tensor = torch.ones(2)
-    group.allreduce([tensor]).wait()
-    return (group.rank(), group.size(), group.group_name) == (0, 1, "ppe_ddp/trial")
-
-
-def _flattened_group(_group: ProcessGroup) -> bool:  # a mesh would begin by initializing torch.distributed
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return callable(DeviceMesh._flatten)
-
-
-_TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] = (
-    (is_registered, _is_registered),
-    (registered_groups, _registered_groups),
-    (default_group, _default_group),
-    (store_of, _store_of),
-    (kept_with, _kept_with),
-    (device_types, _device_types),
-    (backend_for, _backend_for),
-    (timeout_of, _timeout_of),
-    (start_coalescing, _coalescing),
-    (new_group_named, _new_group_named),
-    (backends_being_made, _backends_being_made),
-    (creator_of, _creator_of),
-    (nccl_options, _nccl_options),
-    (process_group_over, _process_group_over),
-    (flattened_group, _flattened_group),
-)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.bucket_plan import ParameterSpec
+from ppe_ddp.engine.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -56,9 +57,9 @@ class ModuleState:
         }
         seen: set[int] = set()
         for prefix, owner in modules:
-            self._tables += owner._parameters, owner._modules
+            self._tables += parameter_table(owner), child_table(owner)
             dot = prefix + "." if prefix else ""
-            for name, parameter in owner._parameters.items():
+            for name, parameter in parameter_table(owner).items():
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
                     continue
                 if dot + name in self._ignored:
@@ -67,7 +68,7 @@ class ModuleState:
                 self.parameters.append(parameter)
                 self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
             self._buffer_slots.extend(
-                (dot + name, owner, name) for name in owner._buffers if dot + name not in self._ignored
+                (dot + name, owner, name) for name in buffer_table(owner) if dot + name not in self._ignored
             )
 
     @property
@@ -80,7 +81,7 @@ class ModuleState:
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, owner, key in self._buffer_slots:
-            buffer = owner._buffers.get(key)
+            buffer = buffer_table(owner).get(key)
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[name] = buffer
@@ -94,7 +95,7 @@ class ModuleState:
 
     def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
         """The modules that have ``buffer``, each with its own name for it."""
-        return [(owner, key) for _, owner, key in self._buffer_slots if owner._buffers.get(key) is buffer]
+        return [(owner, key) for _, owner, key in self._buffer_slots if buffer_table(owner).get(key) is buffer]
 
     def is_current(self) -> bool:
         """Whether the module still holds the same parameters, of the same kind, in the same submodules.
@@ -109,7 +110,7 @@ class ModuleState:
                 return False
             if any(map(_is_other, entries, self._entries)):
                 return False
-        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
+        with without_torch_function():  # so that parameters that are being gathered are not waited for
             return self._holds_the_same()
 
     def _holds_the_same(self) -> bool:

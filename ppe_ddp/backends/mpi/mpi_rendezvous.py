@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlparse
 
 from mpi4py import MPI
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import default_pg_timeout
 
+from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.backends.mpi.mpi_job import guard_job
 from ppe_ddp.errors import CommunicationError
 
