@@ -320,7 +320,7 @@ def _marks() -> bool:
 
 
 def _uncompiled() -> bool:
-    return uncompiled(lambda: 1)() == call_uncompiled(lambda: 1)
+    return bool(uncompiled(lambda: 1)() == call_uncompiled(lambda: 1))
 
 
 _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
