@@ -38,6 +38,20 @@ BufferCommHookLocation = _BufferCommHookLocation
 IncompatibleKeys = _IncompatibleKeys
 """What ``nn.Module.load_state_dict`` gives back."""
 
+CALL_ATTRIBUTES = frozenset(
+    {
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_is_full_backward_hook",
+        "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    }
+)
+"""The attributes of a module that ``nn.Module.__call__`` looks at to find its hooks."""
+
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 """Where ``torch.distributed.optim._apply_optimizer_in_backward`` leaves a parameter's optimizers."""
 

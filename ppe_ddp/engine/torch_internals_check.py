@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from copy import copy
+from types import CodeType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ppe_ddp.engine.torch_internals import (
+    CALL_ATTRIBUTES,
     IncompatibleKeys,
     at_end_of_backward,
     buffer_table,
@@ -258,6 +260,15 @@ def _tables() -> bool:
     return norm.running_mean is buffer and norm.weight is weight and output.tolist() == [[0.0, 0.0]] * 2
 
 
+def _call_attributes() -> bool:
+    code = nn.Module._call_impl.__code__
+    codes = [code, *(constant for constant in code.co_consts if isinstance(constant, CodeType))]
+    used = {name for one in codes for name in one.co_names}
+    module = nn.Module()
+    assert module._is_full_backward_hook is None  # is looked at in a function that is called from there
+    return {*used.intersection(vars(module)), "_is_full_backward_hook"} == CALL_ATTRIBUTES
+
+
 def _only_writes_buffers() -> bool:
     kinds = [nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2, track_running_stats=True)]
     others = [nn.BatchNorm2d(2).eval(), nn.InstanceNorm1d(2), nn.LayerNorm(2)]
@@ -341,6 +352,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (split_by, _split_by),
     (torch._foreach_copy_, _foreach),
     (parameter_table, _tables),
+    (nn.Module.__call__, _call_attributes),
     (only_writes_buffers, _only_writes_buffers),
     (is_compiled, _is_compiled),
     (IncompatibleKeys, _incompatible_keys),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import IncompatibleKeys
+from ppe_ddp.engine.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint
 from ppe_ddp.sharding.distribution import Distribution, Terms
 from ppe_ddp.sharding.load_group import LoadGroup
@@ -20,20 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # What nn.Module.__call__ looks at stays the wrapper's own, else each hook would run twice.
-_OWN = frozenset(
-    {
-        "_wrapped",
-        "_options",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_is_full_backward_hook",
-        "_forward_hooks",
-        "_forward_hooks_always_called",
-        "_forward_hooks_with_kwargs",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    }
-)
+_OWN = CALL_ATTRIBUTES | {"_wrapped", "_options"}
 
 
 class DistModule(nn.Module):
