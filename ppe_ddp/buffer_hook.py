@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.engine.torch_internals import preserve_versions
+from ppe_ddp.engine.torch_internals import BufferCommHookLocation, preserve_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.nn.parallel.distributed import _BufferCommHookLocation
 
     from ppe_ddp.contracts import Waitable
 
@@ -34,7 +33,7 @@ class BufferHook:
         self,
         state: Any,
         hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
-        location: _BufferCommHookLocation,
+        location: BufferCommHookLocation,
     ) -> None:
         if not callable(hook):
             raise TypeError(f"a buffer hook must be callable, not {type(hook).__name__}")

@@ -11,7 +11,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ppe_ddp.buffer_hook import BufferHook
 from ppe_ddp.engine.broadcasting import broadcast_all
@@ -21,7 +20,7 @@ from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
-from ppe_ddp.engine.torch_internals import call_uncompiled
+from ppe_ddp.engine.torch_internals import BufferCommHookLocation, call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
 from ppe_ddp.hooks import NOT_GIVEN, Hooks
@@ -210,7 +209,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         synchronizes = torch.is_grad_enabled()
         reducer = self._ready() if synchronizes else self._reducer
-        if reducer is not None and self._join_config.enable:
+        if reducer is not None and is_in_join(self):
             Join.notify_join_context(self)
             announce(reducer, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
@@ -293,7 +292,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self,
         state: Any,
         hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
     ) -> None:
         """Let ``hook(state, buffers)`` synchronize the buffers, not the broadcast; the same on all ranks."""
         self._hooks.buffers = BufferHook(state, hook, comm_hook_location)

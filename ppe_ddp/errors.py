@@ -58,6 +58,14 @@ class UnusableError(PpeDdpError):
     """The wrapper cannot synchronize here: its process group was destroyed, or this is a forked child."""
 
 
+class TorchChangedError(PpeDdpError):
+    """This version of torch does not behave as this library needs it, where torch promises nothing.
+
+    The message begins with the name of the function in ``torch_internals`` or ``group_internals`` that has found it;
+    `python -m ppe_ddp doctor` tries them all.
+    """
+
+
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables of the functions that have raised ``error``, and what it came from.
 

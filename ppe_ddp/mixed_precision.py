@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import at_end_of_backward
+from ppe_ddp.engine.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table
 from ppe_ddp.nested_tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class _Copies:
         self._slots: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         copies: dict[int, Tensor] = {}  # one of a shared parameter, so that its gradients are added before the cast
         for owner in module.modules():
-            for key, parameter in owner._parameters.items():
+            for key, parameter in parameter_table(owner).items():
                 if isinstance(parameter, nn.Parameter) and _is_cast(parameter, dtype):
                     if id(parameter) not in copies:
                         copies[id(parameter)] = parameter.to(dtype)
@@ -106,18 +106,18 @@ class _Copies:
         """Put the copies in the place of the parameters; where another forward's are, they stay."""
         self._is_installed = True
         for owner, key, parameter, copy in self._slots:
-            if owner._parameters.get(key) is parameter:
-                owner._parameters[key] = copy  # type: ignore[assignment]  # functional_call does so as well
+            if parameter_table(owner).get(key) is parameter:
+                parameter_table(owner)[key] = copy  # functional_call does so as well
 
     def remove(self) -> None:
         """Put the parameters back."""
         self._is_installed = False
         for owner, key, parameter, copy in self._slots:
-            if owner._parameters.get(key) is copy:
+            if parameter_table(owner).get(key) is copy:
                 if isinstance(owner, nn.RNNBase):
                     setattr(owner, key, parameter)  # which also puts it into the list that it computes with
                 else:
-                    owner._parameters[key] = parameter
+                    parameter_table(owner)[key] = parameter
 
     def reinstall(self, _gradient: Tensor) -> None:
         """Put the copies in place until the backward that has come to an output is over, or has failed."""
@@ -169,7 +169,7 @@ def _check(config: MixedPrecision) -> None:
 
 def _is_cast(tensor: Tensor, dtype: torch.dtype | None) -> bool:
     is_other = dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype
-    return is_other and not getattr(tensor, "_ddp_ignored", False)
+    return is_other and not is_marked_ignored(tensor)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import IGNORED_NAMES
+from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored
 from ppe_ddp.state_dict_names import add_prefix, without_prefix
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         self.module = module
         # not a method, which would keep the wrapper, and so its hooks, alive until the garbage is collected
-        self._register_load_state_dict_pre_hook(add_prefix, with_module=True)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's ``state_dict``, without a prefix; takes the same arguments."""
@@ -49,7 +49,7 @@ class ModuleWrapper(nn.Module):
         setattr(module, IGNORED_NAMES, params_and_buffers_to_ignore)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+                mark_ignored(tensor)
 
     def _ignored(self) -> list[str]:
         return list(getattr(self.module, IGNORED_NAMES, ()))

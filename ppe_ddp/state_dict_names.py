@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ppe_ddp.engine.torch_internals import metadata_of, set_metadata
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -42,10 +44,10 @@ def without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mappi
     if not renamed:
         return state_dict
     result = OrderedDict((renamed.get(key, key), value) for key, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
+    metadata = metadata_of(state_dict)
     if metadata is not None:
         plain = {(key[len(prefix) :] if key.startswith(prefix) else key): value for key, value in metadata.items()}
         if prefix.rstrip(".") in metadata:
             plain[""] = metadata[prefix.rstrip(".")]
-        result._metadata = plain  # type: ignore[attr-defined]
+        set_metadata(result, plain)
     return result

@@ -10,6 +10,7 @@ import pytest
 
 import conftest
 import ppe_ddp
+import private_names
 
 ROOT = Path(ppe_ddp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -21,9 +22,9 @@ LAYERS = [
     "functions",
     "backends",
     "launch",
-    "state_dict_names",
     "options",
     "engine",
+    "state_dict_names",
     "joining",
     "inputs",
     "module_wrapper",
@@ -105,3 +106,38 @@ def test_public_names_are_documented(name):
 def test_the_order_of_tests_names_files_that_exist():
     here = Path(__file__).parent
     assert all((here / f"{name}.py").exists() for name in (*conftest.UNDER_MPIRUN, *conftest.LONGEST))
+
+
+def test_what_torch_does_not_promise_is_used_in_the_files_of_internals_alone():
+    found = private_names.of_torch_in(ROOT)
+    used = {file: places for file, places in found.items() if file not in private_names.INTERNALS}
+    assert {file: places for file, places in used.items() if file not in private_names.PENDING} == {}
+    assert set(used) >= private_names.PENDING, "these use none any more: take them off the list"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._C import anything",
+        "from torch.nn.modules.module import _IncompatibleKeys",
+        "import torch; torch._foo()",
+        "from torch import distributed as dist; dist.nn._foo",
+        "import sys; sys._getframe()",
+        "parameter._version",
+        "parameter.grad._use_count()",
+        "self.group._get_backend(device)",
+        "module._of_a_later_torch",
+        "getattr(group, '_device_types')",
+        "setattr(parameter, '_mark', 1)",
+        "c10d.__dict__['_world'] = world",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(tmp_path, line):
+    (tmp_path / "one.py").write_text(line)
+    assert list(private_names.of_torch_in(tmp_path)) == ["one.py"]
+
+
+def test_private_names_of_ones_own_and_foreach_are_not_meant(tmp_path):
+    own = "class One:\n    _version: int\n    def of(self, other):\n        self._more = other._more = other._version\n"
+    (tmp_path / "one.py").write_text(own + "import torch; torch._foreach_copy_([], []); getattr(one, '_more')")
+    assert private_names.of_torch_in(tmp_path) == {}

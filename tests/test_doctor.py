@@ -4,6 +4,7 @@ import json
 from unittest import mock
 
 import pytest
+import torch
 
 from ppe_ddp import cli
 from ppe_ddp.cli import backend_diagnosis, doctor
@@ -34,6 +35,7 @@ def test_what_is_well_is_called_well_and_what_is_absent_is_skipped_with_a_remedy
     assert list(diagnoses) == ["gloo", "mpi4py", "nccl", "cupy_nccl"]
     assert (diagnoses["gloo"]["outcome"], diagnoses["gloo"]["ranks"]) == ("ok", 2)
     assert "training" in diagnoses["gloo"]["reason"]
+    assert "torch internals: as expected\n" in text
     assert diagnoses["mpi4py"]["outcome"] == "skipped"
     assert "gloo: ranks are starting" in text
     assert 'remedy: pip install "ppe-ddp[mpi]"' in text
@@ -140,3 +142,20 @@ def test_ranks_that_would_have_to_share_a_device(monkeypatch, backend, able, wan
         found = diagnose(Candidate(backend, "cuda"), 1)
     assert (found.outcome, found.ranks) == ("ok", ranks)
     assert isinstance(found, Diagnosis)
+
+
+def test_a_torch_that_has_changed_is_named(bare, monkeypatch, capsys):
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+    cli.main(["doctor", "--backend", "mpi4py", "--json", "-"])
+    captured = capsys.readouterr()
+    assert "torch internals: 1 changed" in captured.err
+    assert "\n  is_in_backward: torch " in captured.err
+    assert [change.split(":")[0] for change in json.loads(captured.out)["torch_internals"]] == ["is_in_backward"]
+
+
+def test_a_torch_that_has_changed_is_a_failure_by_itself(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_chosen", lambda asked, device: ())
+    assert cli.main(["doctor"]) == 0
+    monkeypatch.setattr(doctor, "changes_of_torch", lambda: ("version_of: torch 9: it is gone",))
+    assert cli.main(["doctor"]) == 1
+    assert "\n  version_of: torch 9: it is gone\n" in capsys.readouterr().out

@@ -25,13 +25,15 @@ def test_it_tells_people_and_programs_the_same():
     assert code == 0, text
     report = json.loads(output)
     assert report["command"] == "env"
-    assert f"torch:          {torch.__version__}" in text
+    assert f"torch:           {torch.__version__}" in text
     assert [backend["name"] for backend in report["backends"]] == ["gloo", "mpi4py", "nccl", "cupy_nccl"]
     for backend in report["backends"]:
         assert bool(backend["missing"]) == bool(backend["remedy"])
         assert f"  {backend['name']}:" in text
         assert backend["missing"] in text
-    assert "launcher:       alone, rank 0 of 1" in text
+    assert "launcher:        alone, rank 0 of 1" in text
+    assert report["torch_internals"] == []
+    assert "torch internals: as expected\n" in text
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,12 @@ def test_a_library_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_SECONDS", 1.0)
     install(tmp_path, monkeypatch, {"mpi4py.py": "import threading\nthreading.Event().wait()"})
     assert mpi_library().problem == "it has not answered within 1 s"
+
+
+def test_a_torch_that_has_changed_is_told_of(monkeypatch):
+    monkeypatch.setattr(env, "changes_of_torch", lambda: ("version_of: torch 9: it is gone",))
+    monkeypatch.setattr(env, "mpi_library", lambda: HAS)
+    monkeypatch.setattr(env, "cupy_library", lambda: HAS_CUPY)
+    text = env.text_of(env.look_around())
+    assert "torch internals: 1 changed" in text
+    assert "\n                 version_of: torch 9: it is gone\n" in text

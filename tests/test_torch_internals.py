@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
-from ppe_ddp.engine import torch_internals
+from ppe_ddp.backends import group_internals, group_internals_check
+from ppe_ddp.engine import torch_internals_check
+from ppe_ddp.errors import TorchChangedError
 
 
 def test_this_torch_behaves_as_expected():
-    assert torch_internals.check() == []
+    assert torch_internals_check.check() == []
+    assert group_internals_check.check() == []
 
 
 @pytest.mark.parametrize(
@@ -15,9 +21,125 @@ def test_this_torch_behaves_as_expected():
     [
         (torch._C, "_will_engine_execute_node", lambda node: True, "node_is_executed"),
         (torch._C, "_storage_Use_Count", lambda handle: 2, "storage_users"),
+        (torch._C, "_current_graph_task_id", lambda: -1, "is_in_backward"),
         (torch, "_amp_foreach_non_finite_check_and_unscale_", lambda *arguments: None, "is_scaler_check"),
     ],
 )
 def test_a_torch_that_has_changed_is_told_of_by_name(monkeypatch, owner, name, change, told):
     monkeypatch.setattr(owner, name, change)
-    assert [problem.split(":")[0] for problem in torch_internals.check()] == [told]
+    assert [problem.split(":")[0] for problem in torch_internals_check.check()] == [told]
+
+
+def helper_with_other_names(arguments, creator_fn):
+    return creator_fn(arguments)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change", "told"),
+    [
+        (c10d, "_get_process_group_store", lambda group: dist.HashStore(), "store_of"),
+        (c10d, "_new_process_group_helper", helper_with_other_names, "backends_being_made"),
+        (c10d, "_new_group_with_tag", lambda *a, **k: c10d._world.default_pg, "new_group_named"),
+    ],
+)
+def test_groups_that_have_changed_are_told_of_by_name(monkeypatch, owner, name, change, told):
+    monkeypatch.setattr(owner, name, change)
+    assert told in [problem.split(":")[0] for problem in group_internals_check.check()]
+
+
+def test_trials_leave_the_groups_of_this_process_alone(two_ranks):
+    assert two_ranks.run(groups_after_trials) == [True, True]
+
+
+def groups_after_trials():
+    before, hooks = dict(c10d._world.pg_map), c10d._process_group_name
+    problems = group_internals_check.check()
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return not problems and dict(c10d._world.pg_map) == before and c10d._process_group_name is hooks and total == 2
+
+
+def test_a_group_that_torch_has_named_otherwise_is_an_error_and_is_gone_again(two_ranks):
+    for groups, told in two_ranks.run(named_otherwise):
+        assert groups == 0
+        assert told.startswith("new_group_named: torch ")
+        assert "'wanted'" in told
+
+
+def named_otherwise():
+    before = len(c10d._world.pg_map)
+    own = c10d._new_group_with_tag
+    # as if torch asked another function for the name
+    c10d._new_group_with_tag = lambda ranks, *arguments, **keywords: own(
+        ranks, *arguments, **{**keywords, "use_local_synchronization": _forget_the_patch()}
+    )
+    try:
+        with pytest.raises(TorchChangedError) as caught:
+            group_internals.new_group_named("wanted", [0, 1], None, "gloo", None)
+    finally:
+        c10d._new_group_with_tag = own
+    return len(c10d._world.pg_map) - before, str(caught.value)
+
+
+def _forget_the_patch():
+    c10d.__dict__["_process_group_name"] = lambda ranks, use_hashed_name: "another"
+    return True
+
+
+def test_other_threads_get_torchs_names_while_a_group_is_made(two_ranks):
+    for own, other in two_ranks.run(names_in_two_threads):
+        assert own == "wanted"
+        assert other != "wanted"
+
+
+def names_in_two_threads():
+    import threading
+
+    own = c10d._new_group_with_tag
+    seen = []
+
+    def look():
+        seen.append(c10d._process_group_name([0, 1], use_hashed_name=True))
+
+    def looked_at(*arguments, **keywords):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(timeout=20)
+        return own(*arguments, **keywords)
+
+    c10d._new_group_with_tag = looked_at
+    try:
+        group = group_internals.new_group_named("wanted", [0, 1], None, "gloo", None)
+    finally:
+        c10d._new_group_with_tag = own
+    name = group.group_name
+    dist.destroy_process_group(group)
+    return name, *seen
+
+
+def test_backends_of_a_group_that_nobody_makes_are_an_error():
+    with pytest.raises(TorchChangedError, match=r"_new_process_group_helper\(\) is not being called"):
+        group_internals.backends_being_made()
+
+
+def test_a_call_of_torch_that_hides_its_backends_is_an_error():
+    def _new_process_group_helper():
+        return group_internals.backends_being_made()
+
+    with pytest.raises(TorchChangedError, match="has no 'backend_config'"):
+        _new_process_group_helper()
+
+
+def test_what_is_kept_with_a_group_goes_with_it(two_ranks):
+    assert two_ranks.run(kept_after_the_group) == [True, True]
+
+
+def kept_after_the_group():
+    import weakref
+
+    group = dist.new_group([0, 1])
+    kept = weakref.ref(group_internals.kept_with(group, nn.Module))
+    same = kept() is group_internals.kept_with(group, nn.Module)
+    dist.destroy_process_group(group)
+    group_internals.kept_with(dist.group.WORLD, nn.Module)
+    return same and kept() is None

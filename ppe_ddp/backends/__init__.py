@@ -6,16 +6,19 @@ it is made, so that a program which never asks for it neither needs nor starts i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Backend
-from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.backends.group_internals import Store
 
 __all__ = ["register"]
 
@@ -25,11 +28,11 @@ def register() -> None:
 
     A second call changes nothing.
     """
-    if "MPI4PY" not in Backend._plugins:
+    if "mpi4py" not in Backend.backend_list:
         Backend.register_backend("mpi4py", _make_mpi_group, extended_api=True, devices=["cpu", "cuda"])
-    if "CUPY_NCCL" not in Backend._plugins:
+    if "cupy_nccl" not in Backend.backend_list:
         Backend.register_backend("cupy_nccl", _make_cupy_group, extended_api=True, devices=["cuda"])
-    if "mpi" not in _rendezvous_handlers:
+    with suppress(RuntimeError):  # there is one already
         register_rendezvous_handler("mpi", _mpi_rendezvous)
 
 

@@ -1,10 +1,11 @@
 """Starts ranks over each backend that can be made here, and tells which work.
 
-The ranks make collectives whose results are known, and train a model whose
-graph differs from rank to rank beside one process that does the same. Two
-ranks, or one for CUDA where they would have to share a device (two all the
-same, over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set). A
-rank that hangs is killed and reported.
+First it tries what this library uses of torch and torch does not promise.
+The ranks then make collectives whose results are known, and train a model
+whose graph differs from rank to rank beside one process that does the same.
+Two ranks, or one for CUDA where they would have to share a device (two all
+the same, over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is
+set). A rank that hangs is killed and reported.
 
   python -m ppe_ddp doctor
   python -m ppe_ddp doctor --backend mine --setup my_module:register
@@ -23,6 +24,7 @@ from ppe_ddp.cli.backend_candidates import Candidate, candidates
 from ppe_ddp.cli.backend_diagnosis import Diagnosis, diagnose
 from ppe_ddp.cli.libraries import cupy_library, mpi_library
 from ppe_ddp.cli.machine import write_report
+from ppe_ddp.cli.torch_check import changes_of_torch, text_of_changes
 
 __all__ = ["add_arguments", "run"]
 
@@ -61,9 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Examines one backend after the other, and prints what it finds as it goes.
 
     Returns:
-        0 if nothing failed; 1 if something did, or a backend that was asked for by name cannot be made here.
+        0 if nothing failed; 1 if something did, a backend that was asked for by name cannot be made here, or torch
+        has changed.
     """
     file = sys.stderr if arguments.json == "-" else sys.stdout
+    changes = changes_of_torch()
+    print("\n  ".join(f"torch internals: {text_of_changes(changes)}".splitlines()), file=file, flush=True)
     asked = arguments.backend or []
     diagnoses = []
     for candidate in _chosen(asked, arguments.device):
@@ -74,9 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
         diagnoses.append(diagnosis)
         print("\n".join(_lines(diagnosis)), file=file, flush=True)
     if arguments.json is not None:
-        write_report(arguments.json, "doctor", diagnoses=[asdict(diagnosis) for diagnosis in diagnoses])
+        write_report(
+            arguments.json, "doctor", torch_internals=changes, diagnoses=[asdict(diagnosis) for diagnosis in diagnoses]
+        )
     unwell = [one for one in diagnoses if one.outcome == "failed" or (asked and one.outcome == "skipped")]
-    return int(bool(unwell))
+    return int(bool(unwell or changes))
 
 
 def _chosen(asked: list[str], device: str) -> Iterator[Candidate]:

@@ -18,6 +18,7 @@ from ppe_ddp.cli.arguments import output
 from ppe_ddp.cli.backend_candidates import Candidate, candidates, many_ranks_a_device
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
+from ppe_ddp.cli.torch_check import changes_of_torch, text_of_changes
 from ppe_ddp.launch import detect
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Surroundings:
         devices: The CUDA devices by name.
         cuda: The CUDA version that torch is built for; None for none.
         torch_nccl: The version of the NCCL that torch calls; None where it has none.
+        torch_internals: What is not as this library needs it, of what torch does not promise.
         mpi: The MPI behind mpi4py.
         cupy: CuPy and its NCCL.
         nccl_clash: Why torch's NCCL and CuPy's do not go together; empty where they do.
@@ -49,6 +51,7 @@ class Surroundings:
     devices: tuple[str, ...]
     cuda: str | None
     torch_nccl: str | None
+    torch_internals: tuple[str, ...]
     mpi: MpiLibrary
     cupy: CupyLibrary
     nccl_clash: str
@@ -84,6 +87,7 @@ def look_around() -> Surroundings:
         devices=tuple(torch.cuda.get_device_name(index) for index in range(count)),
         cuda=torch.version.cuda,
         torch_nccl=nccl,
+        torch_internals=changes_of_torch(),
         mpi=mpi,
         cupy=cupy,
         nccl_clash=_clash(nccl, cupy),
@@ -101,6 +105,7 @@ def text_of(surroundings: Surroundings) -> str:
         "processor": f"{facts['cpu']}, {facts['cores']} cores for this process",
         "threads": surroundings.threads,
         "torch": f"{found['torch']} (CUDA {surroundings.cuda or 'none'}, NCCL {surroundings.torch_nccl or 'none'})",
+        "torch internals": f"\n{'':<17}".join(text_of_changes(surroundings.torch_internals).splitlines()),
         "mpi4py": mpi.mpi4py,
         "MPI": f"{mpi.library} (MPI {mpi.standard})" if mpi.library else None,
         "mpirun": mpi.mpirun,
@@ -110,7 +115,7 @@ def text_of(surroundings: Surroundings) -> str:
         "devices": "; ".join(surroundings.devices) or None,
         "ranks a device": f"several, with {SHARE_DEVICES}=1" if many_ranks_a_device() else None,
     }
-    lines = [f"{name + ':':<16}{text or _UNTOLD}" for name, text in rows.items()]
+    lines = [f"{name + ':':<17}{text or _UNTOLD}" for name, text in rows.items()]
     lines += ["", "backends"]
     for backend in surroundings.backends:
         state = f"no: {backend.missing}" if backend.missing else f"yes, for {backend.device} tensors"

@@ -25,7 +25,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch.autograd import Variable
+
+from ppe_ddp.engine.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +128,7 @@ class Completion:
         if last is None:
             last = _AfterCallbacks()
             self._threads.last = weakref.ref(last)
-            Variable._execution_engine.queue_callback(last)
+            at_end_of_backward(last)
         last.completions.append(self)
         last.shares_parameters |= shares_parameters
 

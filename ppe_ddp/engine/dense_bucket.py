@@ -15,6 +15,7 @@ from ppe_ddp.contracts import Division, GradBucket
 from ppe_ddp.engine.bucket import Averages, Bucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
 from ppe_ddp.engine.completion import probe
+from ppe_ddp.engine.torch_internals import is_future
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +101,7 @@ class DenseBucket(Bucket, ABC):
     def check(self) -> None:
         """Raise what it is known to have failed with."""
         pending, sent = self._pending, self._sent
-        if sent is None or not isinstance(pending, torch._C.Future) or self.plan.device.type != "cpu":
+        if sent is None or not is_future(pending) or self.plan.device.type != "cpu":
             return
         if pending.done():
             self._reduction.settle(sent, pending)

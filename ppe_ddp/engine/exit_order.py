@@ -12,8 +12,11 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from torch import device
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
+
+from ppe_ddp.backends.group_internals import backend_for, device_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +50,7 @@ def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
 def is_over_gloo(group: ProcessGroup) -> bool:
     """Whether ``group`` communicates over gloo alone."""
     return type(group) is ProcessGroup and all(
-        isinstance(group._get_backend(device), dist.ProcessGroupGloo) for device in group._device_types
+        isinstance(backend_for(group, device(kind)), dist.ProcessGroupGloo) for kind in device_types(group)
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Failures:
         """
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
-        if isinstance(pending, torch._C.Future) and not pending.done():
+        if is_future(pending) and not pending.done():
             arrived = threading.Event()
             pending.add_done_callback(lambda _: arrived.set())
             while not arrived.wait(_LOOK_SECONDS):

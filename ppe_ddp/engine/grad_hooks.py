@@ -12,8 +12,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import nn
+
+from ppe_ddp.engine.torch_internals import IN_BACKWARD_OPTIMIZERS, post_accumulate_hooks, without_torch_function
 
 if TYPE_CHECKING:
     import weakref
@@ -155,15 +156,15 @@ class UserGradHooks:
         self._waits = waits
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
-        self._optimized = [(i, parameter) for i, parameter in enumerate(parameters) if hasattr(parameter, _OPTIMIZERS)]
+        self._optimized = [
+            (i, parameter) for i, parameter in enumerate(parameters) if hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
+        ]
 
     def keep_back(self) -> None:
         """Find the hooks that were registered since we looked, and keep them back from now on."""
         self._hooked.clear()
-        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
-            tables: list[dict[int, Any] | None] = [
-                parameter._post_accumulate_grad_hooks for parameter in self._parameters
-            ]
+        with without_torch_function():  # so that parameters that are being gathered are not waited for
+            tables = [post_accumulate_hooks(parameter) for parameter in self._parameters]
         for i, (parameter, table) in enumerate(zip(self._parameters, tables, strict=True)):
             if table is None or len(table) < 2:
                 continue  # ours alone
@@ -181,12 +182,9 @@ class UserGradHooks:
                         hook.hook(parameter)
         for i, parameter in self._optimized:
             if averaged[i]:
-                for optimizer in getattr(parameter, _OPTIMIZERS):
+                for optimizer in getattr(parameter, IN_BACKWARD_OPTIMIZERS):
                     optimizer.step()
                 parameter.grad = None
-
-
-_OPTIMIZERS = "_in_backward_optimizers"
 
 
 def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
@@ -199,5 +197,6 @@ def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
 
 
 def _table(parameter: nn.Parameter) -> dict[int, Any]:
-    table: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    table = post_accumulate_hooks(parameter)
+    assert table is not None, "there is a hook of ours"
     return table

@@ -19,10 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import ProcessGroup, default_pg_timeout
 
+from ppe_ddp.backends.group_internals import (
+    HashStore,
+    backend_for,
+    default_group,
+    device_types,
+    is_registered,
+    kept_with,
+    new_group_named,
+    registered_groups,
+    store_of,
+    timeout_of,
+)
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
@@ -65,7 +75,7 @@ class Groups:
 
     def __post_init__(self) -> None:
         self.name = self._name()
-        self.timeout_seconds = (_timeout(self.control) or c10d.default_pg_timeout).total_seconds()
+        self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self.failures = self._failures()
         self._unusable = ""
         if self.is_duplicate:
@@ -75,8 +85,8 @@ class Groups:
     def duplicate(cls, parent: ProcessGroup) -> Groups:
         """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together."""
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
-        serves_cpu = "cpu" in {device.type for device in parent._device_types}
-        if world_size == 1 or parent not in c10d._world.pg_map:
+        serves_cpu = "cpu" in device_types(parent)
+        if world_size == 1 or not is_registered(parent):
             # alone, or a bare ProcessGroup object that torch.distributed did not make and cannot copy
             if world_size > 1 and not serves_cpu:
                 raise ValueError(
@@ -160,7 +170,7 @@ class Groups:
 
     def _failures(self) -> Failures:
         # a bare group has no store that could be asked for, and is never closed
-        store = c10d._get_process_group_store(self.control) if self.is_duplicate else HashStore()
+        store = store_of(self.control) if self.is_duplicate else HashStore()
         return Failures(store, self.name + f"/{self.generation}", self.rank)
 
     def _name(self) -> str:
@@ -203,32 +213,25 @@ class Groups:
             )
 
     def _destroyed(self) -> bool:
-        known = c10d._world.pg_map
-        return self.is_duplicate and (self.control not in known or self.parent not in known)
+        return self.is_duplicate and not (is_registered(self.control) and is_registered(self.parent))
 
 
 @dataclass
 class _Made:
     """The duplicates of one parent: how many there are, and those that no wrapper of this process uses."""
 
-    parent: ProcessGroup
     count: int = 0
     idle: list[Groups] = field(default_factory=list)
 
 
 def _made_from(parent: ProcessGroup) -> _Made:
-    """Kept where torch keeps what belongs to its process groups, and forgotten with them."""
-    registry: dict[str, _Made] = c10d._world.__dict__.setdefault("ppe_ddp_duplicates", {})
-    made = registry.get(parent.group_name)
-    if made is None or made.parent is not parent:  # there may have been an earlier group of this name
-        made = registry[parent.group_name] = _Made(parent)
-    return made
+    return kept_with(parent, _Made)
 
 
 def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessGroup]:
     """Groups of the ranks of ``parent`` for buckets and for masks; ``name`` must be new, and the same on every rank."""
     backends = backends_of(parent)
-    options = _options(parent) if "cpu" in {device.type for device in parent._device_types} else None
+    options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
     # torch would give them to every backend of a mixed group, and no other understands them.
@@ -265,31 +268,18 @@ def _is_of_transport(error: BaseException) -> bool:
 
 def _options(group: ProcessGroup) -> Any:
     """The options of the backend that serves CPUs, if it has them as an attribute."""
-    return getattr(group._get_backend(torch.device("cpu")), "pg_options", None)
+    return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
 
 
 def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
-    """A group of the ranks of ``parent``, made by these alone.
-
-    ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
-    rank; and ranks that use different names wait for one another until they time out.
-    """
-    full_name = f"{parent.group_name}/ppe_ddp/{name}"
+    """A group of the ranks of ``parent``, made by these alone."""
     ranks = dist.get_process_group_ranks(parent)
-    naming = c10d._process_group_name
-    c10d.__dict__["_process_group_name"] = lambda *_args, **_kwargs: full_name
-    try:
-        group: ProcessGroup = dist.new_group(
-            ranks, _timeout(parent), config, pg_options=options, use_local_synchronization=True
-        )
-    finally:
-        c10d.__dict__["_process_group_name"] = naming
-    return group
+    return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:
     """The backends of ``group`` by type of device; empty for one that torch.distributed did not make."""
-    config = str(dist.get_backend_config(group)) if group in c10d._world.pg_map else ""
+    config = str(dist.get_backend_config(group)) if is_registered(group) else ""
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
@@ -302,15 +292,15 @@ def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
 
     CPU only: what NCCL's own memory pool gains was not measured.
     """
-    offers = getattr(group._get_backend(device), "supports_tensor_alloc", None)
+    offers = getattr(backend_for(group, device), "supports_tensor_alloc", None)
     return device.type == "cpu" and offers is not None and bool(offers(device))
 
 
 def allocator(group: ProcessGroup) -> Allocator:
     """Makes buckets for ``group``: in memory that its backend offers for them, where it does."""
     cpu = torch.device("cpu")
-    is_offered = cpu in group._device_types and offers_memory(group, cpu)
-    backend: Any = group._get_backend(cpu) if is_offered else None
+    is_offered = cpu.type in device_types(group) and offers_memory(group, cpu)
+    backend: Any = backend_for(group, cpu) if is_offered else None
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if backend is not None and device.type == "cpu":
@@ -322,16 +312,6 @@ def allocator(group: ProcessGroup) -> Allocator:
         return torch.empty(numel, dtype=dtype, device=device)
 
     return allocate
-
-
-def _timeout(group: ProcessGroup) -> timedelta | None:
-    """The timeout of a group, which a duplicate does not inherit by itself; None for torch's default."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(torch.device(device)), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
 
 
 class GroupHandle:
@@ -354,14 +334,14 @@ class GroupHandle:
         if self._group is not None:
             return self._group
         if self._ranks is not None:
-            for group, members in c10d._world.pg_group_ranks.items():
-                if list(members) == self._ranks:
+            for group, ranks in registered_groups():
+                if ranks == self._ranks:
                     return group
             raise ValueError(
                 f"the unpickled wrapper wants a process group of ranks {self._ranks}, and there is none: make it with "
                 "torch.distributed.new_group() first"
             )
-        return c10d._get_default_group()
+        return default_group()
 
     def __deepcopy__(self, memo: dict[int, object]) -> GroupHandle:
         """The handle itself: a group is a connection, not a value."""
@@ -370,6 +350,6 @@ class GroupHandle:
     def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
         """Only the ranks are pickled, and none for the default group."""
         group = self._group
-        if group is None or group is dist.group.WORLD or group not in c10d._world.pg_map:
+        if group is None or group is dist.group.WORLD or not is_registered(group):
             return GroupHandle, (None, self._ranks)
         return GroupHandle, (None, dist.get_process_group_ranks(group))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
@@ -76,7 +76,7 @@ class MaskExchanger:
         """
         groups = self._groups
         try:
-            store = c10d._get_process_group_store(groups.control)
+            store = store_of(groups.control)
             keys = [f"ppe_ddp/waited/{self._count}/{rank}" for rank in range(groups.world_size)]
             store.set(keys[groups.rank], "1")
             deadline = monotonic() + _PATIENCE

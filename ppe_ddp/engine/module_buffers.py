@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ppe_ddp.engine.broadcasting import broadcasting
-from ppe_ddp.engine.torch_internals import preserve_versions, storage_users, tensor_users
+from ppe_ddp.engine.torch_internals import (
+    buffer_table,
+    only_writes_buffers,
+    preserve_versions,
+    storage_users,
+    tensor_users,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,8 +69,8 @@ def _give(buffer: Tensor, values: Tensor, places: list[Place], *, references: in
     """
     if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
         for owner, key in places:
-            owner._buffers[key] = values  # only the graph has the old one from now on
-    elif all(_only_writes(owner) for owner, _ in places):
+            buffer_table(owner)[key] = values  # only the graph has the old one from now on
+    elif all(only_writes_buffers(owner) for owner, _ in places):
         with preserve_versions([buffer]):
             buffer.copy_(values)
     else:
@@ -85,11 +90,3 @@ def _is_special(buffer: Tensor) -> bool:
     """Whether a plain copy would not be the same: it has more than values, or others share its memory or watch it."""
     has_more = type(buffer) is not torch.Tensor or bool(buffer.__dict__) or buffer.requires_grad
     return storage_users(buffer) > 1 or has_more or weakref.getweakrefcount(buffer) > 0
-
-
-def _only_writes(owner: nn.Module) -> bool:
-    """Whether forward only writes the buffers of this module.
-
-    Normalization by the statistics of a batch saves the running ones for backward, which does not look at them.
-    """
-    return isinstance(owner, _NormBase) and owner.training and owner.track_running_stats

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.bucket_plan import ParameterSpec
 from ppe_ddp.engine.strides import is_non_overlapping_and_dense
+from ppe_ddp.engine.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -57,9 +58,9 @@ class ModuleState:
         }
         seen: set[int] = set()
         for prefix, owner in modules:
-            self._tables += owner._parameters, owner._modules
+            self._tables += parameter_table(owner), child_table(owner)
             dot = prefix + "." if prefix else ""
-            for name, parameter in owner._parameters.items():
+            for name, parameter in parameter_table(owner).items():
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
                     continue
                 if dot + name in self._ignored:
@@ -68,7 +69,7 @@ class ModuleState:
                 self.parameters.append(parameter)
                 self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
             self._buffer_slots.extend(
-                (dot + name, owner, name) for name in owner._buffers if dot + name not in self._ignored
+                (dot + name, owner, name) for name in buffer_table(owner) if dot + name not in self._ignored
             )
 
     @property
@@ -81,7 +82,7 @@ class ModuleState:
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, owner, key in self._buffer_slots:
-            buffer = owner._buffers.get(key)
+            buffer = buffer_table(owner).get(key)
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[name] = buffer
@@ -95,7 +96,7 @@ class ModuleState:
 
     def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
         """The modules that have ``buffer``, each with its own name for it."""
-        return [(owner, key) for _, owner, key in self._buffer_slots if owner._buffers.get(key) is buffer]
+        return [(owner, key) for _, owner, key in self._buffer_slots if buffer_table(owner).get(key) is buffer]
 
     def is_current(self) -> bool:
         """Whether the module still holds the same parameters, of the same kind, in the same submodules.
@@ -110,7 +111,7 @@ class ModuleState:
                 return False
             if any(map(_is_other, entries, self._entries)):
                 return False
-        with torch._C.DisableTorchFunctionSubclass():  # so that parameters that are being gathered are not waited for
+        with without_torch_function():  # so that parameters that are being gathered are not waited for
             return self._holds_the_same()
 
     def _holds_the_same(self) -> bool:

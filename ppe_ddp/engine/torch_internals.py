@@ -1,26 +1,56 @@
 """The parts of torch that this library uses and torch does not promise: autograd, hooks, tensors, AMP.
 
 Nothing else in the package touches them (process groups have a file of their own, ``backends/group_internals.py``).
-Each is a function with the reason for it, and each has a trial in :func:`check`, which `python -m ppe_ddp doctor`
-runs and a test: a torch that has changed says so by name, instead of training wrongly in silence.
+Each is a function with the reason for it, and each has a trial in ``torch_internals_check.py``, which
+`python -m ppe_ddp doctor` runs and a test: a torch that has changed says so by name, instead of training wrongly in
+silence.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.autograd.graph import Node
+    from torch.distributed.algorithms.join import Joinable
+    from torch.optim import Optimizer
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+_Subclass = TypeVar("_Subclass", bound=Tensor)
+
+BufferCommHookLocation = _BufferCommHookLocation
+"""When torch's ``_register_buffer_comm_hook`` has a hook called."""
+
+IncompatibleKeys = _IncompatibleKeys
+"""What ``nn.Module.load_state_dict`` gives back."""
+
+CALL_ATTRIBUTES = frozenset(
+    {
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_is_full_backward_hook",
+        "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    }
+)
+"""The attributes of a module that ``nn.Module.__call__`` looks at to find its hooks."""
 
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 """Where ``torch.distributed.optim._apply_optimizer_in_backward`` leaves a parameter's optimizers."""
@@ -59,9 +89,18 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any] | None:
     return hooks
 
 
-def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+@contextmanager
+def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
     """While this is entered, changing ``tensors`` in place goes unnoticed by autograd, also where graphs need them."""
-    return _unsafe_preserve_version_counter(tuple(tensors))
+    with ExitStack() as stack:
+        for tensor in tensors:  # torch 2.6 takes one
+            stack.enter_context(_unsafe_preserve_version_counter(tensor))
+        yield
+
+
+def is_in_backward() -> bool:
+    """Whether this thread executes a graph now, and not only code that was called at other times."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 # ---------------------------------------------------------------------- tensors
@@ -69,7 +108,8 @@ def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]
 
 def storage_users(tensor: Tensor) -> int:
     """How many tensors, in Python, in autograd or anywhere else, use the memory of ``tensor``; itself is one."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without this very handle
+    handle = tensor.untyped_storage()  # held, as some versions of torch keep it and others do not
+    return int(torch._C._storage_Use_Count(handle._cdata)) - 1
 
 
 def tensor_users(tensor: Tensor) -> int:
@@ -78,9 +118,19 @@ def tensor_users(tensor: Tensor) -> int:
     return users
 
 
+def is_future(value: object) -> TypeGuard[torch.futures.Future[Any]]:
+    """Whether ``value`` is a Future of torch's: ``Work.get_future()`` gives one that is no ``torch.futures.Future``."""
+    return isinstance(value, torch._C.Future)
+
+
 def users_of_tensors(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`tensor_users` of each, in half the time: it is asked for every gradient of every backward."""
     return list(map(Tensor._use_count, tensors))  # type: ignore[attr-defined]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor``, or another with its version counter, was changed in place: tells whether it was at all."""
+    return tensor._version
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -96,15 +146,120 @@ def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
     torch._chunk_cat(list(tensors), 0, chunks, out=out)
 
 
+def without_memory(cls: type[_Subclass], like: Tensor, dtype: torch.dtype) -> _Subclass:
+    """A tensor of a subclass that has ``__torch_dispatch__``, with shape, strides and device of ``like``."""
+    made: _Subclass = Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
+    return made
+
+
+def is_cast(operator: object) -> bool:
+    """Whether ``operator``, as ``__torch_dispatch__`` gets it, is what ``tensor.to()`` and ``module.to()`` call."""
+    return operator is torch.ops.aten._to_copy.default
+
+
+def is_foreach_zero(operator: object) -> bool:
+    """Whether ``operator``, as ``__torch_dispatch__`` gets it, is what ``Optimizer.zero_grad()`` calls for a list."""
+    return operator is torch.ops.aten._foreach_zero_.default
+
+
+def holds_tensors(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a subclass around other tensors, as DTensor is, without memory of its own."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def split_by(placement: Any, positions: Tensor, parts: int) -> Sequence[Tensor]:
+    """What a placement of DTensor that is sharded gives to each of ``parts``, of uneven sizes.
+
+    There is no public way to learn how a placement of another class than Shard interleaves its dimension.
+    """
+    split: Sequence[Tensor] = placement._split_tensor(positions, parts, with_padding=False, contiguous=False)[0]
+    return split
+
+
+# ---------------------------------------------------------------------- modules and optimizers
+
+
+def parameter_table(module: nn.Module) -> dict[str, Any]:
+    """The parameters of ``module`` alone, by name: the dictionary itself, in which another tensor may be put.
+
+    ``setattr`` refuses what is no Parameter there, and iterating over the public views takes 20 times as long.
+    """
+    table: dict[str, Any] = module._parameters
+    return table
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of ``module`` alone, by name: the dictionary itself."""
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, Any]:
+    """The submodules of ``module`` itself, by name: the dictionary itself."""
+    table: dict[str, Any] = module._modules
+    return table
+
+
+def only_writes_buffers(module: nn.Module) -> bool:
+    """Whether ``module`` normalizes, and updates its running statistics without reading them in backward.
+
+    Also for classes of users, which have the base of all of torch's own that do so.
+    """
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` was compiled in place, or is what ``torch.compile`` has made of another."""
+    return module._compiled_call_impl is not None or "_orig_mod" in child_table(module)
+
+
+def metadata_of(state_dict: object) -> dict[str, Any] | None:
+    """The versions of the modules that a state dict is of, by their names; None for a plain dictionary."""
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_metadata(state_dict: OrderedDict[str, Any], metadata: dict[str, Any]) -> None:
+    """Give a state dict the versions of its modules, without which they take it for one of their first version."""
+    state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+def take_off_step_hooks(optimizer: Optimizer) -> None:
+    """Let ``optimizer``, a shallow copy, have no hooks of its own, while those of the original stay."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def is_in_join(joinable: Joinable) -> bool:
+    """Whether ``joinable`` is being used in a ``Join`` context, so that it has to tell that of every step."""
+    return bool(joinable._join_config.enable)
+
+
+def mark_ignored(tensor: Tensor) -> None:
+    """Mark ``tensor`` as torch's wrapper marks what it is to leave alone."""
+    tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+
+def is_marked_ignored(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is marked as what torch's wrapper is to leave alone."""
+    return bool(getattr(tensor, "_ddp_ignored", False))
+
+
 # ---------------------------------------------------------------------- compilation and AMP
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def call_uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function``, which ``torch.compile`` leaves out of its graphs.
+def uncompiled(function: _Function) -> _Function:
+    """``function``, which ``torch.compile`` leaves out of its graphs.
 
     The public decorator imports torch._dynamo, which takes two seconds; this one does not before it is needed.
     """
+    wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined,unused-ignore]
+    return cast("_Function", wrapped)
+
+
+@uncompiled
+def call_uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function``, which ``torch.compile`` leaves out of its graphs."""
     return function(*arguments)
 
 
@@ -120,137 +275,3 @@ def without_torch_function() -> AbstractContextManager[Any]:
     """While this is entered, subclasses of Tensor are handled as plain tensors."""
     disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return disabled
-
-
-# ---------------------------------------------------------------------- trials
-
-
-def check() -> list[str]:
-    """Try each of these on small tensors on the CPU; takes milliseconds.
-
-    Returns:
-        What does not behave as this library needs it, a line each, by the name of the function above; none if all is
-        well.
-    """
-    problems = []
-    for function, trial in _TRIALS:
-        try:
-            if not trial():
-                problems.append(f"{function.__name__}: torch {torch.__version__} behaves in another way than expected")
-        except Exception as error:
-            problems.append(f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}")
-    return problems
-
-
-def _node_is_executed() -> bool:
-    used, unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-    nodes = [get_gradient_edge(parameter).node for parameter in (used, unused)]
-    seen: list[bool] = []
-    output = used * 2
-    output.register_hook(lambda _: seen.extend(map(node_is_executed(), nodes)))
-    (output + unused.detach()).backward()
-    return seen == [True, False]
-
-
-def _at_end_of_backward() -> bool:
-    events: list[str] = []
-    parameter = nn.Parameter(torch.ones(()))
-    output = parameter * 2
-    output.register_hook(lambda _: at_end_of_backward(lambda: events.append("end")))
-    parameter.register_post_accumulate_grad_hook(lambda _: events.append("accumulated"))
-    output.backward()
-    return events == ["accumulated", "end"]
-
-
-def _post_accumulate_hooks() -> bool:
-    events: list[str] = []
-    parameter = nn.Parameter(torch.ones(()))
-    if post_accumulate_hooks(parameter) is not None:
-        return False
-    handles = [parameter.register_post_accumulate_grad_hook(lambda _, k=k: events.append(k)) for k in "ab"]
-    hooks = post_accumulate_hooks(parameter)
-    if hooks is None or list(hooks) != [handle.id for handle in handles]:
-        return False
-    other = hooks.pop(handles[0].id)
-    hooks[handles[0].id] = other  # behind the second
-    hooks[handles[1].id] = lambda _: events.append("replaced")
-    (parameter * 2).backward()
-    handles[1].remove()
-    return events == ["replaced", "a"] and list(hooks) == [handles[0].id]
-
-
-def _preserve_versions() -> bool:
-    weight, saved = nn.Parameter(torch.ones(2)), torch.ones(2)
-    output = (weight * saved).sum()
-    with preserve_versions([saved]):
-        saved.add_(1)
-    output.backward()
-    return weight.grad is not None
-
-
-def _storage_users() -> bool:
-    tensor = torch.empty(4)
-    counts = [storage_users(tensor)]
-    view = tensor[1:]
-    counts.append(storage_users(tensor))
-    saved = (nn.Parameter(torch.ones(3)) * view).sum()
-    del view
-    counts.append(storage_users(tensor))
-    del saved
-    return [*counts, storage_users(tensor)] == [1, 2, 2, 1]
-
-
-def _tensor_users() -> bool:
-    parameter, gradient = nn.Parameter(torch.ones(2)), torch.ones(2)
-    counts = [tensor_users(gradient)]
-    parameter.grad = gradient
-    counts.append(tensor_users(gradient))
-    parameter.grad = None
-    # Who holds it in Python shows in Python's own count.
-    references = sys.getrefcount(gradient)
-    held = [gradient]
-    counts += users_of_tensors([gradient])
-    return [*counts, tensor_users(gradient)] == [1, 2, 1, 1] and sys.getrefcount(gradient) == references + len(held)
-
-
-def _unflatten() -> bool:
-    flat = torch.arange(7.0)
-    first, second = unflatten(flat, [torch.empty(2, 2), torch.empty(3)])
-    return first.tolist() == [[0.0, 1.0], [2.0, 3.0]] and second.data_ptr() == flat[4:].data_ptr()
-
-
-def _chunk_cat() -> bool:
-    out = torch.full((2, 3), 9.0)
-    chunk_cat([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])], 2, out)
-    return out.tolist() == [[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]]
-
-
-def _is_scaler_check() -> bool:
-    seen: list[object] = []
-
-    class Recorded(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: object, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))  # type: ignore[operator]
-
-    found = torch.zeros(())
-    gradient = torch.tensor([float("inf")]).as_subclass(Recorded)
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, torch.ones(()))
-    return any(map(is_scaler_check, seen)) and bool(found)
-
-
-_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
-    (node_is_executed, _node_is_executed),
-    (at_end_of_backward, _at_end_of_backward),
-    (post_accumulate_hooks, _post_accumulate_hooks),
-    (preserve_versions, _preserve_versions),
-    (storage_users, _storage_users),
-    (tensor_users, _tensor_users),
-    (unflatten, _unflatten),
-    (chunk_cat, _chunk_cat),
-    (is_scaler_check, _is_scaler_check),
-)

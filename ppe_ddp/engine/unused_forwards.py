@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import torch
+from ppe_ddp.engine.torch_internals import is_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ class Forwards:
                 if hook is None:
                     self._count += 1
                     # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
-                    is_repeated = not counts or torch._C._current_graph_task_id() != -1
+                    is_repeated = not counts or is_in_backward()
                     hook = _OutputHook(self, self._count, sign, is_reached=is_repeated)
                 output.register_hook(hook)
 

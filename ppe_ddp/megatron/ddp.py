@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
+from ppe_ddp.engine.torch_internals import uncompiled
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import broadcast
@@ -122,7 +123,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
         self._gradient_buffers = state = GradientBuffers(
             setup,
-            c10d._get_default_group(),
+            default_group(),
             sums=bool(getattr(config, "calculate_per_token_loss", False)),
             bucket_size=self.bucket_size,
         )
@@ -149,12 +150,12 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self._leave(outputs)
         return outputs
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    @uncompiled
     def _enter(self) -> None:
         if torch.is_grad_enabled():
             self._ready()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    @uncompiled
     def _leave(self, outputs: Any) -> None:
         if torch.is_grad_enabled() and self.ddp_config.overlap_grad_reduce:
             self._reducer.watch(tensors_in(outputs), is_training=self.training)

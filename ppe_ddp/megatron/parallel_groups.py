@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
+from ppe_ddp.backends.group_internals import flattened_group
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +73,7 @@ def _of(mesh: DeviceMesh, names: list[str]) -> ProcessGroup | None:
     if len(names) == 1:
         return mesh.get_group(names[0])
     part = mesh if tuple(names) == mesh.mesh_dim_names else mesh[tuple(names)]
-    return part._flatten("_".join(names)).get_group()
+    return flattened_group(part)
 
 
 def _alone() -> ProcessGroup:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ppe_ddp.engine.torch_internals import version_of
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
@@ -156,7 +157,7 @@ class ShardedBuffers(ShardedModel):
             elif self._is_news(index, weight, gradient):
                 weight.grad = gradient.to(weight.dtype)
                 self._assigned[index] = _Assigned(
-                    self._gradients.revision, gradient._version, weight.grad, weight.grad._version
+                    self._gradients.revision, version_of(gradient), weight.grad, version_of(weight.grad)
                 )
         return [gradient is not None for gradient in gradients]
 
@@ -165,10 +166,10 @@ class ShardedBuffers(ShardedModel):
         assigned = self._assigned.get(index)
         if assigned is None or assigned.revision != self._gradients.revision:
             return True
-        if gradient.dtype == weight.dtype or gradient._version == assigned.source_version:
+        if gradient.dtype == weight.dtype or version_of(gradient) == assigned.source_version:
             return False
         held = weight.grad
-        if held is None or held.data_ptr() != assigned.gradient.data_ptr() or held._version != assigned.version:
+        if held is None or held.data_ptr() != assigned.gradient.data_ptr() or version_of(held) != assigned.version:
             raise RuntimeError(
                 f"rank {self._groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
                 "optimizer (unscaled or clipped), and then in main_grad, which has another dtype: change main_grad "

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from ppe_ddp.engine.torch_internals import is_scaler_check, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +40,9 @@ class SharedScaleCheck(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call ``func``; if it was the scaler's check, agree on what it found."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             result = func(*args, **(kwargs or {}))
-            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            if is_scaler_check(func):
                 group = next(gradient._group for gradient in args[0] if isinstance(gradient, cls))
                 dist.all_reduce(args[1], dist.ReduceOp.MAX, group=group)
             return result

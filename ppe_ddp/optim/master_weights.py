@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ppe_ddp.engine.strides import is_non_overlapping_and_dense
+from ppe_ddp.engine.torch_internals import version_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ class MasterWeight:
         own = self._own()
         self.is_alias = own.dtype == self.dtype and is_non_overlapping_and_dense(shard.parameter)
         self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
-        self._version = shard.parameter._version
+        self._version = version_of(shard.parameter)
         self._address = shard.parameter.data_ptr()
 
     def _own(self) -> Tensor:
@@ -52,7 +53,7 @@ class MasterWeight:
             if parameter.data_ptr() != self._address:
                 self.weight.data = self._own()
                 self._address = parameter.data_ptr()
-        elif parameter._version != self._version:
+        elif version_of(parameter) != self._version:
             own = self._own()
             changed = own != self.weight.to(own.dtype)
             self.weight.data = torch.where(changed, own.to(self.dtype), self.weight)
@@ -60,4 +61,4 @@ class MasterWeight:
 
     def keep(self) -> None:
         """Note that the parameter has the values of the master weight now."""
-        self._version = self.shard.parameter._version
+        self._version = version_of(self.shard.parameter)

@@ -13,13 +13,14 @@ Every parameter has all its entries from the beginning, since torch.distributed.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
+from ppe_ddp.engine.torch_internals import take_off_step_hooks
 from ppe_ddp.engine.zero.chunks import bounds_of
 from ppe_ddp.optim.shared_errors import agree
 
@@ -259,8 +260,7 @@ def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": [trial]}]
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
+    take_off_step_hooks(twin)
     with torch.no_grad():
         type(optimizer).step(twin)  # not a method that a scheduler has put in its place
     return dict(twin.state[trial])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ppe_ddp.engine.torch_internals import holds_tensors
 from ppe_ddp.sharding.regions import ShardLayout, shape_of
 
 _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
@@ -68,7 +68,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[Found]:
             raise TypeError(f"the keys of a state_dict are texts, not {type(key).__name__}")
         if isinstance(value, DTensor):
             raise TypeError(f"{key!r} is a DTensor on the rank that has the checkpoint; pass full tensors there")
-        if isinstance(value, Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value):
+        if isinstance(value, Tensor) and value.layout is torch.strided and not holds_tensors(value):
             if value.is_meta:
                 raise TypeError(f"{key!r} is on the meta device and has no values; pass real tensors")
             found.append(Found(key, tuple(value.shape), value.dtype, "Tensor"))
@@ -113,28 +113,34 @@ def _pickled(key: str, value: object) -> bytes:
 
 def _layout(key: str, value: Tensor, rank: int) -> ShardLayout | None:
     if not isinstance(value, DTensor):
-        if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
+        if holds_tensors(value) or value.layout is not torch.strided:
             raise TypeError(f"{key!r} is a {type(value).__name__} ({value.layout}), which cannot be filled from bytes")
         return None
-    if is_traceable_wrapper_subclass(value._local_tensor):
-        raise TypeError(f"{key!r} holds a {type(value._local_tensor).__name__}, which cannot be filled from bytes")
+    local = local_of(value)
+    if holds_tensors(local):
+        raise TypeError(f"{key!r} holds a {type(local).__name__}, which cannot be filled from bytes")
     try:
         layout = ShardLayout.of(value)
     except ValueError as error:
         raise ValueError(f"{key!r} cannot be loaded: {error}") from None
-    region = layout.region(tuple(value.shape), rank)
-    local = tuple(value._local_tensor.shape)
-    if region is not None and shape_of(region) != local:
+    region, shape = layout.region(tuple(value.shape), rank), tuple(local.shape)
+    if region is not None and shape_of(region) != shape:
         raise ValueError(
-            f"{key!r} of shape {tuple(value.shape)} has a shard of shape {local} on global rank {rank}, where "
+            f"{key!r} of shape {tuple(value.shape)} has a shard of shape {shape} on global rank {rank}, where "
             f"{list(layout.placements)} gives {shape_of(region)}; shards of other sizes cannot be loaded"
         )
     return layout
 
 
+def local_of(value: DTensor) -> Tensor:
+    """This rank's shard itself, not a view of it as ``to_local()`` makes while gradients are on."""
+    with torch.no_grad():
+        return value.to_local()
+
+
 def _memory(value: Tensor) -> object:
     """A key for the memory of a tensor: the same for two entries that are one tensor."""
-    local = value._local_tensor if isinstance(value, DTensor) else value
+    local = local_of(value) if isinstance(value, DTensor) else value
     if local.is_meta or local.numel() == 0:
         return id(value)
     return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), str(local.device)

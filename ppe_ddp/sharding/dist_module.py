@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
+from ppe_ddp.engine.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint
 from ppe_ddp.sharding.distribution import Distribution, Terms
 from ppe_ddp.sharding.load_group import LoadGroup
@@ -20,20 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # What nn.Module.__call__ looks at stays the wrapper's own, else each hook would run twice.
-_OWN = frozenset(
-    {
-        "_wrapped",
-        "_options",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_is_full_backward_hook",
-        "_forward_hooks",
-        "_forward_hooks_always_called",
-        "_forward_hooks_with_kwargs",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    }
-)
+_OWN = CALL_ATTRIBUTES | {"_wrapped", "_options"}
 
 
 class DistModule(nn.Module):
@@ -103,7 +90,7 @@ class DistModule(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """Load rank 0's state_dict into the modules of all ranks, which must call this together.
 
         Each rank receives its shards, not whole tensors. Entries that are no tensors are pickled. Buffers that are not
@@ -131,7 +118,7 @@ class DistModule(nn.Module):
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """Load files that rank 0 reads, piece by piece; every rank calls this together.
 
         Args:
@@ -151,7 +138,7 @@ class DistModule(nn.Module):
 
     def _load(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], strict: bool, assign: bool, *, lends: bool
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         if self._options.dtype == "checkpoint" and not assign:
             raise ValueError("dtype='checkpoint' needs assign=True: without it the module keeps its tensors")
         module = self._wrapped
@@ -163,4 +150,4 @@ class DistModule(nn.Module):
             module.load_state_dict(loaded.state_dict, strict=False, assign=assign)
 
         LoadGroup(self._options.process_group).from_each(load)
-        return _IncompatibleKeys(loaded.missing, loaded.unexpected)
+        return IncompatibleKeys(loaded.missing, loaded.unexpected)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppe_ddp.engine.torch_internals import metadata_of
 from ppe_ddp.sharding.checkpoint_entries import Expected, Found, describe, expect
 from ppe_ddp.sharding.key_matching import Match, check, match
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
@@ -155,7 +156,7 @@ class Distribution:
             expected=expected,
             terms=self._terms.compared(),
             what=self._terms.what,
-            metadata=getattr(self._checkpoint, "_metadata", None),
+            metadata=metadata_of(self._checkpoint),
             wire=self._load_group.wire_kind(device.type),
         )
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CheckpointError, CommunicationError
 
@@ -44,7 +44,7 @@ class LoadGroup:
         self.group: ProcessGroup | None = None
         self.rank, self.size, self.ranks = 0, 1, [0]
         if dist.is_available() and dist.is_initialized():
-            self.group = group or c10d._get_default_group()
+            self.group = group or default_group()
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
                 raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint_entries import takes_anything
+from ppe_ddp.sharding.checkpoint_entries import local_of, takes_anything
 from ppe_ddp.sharding.load_group import device_of
 from ppe_ddp.sharding.regions import ShardLayout, shape_of
 from ppe_ddp.sharding.tensor_transfer import RegionMemory
@@ -107,7 +107,7 @@ class LoadTargets:
         if takes_anything(key, target) or entry.shape is None:
             return torch.empty(entry.shape or (), dtype=entry.dtype, device=self._device)
         if not self._fresh:
-            return target._local_tensor.detach() if isinstance(target, DTensor) else target.detach()
+            return local_of(target).detach() if isinstance(target, DTensor) else target.detach()
         shape: Sequence[int] = entry.shape
         if isinstance(target, DTensor):
             region = ShardLayout.of(target).region(entry.shape, self._load_group.ranks[self._load_group.rank])

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ppe_ddp.engine.torch_internals import split_by
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -136,7 +138,7 @@ def _part(runs: Runs, placement: Any, parts: int, index: int) -> Runs:
         return _within(runs, min(index * size, count), min((index + 1) * size, count))
     # Only torch knows how this one interleaves: it is given the positions and returns which go where.
     positions = torch.arange(count).view([1] * placement.dim + [count])
-    chosen = placement._split_tensor(positions, parts, with_padding=False, contiguous=False)[0][index].flatten()
+    chosen = split_by(placement, positions, parts)[index].flatten()
     merged: list[Run] = []
     for first, last in _runs_of(chosen.tolist()):
         for start, stop in _within(runs, first, last):

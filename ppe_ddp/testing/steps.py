@@ -364,7 +364,7 @@ def _give_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
     """Replace the buffers: a graph that is still to be gone through keeps those that it was made with."""
     for name, value in values.items():
         owner, _, key = name.rpartition(".")
-        module.get_submodule(owner)._buffers[key] = value.clone()
+        setattr(module.get_submodule(owner), key, value.clone())
 
 
 def _wide(tensor: Tensor) -> Tensor:

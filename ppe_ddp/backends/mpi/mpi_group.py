@@ -17,6 +17,7 @@ from torch import Tensor, device, dtype
 from torch import distributed as dist
 from torch.cuda import is_available
 
+from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
@@ -26,7 +27,7 @@ from ppe_ddp.backends.mpi.mpi_thread import communication_thread
 from ppe_ddp.backends.mpi.mpi_waits import Waits
 from ppe_ddp.backends.mpi.mpi_work import CombinedWork, FinishedWork
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
-from ppe_ddp.backends.process_group.other_device_groups import group_over, wanted_backends
+from ppe_ddp.backends.process_group.other_device_groups import group_over
 from ppe_ddp.backends.process_group.python_group import CollectiveGroup
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
@@ -54,6 +55,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
     Raises:
         CommunicationError: torch's ranks are not MPI's, but those of another launcher.
         TypeError: ``options`` are those of another backend.
+        TorchChangedError: torch does not show which backends it makes the group over.
     """
     if options is not None and not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
@@ -70,7 +72,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         install_job_hooks(together=True)
         comm = world.Dup()
     own = MpiProcessGroup(comm, arguments, options or MpiOptions())
-    wanted = wanted_backends()
+    wanted = backends_being_made()
     if set(wanted.values()) <= {"mpi4py"}:
         return own
     makers = {

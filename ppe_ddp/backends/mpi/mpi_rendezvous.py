@@ -8,15 +8,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from functools import partial
 from os import getpid
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qs, urlparse
 
 from mpi4py import MPI
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import default_pg_timeout
 
+from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.backends.mpi.mpi_job import install_job_hooks
 from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.errors import CommunicationError
@@ -72,10 +73,13 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
     host = "127.0.0.1" if one_node else _address_for_others()
     # It listens already, so that the others may come before the store serves; they hear of the port only afterwards.
     world.bcast((host, port))
-    store = TCPStore(
-        host, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    serving = partial(
+        TCPStore, host, port, size, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    return store, rank, size
+    try:
+        return serving(is_master=True), rank, size
+    except NotImplementedError:  # torch 2.6, whose newer server listens only by itself
+        return serving(is_master=True, use_libuv=False), rank, size
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:

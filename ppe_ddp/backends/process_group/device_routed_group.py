@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.backends.group_internals import backend_for, end_coalescing, start_coalescing
 from ppe_ddp.backends.process_group.python_group import PythonGroup
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -93,14 +94,13 @@ class DeviceRoutedGroup(PythonGroup):
         return work
 
     def _start_coalescing(self, device: device) -> None:
-        self._group(device.type)._start_coalescing(device)
+        start_coalescing(self._group(device.type), device)
 
     def _end_coalescing(self, device: device) -> Work:
-        work: Work = self._group(device.type)._end_coalescing(device)
-        return work
+        return end_coalescing(self._group(device.type), device)
 
     def _get_backend(self, device: device) -> Any:
-        return self._group(device.type)._get_backend(device)
+        return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
         """End the groups that were made; called by ``destroy_process_group`` on every rank."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.distributed_c10d import _world
+
+from ppe_ddp.backends.group_internals import is_registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ class PythonGroup(ProcessGroup):
     def _device_types(self) -> list[device]:
         # torch 2.15 has a recorder follow each group that it has just made, unless it has no devices: which is how it
         # knows groups in Python, that cannot be followed. On those that have some, it raises.
-        return [device(kind) for kind in self._types] if self in _world.pg_map else []
+        return [device(kind) for kind in self._types] if is_registered(self) else []
 
     @property
     def options(self) -> _Options:

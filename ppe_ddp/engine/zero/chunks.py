@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.engine.torch_internals import chunk_cat
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -77,7 +79,7 @@ class Rows:
     def fill(self, rows: Tensor, flats: Sequence[Tensor]) -> None:
         """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero."""
         present = [flat for flat in flats if flat.numel()]
-        torch._chunk_cat(present, 0, self._world_size, out=rows)
+        chunk_cat(present, self._world_size, out=rows)
 
     def parts(self, row: Tensor) -> list[Tensor]:
         """Views of one row: the chunk of this rank, without padding, of each parameter."""

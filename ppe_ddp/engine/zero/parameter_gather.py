@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from ppe_ddp.engine.torch_internals import is_compiled, uncompiled, without_torch_function
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -64,7 +65,7 @@ class PendingParameter(nn.Parameter):
         """Wait for the parameters among the arguments, unless ``function`` needs no values; then call it."""
         kwargs = kwargs or {}
         if function in _USES_NO_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return function(*args, **kwargs)
         parameters = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, nn.Parameter)]
         if not parameters:
@@ -213,7 +214,7 @@ class ParameterGather:
 
     def _install(self, key: Unit) -> None:
         # Other threads go on waiting for these parameters, while we use them.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), without_torch_function():
             self._models[key[0]].install(key[1])
             if self._arrived is not None:
                 self._arrived(key[1])
@@ -267,15 +268,11 @@ class _WaitWhereCompiled(_Wait):
             self._finish()
             return
         gather = None if self._gather is None else self._gather()
-        if gather is not None and gather.is_under_way and any(map(_is_compiled, module.modules())):
+        if gather is not None and gather.is_under_way and any(map(is_compiled, module.modules())):
             gather.finish()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    @uncompiled
     def _finish(self) -> None:
         gather = None if self._gather is None else self._gather()
         if gather is not None:
             gather.finish()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ppe_ddp.engine.torch_internals import is_cast, is_foreach_zero, without_memory
 from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ class ShardedGradient(Tensor):
         cls: type[ShardedGradient], content: GradientShard, like: Tensor, dtype: torch.dtype | None = None
     ) -> ShardedGradient:
         """A tensor that looks like ``like``."""
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
-        )
+        made = without_memory(cls, like, dtype or like.dtype)
         made.content = content
         return made
 
@@ -129,7 +128,7 @@ class ShardedGradient(Tensor):
     ) -> Any:
         """Do ``func`` to the shard, where that is the same as to do it to all of the gradient."""
         first = args[0]
-        if func is _ATEN._foreach_zero_.default:
+        if is_foreach_zero(func):
             for gradient in first:
                 gradient.zero_()
             return None
@@ -144,7 +143,7 @@ class ShardedGradient(Tensor):
             first.content.update(lambda part: part.mul_(args[1]))
         elif func in (_ATEN.div_.Tensor, _ATEN.div_.Scalar) and _is_number(args[1]):
             first.content.update(lambda part: part.div_(args[1]))
-        elif func in (_ATEN.detach.default, _ATEN._to_copy.default):  # module.to() makes one of another dtype
+        elif func is _ATEN.detach.default or is_cast(func):  # module.to() makes one of another dtype
             return cls(first.content, first, (kwargs or {}).get("dtype"))
         elif func is not _ATEN.detach_.default:
             raise _refusal(func, args)

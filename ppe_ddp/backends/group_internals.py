@@ -1,0 +1,219 @@
+"""The parts of torch that this library uses and torch does not promise: process groups, their stores and names.
+
+Nothing else in the package touches them (autograd, hooks and tensors have ``engine/torch_internals.py``). Each is a
+function with the reason for it, and each has a trial in ``group_internals_check.py``, which `python -m ppe_ddp doctor`
+runs and a test. What can be told where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import distributed as dist
+
+# torch documents them as names of torch.distributed, and type checkers find them only here.
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store  # noqa: TC002  # for others
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed import Backend, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.errors import TorchChangedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from torch.distributed import Work
+    from torch.distributed.device_mesh import DeviceMesh
+
+_Kept = TypeVar("_Kept")
+
+# ---------------------------------------------------------------------- what torch knows of its groups
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Whether torch.distributed has made ``group``, and has not destroyed it since.
+
+    The public functions raise for others, or answer for the default group.
+    """
+    return group in c10d._world.pg_map
+
+
+def registered_groups() -> Iterator[tuple[ProcessGroup, list[int]]]:
+    """The groups that this process is in, in the order in which they were made, each with the global ranks in it."""
+    for group, ranks in c10d._world.pg_group_ranks.items():
+        yield group, list(ranks)
+
+
+def default_group() -> ProcessGroup:
+    """The group itself, which ``dist.group.WORLD`` is for type checkers only at times; raises where there is none."""
+    group: ProcessGroup = c10d._get_default_group()
+    return group
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The store that the ranks of a registered group share, under a prefix of its own."""
+    store: Store = c10d._get_process_group_store(group)
+    return store
+
+
+def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
+    """What this library keeps beside ``group``, a registered one: made by ``make`` at first, forgotten with the group.
+
+    It hangs on torch's own object for all that it knows of groups, which can be another one in each thread (torch's
+    tests make ranks of threads); and a group itself takes no attributes.
+    """
+    kept: dict[ProcessGroup, _Kept] = c10d._world.__dict__.setdefault("ppe_ddp_kept", {})
+    for other in [other for other in kept if not is_registered(other)]:
+        del kept[other]  # whose connections end with the last reference
+    if group not in kept:
+        kept[group] = make()
+    return kept[group]
+
+
+# ---------------------------------------------------------------------- what a group is made of
+
+
+def device_types(group: ProcessGroup) -> list[str]:
+    """The kinds of devices that ``group`` serves: "cpu", "cuda"; also of one that torch.distributed has not made."""
+    return [device.type for device in group._device_types]
+
+
+def backend_for(group: ProcessGroup, device: torch.device) -> Any:
+    """The object that does the collectives of ``group`` for tensors on ``device``; raises where it serves none."""
+    return group._get_backend(device)
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """After which time collectives of ``group`` fail, which a group made beside it does not inherit by itself.
+
+    None for torch's default, where no backend of the group tells: users' own ones, and those that torch wraps for
+    TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """
+    for kind in device_types(group):
+        options = getattr(backend_for(group, torch.device(kind)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
+    """Begin calls of ``group`` that belong together, as ``dist.batch_isend_irecv`` does."""
+    group._start_coalescing(device)
+
+
+def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
+    """End the calls that belong together; what comes back stands for all."""
+    return group._end_coalescing(device)
+
+
+# ---------------------------------------------------------------------- making groups
+
+NAMING = "_process_group_name"
+MAKING = "_new_process_group_helper"
+
+
+def new_group_named(name: str, ranks: list[int], timeout: timedelta | None, config: str, options: Any) -> ProcessGroup:
+    """Make a group of exactly these ranks, called by them alone and together, under a name that they have agreed on.
+
+    ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
+    rank; and ranks that use different names wait for one another until they time out. No version of torch from 2.6
+    on has a parameter for it, so the function that torch asks for a name is replaced while this thread makes the
+    group; other threads get torch's names. What is below ``new_group()`` takes a name, but has had other parameters
+    in almost every version, and leaves it to the caller to enter the group into torch's tables.
+
+    Raises:
+        TorchChangedError: The group has another name; it is destroyed again.
+    """
+    names, own, wanted = c10d.__dict__, threading.get_ident(), [name]
+    torchs: Callable[..., Any] = names[NAMING]
+
+    def name_of(*arguments: Any, **keywords: Any) -> Any:
+        return wanted.pop() if wanted and threading.get_ident() == own else torchs(*arguments, **keywords)
+
+    names[NAMING] = name_of
+    try:
+        group: ProcessGroup = dist.new_group(ranks, timeout, config, pg_options=options, use_local_synchronization=True)
+    finally:
+        wanted.clear()  # where threads make groups at once, one may put back the function of another
+        names[NAMING] = torchs
+    if group.group_name != name:
+        found = group.group_name
+        dist.destroy_process_group(group)
+        raise TorchChangedError(
+            f"new_group_named: torch {torch.__version__} has named a group {found!r}, where {name!r} was asked for: it "
+            f"does not ask torch.distributed.distributed_c10d.{NAMING}() any more"
+        )
+    return group
+
+
+def backends_being_made() -> dict[str, str]:
+    """Device types and their backends in the call of torch that makes a group now, on this thread.
+
+    torch makes a group written in Python the whole group, and tells its creator nothing of the other devices.
+
+    Raises:
+        TorchChangedError: Nothing is known of such a call.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != MAKING:
+        frame = frame.f_back
+    backends = getattr(None if frame is None else frame.f_locals.get("backend_config"), "device_backend_map", None)
+    if not backends:
+        what = "is not being called" if frame is None else "has no 'backend_config' with a 'device_backend_map'"
+        raise TorchChangedError(
+            "backends_being_made: which backends the group is to have for other devices cannot be seen: "
+            f"torch.distributed.distributed_c10d.{MAKING}() {what} in torch {torch.__version__}. Groups over "
+            "backends written in Python are made by init_process_group() and new_group() only"
+        )
+    return dict(backends)
+
+
+def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
+    """What was registered with torch to make groups over ``backend`` from (arguments, options); None for nothing.
+
+    torch has registered its own in this form since 2.15; those that take other arguments count as nothing.
+    """
+    plugin = Backend._plugins.get(backend.upper())
+    return plugin.creator_fn if plugin is not None and plugin.extended_api else None
+
+
+def nccl_options(arguments: Any) -> Any:
+    """Options of NCCL, as torch sets them; NCCL's watchdog tells by them which ranks of the job hang.
+
+    Args:
+        arguments: torch's ``_DistributedBackendOptions``.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = arguments.timeout
+    options.group_name = arguments.group_id
+    options.global_ranks_in_group = arguments.global_ranks_in_group
+    return options
+
+
+def process_group_over(made: Any, backend: str, name: str, store: Any) -> ProcessGroup:
+    """The ProcessGroup around ``made``, one of torch's own backends, on all devices that it serves.
+
+    ``dist.new_group`` makes one for all ranks of the job or with a name of its own; this is a part of a larger group.
+    """
+    if creator_of(backend) is None:
+        made._set_sequence_number_for_group()  # those that are registered do it when they are made
+    kind = Backend.backend_type_map[backend]
+    group = ProcessGroup(store, made.rank(), made.size())
+    group._set_default_backend(kind)
+    for device in Backend.backend_capability[backend]:
+        group._register_backend(torch.device(device), kind, made)
+    group._set_group_name(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str in some versions
+    return group
+
+
+def flattened_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of all ranks of ``mesh``, whatever dimensions it has, made once for each mesh."""
+    return mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()

@@ -1,0 +1,200 @@
+"""Trials of ``group_internals.py``: whether this torch behaves as the library needs it where torch promises nothing."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import Backend, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.backends.group_internals import (
+    MAKING,
+    NAMING,
+    HashStore,
+    PrefixStore,
+    backend_for,
+    backends_being_made,
+    creator_of,
+    default_group,
+    device_types,
+    flattened_group,
+    is_registered,
+    kept_with,
+    nccl_options,
+    new_group_named,
+    process_group_over,
+    registered_groups,
+    start_coalescing,
+    store_of,
+    timeout_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["check"]
+
+
+def check() -> list[str]:
+    """Try each use on one-rank groups over gloo; takes milliseconds, and leaves this process's groups alone.
+
+    Not while another thread uses torch.distributed: it would see the groups of the trial.
+
+    Returns:
+        What does not behave as this library needs it, a line each, by the name of the function above; none if all is
+        well.
+    """
+    problems = []
+    for function, trial in _TRIALS:
+        try:
+            with _job_of_one() as group:
+                if not trial(group):
+                    problems.append(
+                        f"{function.__name__}: torch {torch.__version__} behaves in another way than expected"
+                    )
+        except Exception as error:
+            problems.append(f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}")
+    return problems
+
+
+_SECONDS = timedelta(seconds=17)
+
+
+@contextmanager
+def _job_of_one() -> Iterator[ProcessGroup]:
+    """Let torch.distributed look as in a job of one process; the default group of that comes back."""
+    kept = c10d._world
+    tables = "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"
+    world: Any = SimpleNamespace(**{name: {} for name in tables}, comms=[], group_count=1)
+    store = HashStore()
+    group = process_group_over(
+        dist.ProcessGroupGloo(store, 0, 1, timeout=_SECONDS), "gloo", "ppe_ddp/trial", PrefixStore("trial", store)
+    )
+    world.default_pg = group
+    world.pg_map[group] = "gloo", store
+    world.pg_names[group] = "ppe_ddp/trial"
+    world.pg_group_ranks[group] = {0: 0}
+    world.pg_backend_config[group] = "cpu:gloo"
+    c10d.__dict__["_world"] = world
+    try:
+        yield group
+    finally:
+        for made in [made for made in world.pg_map if made is not group]:
+            dist.destroy_process_group(made)
+        c10d.__dict__["_world"] = kept
+
+
+def _is_registered(group: ProcessGroup) -> bool:
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    found = [is_registered(group), is_registered(made), is_registered(ProcessGroup(HashStore(), 0, 1))]
+    dist.destroy_process_group(made)
+    return [*found, is_registered(made)] == [True, True, False, False]
+
+
+def _registered_groups(group: ProcessGroup) -> bool:
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    return list(registered_groups()) == [(group, [0]), (made, [0])]
+
+
+def _default_group(group: ProcessGroup) -> bool:
+    return default_group() is group
+
+
+def _store_of(_group: ProcessGroup) -> bool:
+    first, second = (new_group_named(f"ppe_ddp/trial/{k}", [0], _SECONDS, "gloo", None) for k in "ab")
+    store_of(first).set("key", "value")
+    return bool(store_of(first).check(["key"]) and not store_of(second).check(["key"]))
+
+
+def _kept_with(group: ProcessGroup) -> bool:
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    kept = [kept_with(one, object) for one in (group, made)]
+    if [kept_with(one, object) for one in (group, made)] != kept or kept[0] is kept[1]:
+        return False
+    dist.destroy_process_group(made)
+    kept_with(group, object)
+    return bool(made not in c10d._world.__dict__["ppe_ddp_kept"])
+
+
+def _device_types(_group: ProcessGroup) -> bool:
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    return "cpu" in device_types(made)
+
+
+def _backend_for(group: ProcessGroup) -> bool:
+    tensor = torch.ones(2)
+    backend_for(group, tensor.device).allreduce([tensor]).wait()
+    return bool(backend_for(group, tensor.device).size() == 1)
+
+
+def _timeout_of(group: ProcessGroup) -> bool:
+    made = new_group_named("ppe_ddp/trial/made", [0], 2 * _SECONDS, "gloo", None)
+    bare = ProcessGroup(HashStore(), 0, 1)
+    return [timeout_of(one) for one in (group, made, bare)] == [_SECONDS, 2 * _SECONDS, None]
+
+
+def _coalescing(_group: ProcessGroup) -> bool:  # gloo cannot do it
+    return callable(ProcessGroup._start_coalescing) and callable(ProcessGroup._end_coalescing)
+
+
+def _new_group_named(_group: ProcessGroup) -> bool:
+    torchs = c10d.__dict__[NAMING]
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    value = torch.ones(())
+    dist.all_reduce(value, group=made)
+    return made.group_name == "ppe_ddp/trial/made" and c10d.__dict__[NAMING] is torchs
+
+
+def _backends_being_made(_group: ProcessGroup) -> bool:  # a trial would have to register a backend, for good
+    variables = c10d.__dict__[MAKING].__code__.co_varnames
+    config = c10d.BackendConfig(Backend("cpu:gloo,cuda:nccl"))
+    wanted = {"cpu": "gloo", "cuda": "nccl"}
+    return {"backend_config", "creator_fn"} <= set(variables) and config.device_backend_map == wanted
+
+
+def _creator_of(_group: ProcessGroup) -> bool:
+    return callable(creator_of("mpi4py")) and creator_of("ppe_ddp_trial") is None
+
+
+def _nccl_options(_group: ProcessGroup) -> bool:
+    if not dist.is_nccl_available():
+        return True
+    wanted = SimpleNamespace(timeout=_SECONDS, group_id="trial", global_ranks_in_group=[0])
+    options = nccl_options(wanted)
+    return bool(options._timeout == _SECONDS and options.group_name == "trial")
+
+
+def _process_group_over(group: ProcessGroup) -> bool:
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    return (group.rank(), group.size(), group.group_name) == (0, 1, "ppe_ddp/trial")
+
+
+def _flattened_group(_group: ProcessGroup) -> bool:  # a mesh would begin by initializing torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return callable(DeviceMesh._flatten)
+
+
+_TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] = (
+    (is_registered, _is_registered),
+    (registered_groups, _registered_groups),
+    (default_group, _default_group),
+    (store_of, _store_of),
+    (kept_with, _kept_with),
+    (device_types, _device_types),
+    (backend_for, _backend_for),
+    (timeout_of, _timeout_of),
+    (start_coalescing, _coalescing),
+    (new_group_named, _new_group_named),
+    (backends_being_made, _backends_being_made),
+    (creator_of, _creator_of),
+    (nccl_options, _nccl_options),
+    (process_group_over, _process_group_over),
+    (flattened_group, _flattened_group),
+)
