@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
