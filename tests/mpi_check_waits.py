@@ -145,5 +145,10 @@ def a_group_that_one_rank_does_not_make():
 
 @check(ranks=2)
 def the_probes_hold_again_and_again():
+    # torch names groups that only their ranks make by how many groups a process has; checks before have left some.
+    numbers = [0] * dist.get_world_size()
+    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names))
+    for _ in range(max(numbers) - numbers[dist.get_rank()]):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for _ in range(2):
         assert probe_backend("cpu") == []
