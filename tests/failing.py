@@ -1,5 +1,6 @@
 """Steps in which one rank alone fails, and checks of what all ranks see, for any backend and launcher."""
 
+import gc
 import random
 import time
 
@@ -258,6 +259,11 @@ def fail(wrapper, way, culprit, step=square):
 
 def hold_hooks(how, *, seed=0, **options):
     """Torch's hooks communicate where nobody can begin anew: after a failure every rank says so, and none waits."""
+    _hold_hooks(how, seed, options)
+    gc.collect()  # what still holds a hook's group on one rank keeps the others waiting when they destroy theirs
+
+
+def _hold_hooks(how, seed, options):
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{how} {seed}"), Switch()
     module = seeded(Net, None)

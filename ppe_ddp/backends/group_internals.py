@@ -64,17 +64,17 @@ def store_of(group: ProcessGroup) -> Store:
 
 
 def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
-    """What this library keeps beside ``group``, a registered one: made by ``make`` at first, forgotten with the group.
+    """What is kept beside ``group``, a registered one: one for each ``make``, which makes it; forgotten with the group.
 
     It hangs on torch's own object for all that it knows of groups, which can be another one in each thread (torch's
     tests make ranks of threads); and a group itself takes no attributes.
     """
-    kept: dict[ProcessGroup, _Kept] = c10d._world.__dict__.setdefault("ppe_ddp_kept", {})
-    for other in [other for other in kept if not is_registered(other)]:
+    kept: dict[tuple[ProcessGroup, Callable[[], _Kept]], _Kept] = c10d._world.__dict__.setdefault("ppe_ddp_kept", {})
+    for other in [other for other in kept if not is_registered(other[0])]:
         del kept[other]  # whose connections end with the last reference
-    if group not in kept:
-        kept[group] = make()
-    return kept[group]
+    if (group, make) not in kept:
+        kept[group, make] = make()
+    return kept[group, make]
 
 
 # ---------------------------------------------------------------------- what a group is made of
