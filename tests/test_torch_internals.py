@@ -69,16 +69,24 @@ def test_a_group_that_torch_has_named_otherwise_is_an_error_and_is_gone_again(tw
 def named_otherwise():
     before = len(c10d._world.pg_map)
     own = c10d._new_group_with_tag
+
     # as if torch asked another function for the name
-    c10d._new_group_with_tag = lambda ranks, *arguments, **keywords: own(
-        ranks, *arguments, **{**keywords, "use_local_synchronization": _forget_the_patch()}
-    )
+    def named_by_another(ranks, *arguments, **keywords):
+        return made_by_all(own(ranks, *arguments, **{**keywords, "use_local_synchronization": _forget_the_patch()}))
+
+    c10d._new_group_with_tag = named_by_another
     try:
         with pytest.raises(TorchChangedError) as caught:
             group_internals.new_group_named("wanted", [0, 1], None, "gloo", None)
     finally:
         c10d._new_group_with_tag = own
     return len(c10d._world.pg_map) - before, str(caught.value)
+
+
+def made_by_all(group):
+    """`group`, which every rank has made: one that destroys it before breaks what another is connecting."""
+    dist.barrier()
+    return group
 
 
 def _forget_the_patch():
@@ -105,7 +113,7 @@ def names_in_two_threads():
         thread = threading.Thread(target=look)
         thread.start()
         thread.join(timeout=20)
-        return own(*arguments, **keywords)
+        return made_by_all(own(*arguments, **keywords))
 
     c10d._new_group_with_tag = looked_at
     try:
@@ -137,7 +145,7 @@ def test_what_is_kept_with_a_group_goes_with_it(two_ranks):
 def kept_after_the_group():
     import weakref
 
-    group = dist.new_group([0, 1])
+    group = made_by_all(dist.new_group([0, 1]))
     kept = weakref.ref(group_internals.kept_with(group, nn.Module))
     same = kept() is group_internals.kept_with(group, nn.Module)
     dist.destroy_process_group(group)
