@@ -1,7 +1,5 @@
 """Skipped backwards: every rank warns where one is a step behind, and none where all is right."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,28 +7,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import test_megatron_graphs as graphs
+from library_warnings import library_warnings
 from one_process import data, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fuse
-
-
-class Warnings(logging.Handler):
-    """Records the library's warnings on this rank."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("ppe_ddp").addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        logging.getLogger("ppe_ddp").removeHandler(self)
 
 
 def wrap(**options):
@@ -57,14 +38,14 @@ def let_the_others_end(wrapper):
 
 def hold(loses_step, wrapper, steps=4):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    with Warnings() as seen:
+    with library_warnings() as seen:
         if rank == last:
             loses_step(wrapper)
         for _ in range(steps - (rank == last)):
             backward(wrapper)
         if rank == last:
             let_the_others_end(wrapper)
-    (text,) = seen.texts
+    (text,) = seen
     counts = ", ".join(f"rank {other}: {int(other == last)}" for other in range(last + 1))
     assert text.startswith(f"rank {rank}: the ranks may be averaging gradients of different steps")
     assert f"({counts})" in text
@@ -87,13 +68,13 @@ def test_one_of_three_ranks_does(loses_step):
 def test_over_buffers_of_megatron():
     rank = dist.get_rank()
     wrapper = graphs.wrap(overlap_grad_reduce=True)
-    with Warnings() as seen:
+    with library_warnings() as seen:
         if rank == 1:
             graphs.loss(wrapper, rank, 0, taken=[0])
         for step in range(3):
             graphs.loss(wrapper, rank, step, taken=[0]).backward()
             wrapper.finish_grad_sync()
-    (text,) = seen.texts
+    (text,) = seen
     assert "(rank 0: 0, rank 1: 1)" in text
 
 
@@ -159,31 +140,31 @@ LEGAL = [
 @on_two_ranks
 def test_what_one_rank_may_do_alone(step):
     wrapper = wrap()
-    with Warnings() as seen:
+    with library_warnings() as seen:
         for _ in range(4):
             (step if dist.get_rank() else backward)(wrapper)
-    assert seen.texts == []
+    assert seen == []
 
 
 @on_two_ranks
 def test_what_all_ranks_do():
     wrapper = wrap()
-    with Warnings() as seen:
+    with library_warnings() as seen:
         for _ in range(4):
             skips(wrapper)
             loss = wrapper(data(4, 3)).sum()
             loss.backward(retain_graph=True)
             loss.backward()
-    assert seen.texts == []
+    assert seen == []
 
 
 @on_two_ranks
 def test_join():
     wrapper = wrap()
-    with Warnings() as seen, wrapper.join():
+    with library_warnings() as seen, wrapper.join():
         for _ in range(2 + 3 * dist.get_rank()):
             backward(wrapper)
-    assert seen.texts == []
+    assert seen == []
 
 
 def test_a_graph_that_is_kept_may_still_have_its_backward():

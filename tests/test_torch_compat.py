@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 
 import pytest
 import torch
@@ -12,27 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from library_warnings import library_warnings
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded, square
 from ppe_ddp import DisagreementError, DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
-
-
-class Warnings(logging.Handler):
-    """Records the texts of the library's warnings."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("ppe_ddp").addHandler(self)
-        return self.texts
-
-    def __exit__(self, *_):
-        logging.getLogger("ppe_ddp").removeHandler(self)
 
 
 @on_two_ranks
@@ -43,7 +25,7 @@ def test_all_keywords_of_torch_are_known():
         for name, parameter in signature.parameters.items()
         if name != "module" and parameter.default is not inspect.Parameter.empty
     }
-    with Warnings() as texts:
+    with library_warnings() as texts:
         square(DistributedDataParallel(seeded(mlp, 4, 2), **defaults), dist.get_rank())
     assert not texts
 
@@ -62,7 +44,7 @@ def test_all_keywords_of_torch_are_known():
 @on_two_ranks
 def test_hints_that_are_never_needed(hint):
     module = seeded(mlp, 4, 2)
-    with Warnings() as texts:
+    with library_warnings() as texts:
         wrapper = DistributedDataParallel(module, **hint)
     assert not texts
     expected = mean_gradients(module, square)
@@ -83,7 +65,7 @@ def test_hints_that_are_never_needed(hint):
 @on_two_ranks
 def test_what_has_no_meaning_is_warned_about_once(ignored):
     (name,) = ignored
-    with Warnings() as texts:
+    with library_warnings() as texts:
         wrapper = DistributedDataParallel(seeded(mlp, 4, 2), **ignored)
         for _ in range(2):
             square(wrapper, dist.get_rank())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
+from ppe_ddp.backends.trials import problems_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,17 +51,12 @@ def check() -> list[str]:
         What does not behave as this library needs it, a line each, by the name of the function above; none if all is
         well.
     """
-    problems = []
-    for function, trial in _TRIALS:
-        try:
-            with _job_of_one() as group:
-                if not trial(group):
-                    problems.append(
-                        f"{function.__name__}: torch {torch.__version__} behaves in another way than expected"
-                    )
-        except Exception as error:
-            problems.append(f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}")
-    return problems
+    return problems_of((function, partial(_in_job_of_one, trial)) for function, trial in _TRIALS)
+
+
+def _in_job_of_one(trial: Callable[[ProcessGroup], bool]) -> bool:
+    with _job_of_one() as group:
+        return trial(group)
 
 
 _SECONDS = timedelta(seconds=17)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ppe_ddp.backends.trials import problems_of
 from ppe_ddp.engine.torch_internals import (
     CALL_ATTRIBUTES,
     IncompatibleKeys,
@@ -60,14 +61,7 @@ def check() -> list[str]:
         What does not behave as this library needs it, a line each, by the name of the function above; none if all is
         well.
     """
-    problems = []
-    for function, trial in _TRIALS:
-        try:
-            if not trial():
-                problems.append(f"{function.__name__}: torch {torch.__version__} behaves in another way than expected")
-        except Exception as error:
-            problems.append(f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}")
-    return problems
+    return problems_of(_TRIALS)
 
 
 def _node_is_executed() -> bool:
