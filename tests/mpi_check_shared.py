@@ -273,14 +273,14 @@ def shared_memory_out_of_reach():
         raise PermissionError("on purpose")
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(pg_options=shared_group().pg_options)
-    assert group.supports_tensor_alloc(CPU)
-    total = group.allocate_tensor(500, dtype=torch.float32, device=CPU).fill_(1.0)
+    assert shared_group().supports_tensor_alloc(CPU)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(SharedMemory, "attach", refuse)
+        group = dist.new_group(pg_options=shared_group().pg_options)
+    for total in (torch.ones(500), in_shared_memory(torch.ones(500), shared_group())):
         dist.all_reduce(total, group=group)
-    assert total.tolist() == [size] * 500
+        assert total.tolist() == [size] * 500
     assert not group.supports_tensor_alloc(CPU)
     with pytest.raises(ValueError, match=f"rank {rank} of {size}.* no shared memory"):
         group.allocate_tensor(1, dtype=torch.float32, device=CPU)

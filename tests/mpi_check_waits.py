@@ -13,21 +13,52 @@ from ppe_ddp import CommunicationError
 from ppe_ddp.testing.backend_probes import probe_backend
 
 
-@check(ranks=2)
-def waits_move_what_is_outstanding_on_other_groups():
-    """Ranks begin the collectives of two groups in another order: no wait stands in the way of the other."""
+def begin_calls(group):
+    """Begin one collective of each kind, each in the way that it goes; what is to be seen when all are over."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    total, one = in_shared_memory(torch.ones(1000), shared_group()), torch.ones(1)
-    dist.all_reduce(total, group=shared_group())
-    if rank == 0:
-        work = dist.all_reduce(total, group=shared_group(), async_op=True)
-        dist.all_reduce(one)
-    else:
-        dist.all_reduce(one)
-        work = dist.all_reduce(total, group=shared_group(), async_op=True)
-    work.wait()
-    assert one.item() == size
-    assert total.tolist() == [size * size] * 1000
+    small, large, pieces, half = (torch.ones(count, dtype=kind) for count, kind in KINDS)
+    inside = in_shared_memory(torch.ones(1000), group)
+    sent, rows, parts = torch.full((3,), float(rank)), torch.zeros(size, 3), [torch.zeros(3) for _ in range(size)]
+    first = torch.full((5,), float(rank))
+    works = [dist.all_reduce(one, group=group, async_op=True) for one in (small, large, inside, pieces, half)]
+    works += [
+        dist.broadcast(first, 0, group=group, async_op=True),
+        group.all_gather_single(rows, sent),
+        dist.all_gather(parts, sent, group=group, async_op=True),
+        dist.barrier(group, async_op=True),
+    ]
+
+    def check():
+        for total in (small, large, inside, pieces, half):
+            assert set(total.tolist()) == {size}
+        assert first.tolist() == [0.0] * 5
+        assert rows.tolist() == torch.stack(parts).tolist() == [[float(other)] * 3 for other in range(size)]
+
+    return works, check
+
+
+KINDS = ((1, torch.float32), (1000, torch.float32), (30_000, torch.int32), (1000, torch.bfloat16))
+
+
+@check("by messages", "in shared memory", ranks=2)
+def waits_move_what_is_outstanding_on_other_groups(way):
+    """Ranks begin the collectives of two groups in another order, and wait for them: no wait stands in the way."""
+    from ppe_ddp.backends.mpi import MpiOptions
+
+    rank = dist.get_rank()
+    shared = way == "in shared memory"
+    made = MpiOptions(shared_parts=shared, shared_bytes=8, shared_piece_bytes=10_000, shared_memory=shared)
+    if not shared:
+        made = MpiOptions(piece_bytes=1000, shared_bytes=1 << 30)
+    groups = [dist.new_group(pg_options=made, timeout=timedelta(seconds=20)) for _ in range(2)]
+    for turn in range(3):
+        begun = [begin_calls(group) for group in (groups if (rank + turn) % 2 else reversed(groups))]
+        for works, check_all in begun:
+            if turn == 2:
+                torch.futures.collect_all([work.get_future() for work in works]).wait()
+            for work in works if turn else reversed(works):
+                work.wait()
+            check_all()
 
 
 def calls_of(group):
@@ -46,10 +77,7 @@ def calls_of(group):
 
 
 def new_group(seconds=20.0):
-    """A group whose shared memory is connected."""
-    group = dist.new_group(pg_options=shared_group().pg_options, timeout=timedelta(seconds=seconds))
-    dist.all_reduce(torch.ones(1000), group=group)
-    return group
+    return dist.new_group(pg_options=shared_group().pg_options, timeout=timedelta(seconds=seconds))
 
 
 CALLS = (
@@ -112,24 +140,27 @@ def waits_for_a_rank_that_does_not_come(name):
 
 @check(ranks=2)
 def waits_that_an_interrupt_ends():
-    """Ctrl-C comes through, and the other ranks hear of it."""
-    from ppe_ddp import CommunicationError
-
-    rank, group = dist.get_rank(), new_group()
+    """Ctrl-C comes through, and what was waited for goes on: the ranks stay in step."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), new_group()
+    inside = in_shared_memory(torch.ones(1000), group)
+    totals = [torch.ones(1), torch.ones(1000), inside]
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    dist.barrier()
     if rank == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(group._waits), "until", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                dist.all_reduce(torch.ones(1), group=group)
-    dist.barrier()
+        for total in totals:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(group._waits), "until", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    dist.all_reduce(total, group=group)
+    dist.barrier()  # nobody else has come before
     if rank > 0:
-        with pytest.raises(CommunicationError, match="rank 0 has given this group up: all_reduce was left: Keyb"):
-            dist.all_reduce(torch.ones(1), group=group)
+        for total in totals:
+            dist.all_reduce(total, group=group)
+    dist.barrier(group)
+    dist.all_reduce(torch.ones(1000), group=group)  # what was begun before it is over, in shared memory too
+    assert [set(total.tolist()) for total in totals] == [{size}] * 3
 
 
 @check(ranks=2)

@@ -24,7 +24,7 @@ from one_process import (
     seeded,
 )
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from ppe_ddp.testing.models import Kind, Recipe, losses
+from ppe_ddp.testing.models import Recipe, losses
 from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import MPIRUN, needs_mpirun, run
 from test_graphs_broken import Broken, Fused
@@ -32,7 +32,6 @@ from test_graphs_broken import step as one_step
 
 HERE = Path(__file__).parent
 VARIANTS = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}]
-NOT_ADOPTED = [VARIANTS[0], VARIANTS[2]]
 each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "after"])
 
 
@@ -181,20 +180,14 @@ def run_path(model, recipe, rank, step):
     return sum(losses(model(recipe.batch(step, rank), recipe.path(step, rank))))
 
 
-def hold_random_models(seed, *, blocks=True):
-    """Hold random models to one process.
-
-    Args:
-        seed: Says which.
-        blocks: Whether what blocks over mpi4py may be there: broadcasts, sparse gradients, adopted ones.
-    """
+def hold_random_models(seed):
+    """Hold random models to one process; the seed says which."""
     draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
-    kinds = [kind for kind in Kind if blocks or kind is not Kind.EMBEDDING]
-    recipes = [Recipe.random(10 * seed + k, kinds=kinds) for k in range(3)]
+    recipes = [Recipe.random(10 * seed + k) for k in range(3)]
     models = [recipe.build() for recipe in recipes]
     twins = [recipe.build() for recipe in recipes]
-    options = draw.choice(VARIANTS if blocks else NOT_ADOPTED)
-    wrappers = wrapped(models, **options, broadcast_buffers=blocks and draw.random() < 0.7)
+    options = draw.choice(VARIANTS)
+    wrappers = wrapped(models, **options, broadcast_buffers=draw.random() < 0.7)
     for step in range(3):
         orders = random_orders(draw, len(models), world_size)
         want = [[] for _ in models]
@@ -283,7 +276,9 @@ def test_megatron_wrappers(overlap):
 
 
 @needs_mpirun
-def test_over_mpi():
-    code, output, errors = run([MPIRUN, "-n", "2", sys.executable, HERE / "mpi_two_wrappers.py"], timeout=120)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_over_mpi(ranks):
+    command = [MPIRUN, "-n", str(ranks), sys.executable, HERE / "mpi_two_wrappers.py"]
+    code, output, errors = run(command, timeout=120)
     assert code == 0, errors
-    assert int(output.splitlines()[-1]) == 9
+    assert int(output.splitlines()[-1]) == {2: 42, 3: 12}[ranks]

@@ -123,7 +123,7 @@ class OursOverMpi(Ours):
 
 
 class OursOverMpiThread(Ours):
-    """The same, with the communication thread of the backend."""
+    """The same, with the progress thread of the backend."""
 
     name = "mpi thread"
 

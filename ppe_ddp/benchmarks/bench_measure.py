@@ -49,7 +49,7 @@ class Settings:
         bucket_cap_mb: ppe_ddp's option of this name; None for its default.
         views: ppe_ddp's ``gradient_as_bucket_view``.
         overlap: ppe_ddp's option of this name.
-        mpi_thread: Whether ppe_ddp over mpi4py takes part once more, with its communication thread.
+        mpi_thread: Whether ppe_ddp over mpi4py takes part once more, with its progress thread.
         seed: What weights, data, branches and the order of contestants are drawn from.
         platform: What all contestants run on.
         trace: The folder for pictures of a few steps, which exists; None for none.

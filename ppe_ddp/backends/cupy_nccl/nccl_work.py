@@ -136,7 +136,7 @@ class NcclWork(PythonWork):
             for _, event in self._operation.events[1:]:
                 stream.wait_event(event)
             with self._device.on(stream):
-                future.set_result(self._result)
+                future.set_result(self.outputs)
             self._future = future
         return self._future
 

@@ -1,18 +1,20 @@
-"""Collectives on tensors, over one MPI communicator: complete when they return, in the calling thread.
+"""Collectives on tensors, over one MPI communicator: begun in the call, and under way until they are waited for.
 
 Apart from the process group, which only translates torch's many names, because here is what can be measured
-and what can be numerically wrong. On one node nothing was faster than calling MPI inline: MPI does not progress
-by itself, and a second thread takes a core from the ranks.
+and what can be numerically wrong. On one node nothing was faster than advancing them in the calling thread: MPI does
+not progress by itself, and a second thread takes a core from the ranks.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
 
+from ppe_ddp.backends.mpi.collective_queue import CollectiveQueue
 from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, byte_buffer, reduction_of, typed_buffer
 from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
@@ -25,14 +27,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ppe_ddp.backends.mpi.collective_queue import Requests
     from ppe_ddp.backends.mpi.mpi_options import MpiOptions
     from ppe_ddp.backends.mpi.mpi_waits import Waits
+    from ppe_ddp.backends.process_group.pending_work import PendingWork
+    from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
 
 
 class MpiCollectives:
     """All collectives of one communicator; an ``op`` is a ReduceOp.
 
-    Every method must be called by all its ranks, in the same order.
+    Every method must be called by all its ranks, in the same order; what it returns is to be waited for. Errors in this
+    rank's own arguments are raised by the call.
 
     Tensors may be non-contiguous, empty, on CPU or CUDA. Sizes and dtypes must agree between ranks as each method
     says; MPI does not check it, and wrong numbers or a hang is what follows.
@@ -51,100 +57,66 @@ class MpiCollectives:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._options = options
-        self._wait = waits.request
+        self._waits = waits
+        self._queue = CollectiveQueue(waits)
+        self._begin = self._queue.append
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._arguments = CollectiveArguments(self.rank, self.size)
-        self.shared = _shared_group(comm, waits, options)
+        self.shared = self._shared_group()
 
-    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+    def all_reduce(self, tensor: Tensor, op: Any) -> PendingWork:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
         reduction = reduction_of(tensor.dtype, op.op)
         is_small = tensor.nbytes < min(self._options.shared_bytes, self._options.piece_bytes)
         if is_small and reduction.is_direct and self._is_addressable(tensor):
-            buffer = typed_buffer(tensor, reduction.datatype)
-            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), tensor)
-            return
+            return self._begin("all_reduce", self._all_reduce_at_once(tensor, reduction))
         host = self.host_memory(tensor)
-        if self.shared.run("all_reduce", host, op):
-            self.copy_back(tensor, host)
-            return
-        flat = host.view(-1).view(reduction.view)
-        for piece in self._pieces(flat, reduction):
-            wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
-            self._premultiply(wire, op)
-            buffer = typed_buffer(wire, reduction.datatype)
-            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, buffer, reduction.op), wire)
-            self._divide(wire, reduction)
-            if wire is not piece:
-                piece.copy_(wire)
-        self.copy_back(tensor, host)
+        shared = self.shared.start("all_reduce", host, op)
+        return self._arriving(shared, tensor, host) or self._begin(
+            "all_reduce", self._all_reduce_in_pieces(tensor, host, op, reduction)
+        )
 
-    def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> PendingWork:
         """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
         reduction = reduction_of(tensor.dtype, op.op)
-        host = self.host_memory(tensor)
-        flat = host.view(-1).view(reduction.view)
-        for piece in self._pieces(flat, reduction):
-            wire = piece if reduction.is_direct else self._scratch_like(piece, reduction.wire).copy_(piece)
-            self._premultiply(wire, op)
-            buffer = typed_buffer(wire, reduction.datatype)
-            if self.rank == root:
-                self._wait(self.comm.Ireduce(MPI.IN_PLACE, buffer, reduction.op, root), wire)
-                self._divide(wire, reduction)
-                if wire is not piece:
-                    piece.copy_(wire)
-            else:
-                self._wait(self.comm.Ireduce(buffer, None, reduction.op, root), wire)
-        if self.rank == root:
-            self.copy_back(tensor, host)
+        return self._begin("reduce", self._reduce(tensor, self.host_memory(tensor), op, root, reduction))
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
+    def broadcast(self, tensor: Tensor, root: int) -> PendingWork:
         """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
-        host = self.host_memory(tensor)
-        flat = host.view(-1).view(torch.uint8)
-        for piece in flat.split(self._options.piece_bytes):
-            self._wait(self.comm.Ibcast(byte_buffer(piece), root), piece)
-        if self.rank != root:
-            self.copy_back(tensor, host)
+        return self._begin("broadcast", self._broadcast(tensor, self.host_memory(tensor), root))
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+    def all_gather(self, output: Tensor, tensor: Tensor) -> PendingWork:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
         self._arguments.check_all_gather(output, tensor)
-        result = self.output_memory(output)
-        host = self.host_memory(tensor)
-        if not self.shared.run("all_gather", result, host):
-            host = host.clone() if overlap(host, result) else host
-            # mpi4py wants the count of one rank's block
-            block = (byte_buffer(result)[0], host.nbytes, MPI.BYTE)
-            self._wait(self.comm.Iallgather(byte_buffer(host), block), host, result)
-        self.copy_back(output, result)
+        result, host = self.output_memory(output), self.host_memory(tensor)
+        shared = self.shared.start("all_gather", result, host)
+        return self._arriving(shared, output, result) or self._begin(
+            "all_gather", self._all_gather(output, result, host)
+        )
 
-    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> PendingWork:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
         self._arguments.check_all_gather_list(outputs, tensor)
-        host, result = self.host_memory(tensor), self._flat_for(outputs)
-        counts = [output.nbytes for output in outputs]
-        self._wait(self.comm.Iallgatherv(byte_buffer(host), [byte_buffer(result)[0], counts, MPI.BYTE]), host, result)
-        unpack(result, outputs)
+        return self._begin("all_gather", self._all_gather_list(outputs, self.host_memory(tensor)))
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> None:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> PendingWork:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
         self._arguments.check_reduce_scatter(output, tensor)
         host, result = self.host_memory(tensor), self.output_memory(output)
-        if self.shared.run("reduce_scatter", result, host, op):
-            self.copy_back(output, result)
-            return
-        self._reduce_scatter(output, host.view(-1), op, None)
+        shared = self.shared.start("reduce_scatter", result, host, op)
+        return self._arriving(shared, output, result) or self._begin(
+            "reduce_scatter", self._reduce_scatter(output, host.view(-1), op, None)
+        )
 
-    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> None:
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> PendingWork:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
         self._arguments.check_reduce_scatter_list(output, tensors)
         counts = [tensor.numel() for tensor in tensors]
-        self._reduce_scatter(output, self._pack(tensors), op, counts)
+        return self._begin("reduce_scatter", self._reduce_scatter(output, self._pack(tensors), op, counts))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> None:
+    ) -> PendingWork:
         """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
 
         Args:
@@ -156,49 +128,71 @@ class MpiCollectives:
         self._arguments.check_all_to_all(output, tensor)
         host, result = self.host_memory(tensor), self.output_memory(output)
         send, receive = self._split_bytes(host, input_splits), self._split_bytes(result, output_splits)
-        there, here = [byte_buffer(host)[0], send, MPI.BYTE], [byte_buffer(result)[0], receive, MPI.BYTE]
-        self._wait(self.comm.Ialltoallv(there, here), host, result)
-        self.copy_back(output, result)
 
-    def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        def steps() -> Requests:
+            yield self._all_to_all(host, send, result, receive), (host, result)
+            self.copy_back(output, result)
+
+        return self._begin("all_to_all", steps())
+
+    def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> PendingWork:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
         self._arguments.check_all_to_all_list(outputs, tensors)
         flat, result = self._pack(tensors), self._flat_for(outputs)
         send, receive = [tensor.nbytes for tensor in tensors], [output.nbytes for output in outputs]
-        there, here = [byte_buffer(flat)[0], send, MPI.BYTE], [byte_buffer(result)[0], receive, MPI.BYTE]
-        self._wait(self.comm.Ialltoallv(there, here), flat, result)
-        unpack(result, outputs)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        def steps() -> Requests:
+            yield self._all_to_all(flat, send, result, receive), (flat, result)
+            unpack(result, outputs)
+
+        return self._begin("all_to_all", steps())
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PendingWork:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         host = self.host_memory(tensor)
-        if self.rank != root:
-            self._wait(self.comm.Igatherv(byte_buffer(host), None, root), host)
-            return
-        self._arguments.check_gather(outputs, tensor)
-        result = self._flat_for(outputs)
-        counts = [output.nbytes for output in outputs]
-        self._wait(
-            self.comm.Igatherv(byte_buffer(host), [byte_buffer(result)[0], counts, MPI.BYTE], root), host, result
-        )
-        unpack(result, outputs)
+        if self.rank == root:
+            self._arguments.check_gather(outputs, tensor)
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+        def steps() -> Requests:
+            if self.rank != root:
+                yield self.comm.Igatherv(byte_buffer(host), None, root), (host,)
+                return
+            result, counts = self._flat_for(outputs), [output.nbytes for output in outputs]
+            receive = [byte_buffer(result)[0], counts, MPI.BYTE]
+            yield self.comm.Igatherv(byte_buffer(host), receive, root), (host, result)
+            unpack(result, outputs)
+
+        return self._begin("gather", steps())
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> PendingWork:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         result = self.output_memory(output)
-        if self.rank != root:
-            self._wait(self.comm.Iscatterv(None, byte_buffer(result), root), result)
-        else:
+        if self.rank == root:
             self._arguments.check_scatter(output, tensors)
-            flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
-            self._wait(
-                self.comm.Iscatterv([byte_buffer(flat)[0], counts, MPI.BYTE], byte_buffer(result), root), flat, result
-            )
-        self.copy_back(output, result)
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self._wait(self.comm.Ibarrier())
+        def steps() -> Requests:
+            if self.rank != root:
+                yield self.comm.Iscatterv(None, byte_buffer(result), root), (result,)
+            else:
+                flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
+                send = [byte_buffer(flat)[0], counts, MPI.BYTE]
+                yield self.comm.Iscatterv(send, byte_buffer(result), root), (flat, result)
+            self.copy_back(output, result)
+
+        return self._begin("scatter", steps())
+
+    def barrier(self) -> PendingWork:
+        """Complete when every rank has called it."""
+
+        def steps() -> Requests:
+            yield self.comm.Ibarrier(), ()
+
+        return self._begin("barrier", steps())
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self.shared.drain()
+        self._queue.drain()
 
     def host_memory(self, tensor: Tensor) -> Tensor:
         """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""
@@ -252,7 +246,63 @@ class MpiCollectives:
             scratch = self._scratch[dtype] = torch.empty(self._options.piece_bytes // dtype.itemsize, dtype=dtype)
         return scratch[: piece.numel()]
 
-    def _reduce_scatter(self, output: Tensor, flat: Tensor, op: Any, counts: list[int] | None) -> None:
+    def _arriving(self, shared: SharedMemoryWork | None, tensor: Tensor, host: Tensor) -> PendingWork | None:
+        """What is under way in shared memory, with its way home."""
+        if shared is not None and not self._is_addressable(tensor):
+            shared.at_arrival = partial(self.copy_back, tensor, host)
+        return shared
+
+    def _all_reduce_at_once(self, tensor: Tensor, reduction: MpiReduction) -> Requests:
+        yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(tensor, reduction.datatype), reduction.op), (tensor,)
+
+    def _all_reduce_in_pieces(self, tensor: Tensor, host: Tensor, op: Any, reduction: MpiReduction) -> Requests:
+        for piece in self._pieces(host.view(-1).view(reduction.view), reduction):
+            wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
+            self._premultiply(wire, op)
+            yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(wire, reduction.datatype), reduction.op), (wire,)
+            self._divide(wire, reduction)
+            if wire is not piece:
+                piece.copy_(wire)
+        self.copy_back(tensor, host)
+
+    def _reduce(self, tensor: Tensor, host: Tensor, op: Any, root: int, reduction: MpiReduction) -> Requests:
+        for piece in self._pieces(host.view(-1).view(reduction.view), reduction):
+            wire = piece if reduction.is_direct else self._scratch_like(piece, reduction.wire).copy_(piece)
+            self._premultiply(wire, op)
+            buffer = typed_buffer(wire, reduction.datatype)
+            if self.rank != root:
+                yield self.comm.Ireduce(buffer, None, reduction.op, root), (wire,)
+                continue
+            yield self.comm.Ireduce(MPI.IN_PLACE, buffer, reduction.op, root), (wire,)
+            self._divide(wire, reduction)
+            if wire is not piece:
+                piece.copy_(wire)
+        if self.rank == root:
+            self.copy_back(tensor, host)
+
+    def _broadcast(self, tensor: Tensor, host: Tensor, root: int) -> Requests:
+        for piece in host.view(-1).view(torch.uint8).split(self._options.piece_bytes):
+            yield self.comm.Ibcast(byte_buffer(piece), root), (piece,)
+        if self.rank != root:
+            self.copy_back(tensor, host)
+
+    def _all_gather(self, output: Tensor, result: Tensor, host: Tensor) -> Requests:
+        host = host.clone() if overlap(host, result) else host
+        # mpi4py wants the count of one rank's block
+        block = (byte_buffer(result)[0], host.nbytes, MPI.BYTE)
+        yield self.comm.Iallgather(byte_buffer(host), block), (host, result)
+        self.copy_back(output, result)
+
+    def _all_gather_list(self, outputs: Sequence[Tensor], host: Tensor) -> Requests:
+        result, counts = self._flat_for(outputs), [output.nbytes for output in outputs]
+        yield self.comm.Iallgatherv(byte_buffer(host), [byte_buffer(result)[0], counts, MPI.BYTE]), (host, result)
+        unpack(result, outputs)
+
+    def _all_to_all(self, host: Tensor, send: list[int], result: Tensor, receive: list[int]) -> MPI.Request:
+        there, here = [byte_buffer(host)[0], send, MPI.BYTE], [byte_buffer(result)[0], receive, MPI.BYTE]
+        return self.comm.Ialltoallv(there, here)
+
+    def _reduce_scatter(self, output: Tensor, flat: Tensor, op: Any, counts: list[int] | None) -> Requests:
         reduction = reduction_of(output.dtype, op.op)
         flat = flat.view(reduction.view)
         wire = flat if reduction.is_direct else flat.to(reduction.wire, copy=True)
@@ -265,11 +315,11 @@ class MpiCollectives:
         send, receive = typed_buffer(wire, reduction.datatype), typed_buffer(part, reduction.datatype)
         if counts is None:
             block = (send[0], part.numel(), reduction.datatype)
-            self._wait(self.comm.Ireduce_scatter_block(block, receive, reduction.op), wire, part)
+            yield self.comm.Ireduce_scatter_block(block, receive, reduction.op), (wire, part)
         else:
             width = flat_result.numel() // output.numel() if output.numel() else 0
             numels = [count * width for count in counts]
-            self._wait(self.comm.Ireduce_scatter(send, receive, numels, reduction.op), wire, part)
+            yield self.comm.Ireduce_scatter(send, receive, numels, reduction.op), (wire, part)
         self._divide(part, reduction)
         if not direct:
             flat_result.copy_(part)
@@ -287,18 +337,23 @@ class MpiCollectives:
     def _split_bytes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         return [numel * tensor.itemsize for numel in self._arguments.split_sizes(tensor, splits)]
 
+    def _shared_group(self) -> SharedMemoryGroup:
+        options = self._options
+        return SharedMemoryGroup(
+            SharedLink(self.rank, self.size, self._gather_bytes, self._waits, progress_engine(os.getpid())),
+            SharedMemoryConfig(
+                is_enabled=options.shared_memory and not options.gpu_aware,
+                parts=options.shared_parts,
+                smallest_bytes=options.shared_bytes,
+                piece_bytes=options.shared_piece_bytes,
+            ),
+        )
 
-def _shared_group(comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> SharedMemoryGroup:
-    size = comm.Get_size()
+    def _gather_bytes(self, own: bytes) -> list[bytes]:
+        table = bytearray(len(own) * self.size)
 
-    def all_gather(own: bytes) -> list[bytes]:
-        table = bytearray(len(own) * size)
-        waits.request(comm.Iallgather(own, [table, len(own), MPI.BYTE]))
+        def steps() -> Requests:
+            yield self.comm.Iallgather(own, [table, len(own), MPI.BYTE]), ()
+
+        self._begin("the connection of shared memory", steps()).wait()
         return [bytes(table[start : start + len(own)]) for start in range(0, len(table), len(own))]
-
-    link = SharedLink(comm.Get_rank(), size, all_gather, waits, progress_engine(os.getpid()))
-    is_enabled = options.shared_memory and not options.gpu_aware
-    return SharedMemoryGroup(
-        link,
-        SharedMemoryConfig(is_enabled, options.shared_parts, options.shared_bytes, options.shared_piece_bytes),
-    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 from torch import Tensor, device, dtype
 from torch import distributed as dist
-from torch.cuda import is_available
+from torch.cuda import is_available, synchronize
 
 from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
@@ -23,9 +23,9 @@ from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
 from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import await_members, mismatch
-from ppe_ddp.backends.mpi.mpi_thread import communication_thread
 from ppe_ddp.backends.mpi.mpi_waits import Waits
-from ppe_ddp.backends.mpi.mpi_work import CombinedWork, FinishedWork
+from ppe_ddp.backends.mpi.mpi_work import CombinedWork
+from ppe_ddp.backends.mpi.progress_thread import progress_thread
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
 from ppe_ddp.backends.process_group.other_device_groups import group_over
 from ppe_ddp.backends.process_group.python_group import CollectiveGroup
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed import Work
+
+    from ppe_ddp.backends.process_group.python_work import PythonWork
 
 _FEWEST_TAGS = 32767  # that any MPI allows
 
@@ -99,14 +101,15 @@ class MpiProcessGroup(CollectiveGroup):
     Attributes:
         pg_options: What it was made with, for groups that shall be like it.
 
-    Collectives wait in the calling thread and are complete when they return, also with ``async_op=True``; except
-    all-reduces, reduce-scatters and all-gathers of what lies in memory from ``allocate_tensor``, which go on while
-    the caller does other things, and all of them with ``MpiOptions(thread=True)``. ``isend`` and ``irecv`` return at
-    once. All ranks make the same collectives in the same order, with the same sizes and dtypes. Not guaranteed: an
-    error where they differ; MPI then computes wrong numbers, or the wait ends at the timeout.
+    No call waits inside MPI. A collective with ``async_op=True``, and a message, is begun in the call and goes on in
+    every call and wait of this backend, on any group; with ``MpiOptions(thread=True)`` also in between, on a thread.
+    All ranks of a group make the same collectives in the same order, with the same sizes and dtypes; the order of
+    those on different groups is free. Not guaranteed: an error where sizes differ; MPI then computes wrong numbers, or
+    the wait ends at the timeout.
 
-    Every wait keeps going what is under way on all groups, and ends with an error when the group's timeout is over,
-    or when another rank gives the group up (``abort()``, an error of MPI, a timeout). The group is of no use then.
+    Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
+    (``abort()``, an error of MPI, a timeout). The group is of no use then. A wait that is interrupted (Ctrl-C) leaves
+    its collective under way.
 
     Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. What MPI cannot sum
     (float16, bfloat16, float8) is summed in float32 and rounded once.
@@ -128,7 +131,7 @@ class MpiProcessGroup(CollectiveGroup):
         self._waits = Waits(comm, place, seconds)
         self._mpi = MpiCollectives(comm, self._waits, options)
         self._over = self._mpi
-        self._thread = communication_thread(getpid()) if options.thread else None
+        self._thread = progress_thread(getpid()) if options.thread else None
         self._messages = MpiMessages(comm, self._mpi, self._waits)
         self._coalesced: list[Any] | None = None
         self._closed = False
@@ -193,10 +196,8 @@ class MpiProcessGroup(CollectiveGroup):
         if self._closed:
             return
         self._closed = True
-        if self._thread is not None:
-            self._thread.flush()
         with suppress(CommunicationError):  # one that was given up
-            self._mpi.shared.drain()
+            self._mpi.drain()
             self._waits.check("destroy_process_group")
         # Another would get the number of the communicator, and what is still under way in this one.
         if not self._waits.failure and not MPI.Is_finalized():
@@ -213,27 +214,17 @@ class MpiProcessGroup(CollectiveGroup):
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
         self._check_open(what)
-        if self._thread is None and len(calls) == 1:
-            call, *arguments = calls[0]
-            under_way = self._mpi.shared.start(call.__name__, result, *arguments)
-            if under_way is not None:
-                return self._noted(under_way)
-        if self._thread is not None:
-            if not any(tensor.is_cuda for tensor in tensors_in(calls)):
-                queued = partial(self._execute, what, calls)
-                return self._noted(self._thread.submit(queued, f"{self._call.place}: {what}", result))
-            self._thread.flush()  # CUDA's current stream is that of this thread
-        self._execute(what, calls)
-        return FinishedWork(result)
-
-    def _execute(self, what: str, calls: Sequence[tuple[Any, ...]]) -> None:
-        waits = self._waits
-        waits.what = what
-        try:
-            for call, *arguments in calls:
-                call(*arguments)
-        except MPI.Exception as error:
-            raise CommunicationError(f"{waits.place}: {what} over MPI failed: {error}") from error
+        is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(calls))
+        if is_on_cuda and self.pg_options.gpu_aware:
+            synchronize()  # MPI reads the memory as it is now
+        works = [call(*arguments) for call, *arguments in calls]
+        work: PythonWork = works[0] if len(works) == 1 else CombinedWork(works)
+        work.outputs = result
+        if is_on_cuda:
+            work.wait()  # a result comes back in the order of the stream that makes this call
+        elif self._thread is not None:
+            self._thread.wake()
+        return self._noted(work)
 
     def _check_open(self, what: str) -> None:
         if self._closed:

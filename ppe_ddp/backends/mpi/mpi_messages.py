@@ -15,8 +15,6 @@ from ppe_ddp.backends.mpi.mpi_work import MessageWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
@@ -48,7 +46,7 @@ class MpiMessages:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
         host = self._stage.host_memory(tensor)
         request = self._comm.Isend(byte_buffer(host), peer, self._checked(tag))
-        return self._work_for(request, [host], f"send to rank {peer} (tag {tag})")
+        return self._noted(MessageWork(request, [tensor], host, f"send to rank {peer} (tag {tag})", self._waits))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
         """Start receiving into ``tensor`` from rank ``peer``, or from anyone where it is None."""
@@ -56,7 +54,9 @@ class MpiMessages:
         source = MPI.ANY_SOURCE if peer is None else peer
         request = self._comm.Irecv(byte_buffer(host), source, self._checked(tag))
         what = f"receive from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
-        return self._work_for(request, [tensor], what, lambda: self._stage.copy_back(tensor, host))
+        message = MessageWork(request, [tensor], host, what, self._waits)
+        message.at_arrival = lambda: self._stage.copy_back(tensor, host)
+        return self._noted(message)
 
     def monitored_barrier(self, seconds: float, all_missing: bool) -> None:
         """Wait until every rank is here, or name those that are not.
@@ -94,10 +94,7 @@ class MpiMessages:
         for peer in range(1, size):
             self._comm.Isend(byte_buffer(nothing), peer, tag).Free()
 
-    def _work_for(
-        self, request: MPI.Request, tensors: list[Tensor], what: str, arrive: Callable[[], None] | None = None
-    ) -> MessageWork:
-        message = MessageWork(request, tensors, what, self._waits, arrive)
+    def _noted(self, message: MessageWork) -> MessageWork:
         while self._flying and self._flying[0].is_completed():
             self._flying.popleft()
         self._flying.append(message)

@@ -20,7 +20,7 @@ class MpiOptions:
         shared_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, for which
             messages are good, a 16th of the output. The same on every rank.
         shared_piece_bytes: What is larger goes through shared memory in pieces of this size. The same on every rank.
-        thread: Whether collectives on CPU tensors run on one communication thread, while the caller goes on. Gains over
+        thread: Whether a thread advances collectives on CPU tensors while the caller goes on. Gains over
             a slow network; costs a core, since MPI waits by spinning, and on one node it is slower.
         gpu_aware: Whether this MPI takes CUDA memory, so that CUDA tensors are handed to it as they are. Otherwise they
             are copied to pinned memory and back. A wrong True crashes.

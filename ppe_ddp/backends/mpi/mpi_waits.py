@@ -21,8 +21,6 @@ from ppe_ddp.errors import CommunicationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
 _NOTICE_BYTES = 1000  # short enough to leave without a receiver
 
 
@@ -36,7 +34,6 @@ class Waits:
 
     Attributes:
         failure: Why the group cannot be used any more; empty while it can.
-        what: The collective that is under way, for errors.
         at_failure: Called when the group is given up.
     """
 
@@ -44,34 +41,26 @@ class Waits:
         self.place = place
         self.timeout = timeout
         self.failure = ""
-        self.what = ""
         self.at_failure: list[Callable[[], None]] = []
         self._comm = comm
         self._tag = tag_limit(comm)
         self._lock = threading.Lock()
         self._progress = progress_engine(os.getpid())
 
-    def request(self, request: MPI.Request, *tensors: Tensor) -> None:
-        """Wait for a request of MPI that reads or writes ``tensors``.
-
-        Raises:
-            CommunicationError: The group was given up, by another rank or because the time is over.
-        """
-        try:
-            self.until(request.Test, self.what)
-        except BaseException as error:
-            self._progress.keep(request, tensors)
-            # whatever it was, the ranks are out of step here
-            self.give_up(f"{self.what} was left: {type(error).__name__}: {error}")
-            raise
-
-    def until(self, arrived: Callable[[], Any], what: str, absent: Callable[[], Sequence[int]] = tuple) -> None:
+    def until(
+        self,
+        arrived: Callable[[], Any],
+        what: str,
+        absent: Callable[[], Sequence[int]] = tuple,
+        seconds: float = 0.0,
+    ) -> None:
         """Wait until ``arrived()``.
 
         Args:
             arrived: Whether the wait is over.
             what: For errors.
             absent: The ranks that are waited for, as far as it is known.
+            seconds: How long at most, if positive: the group goes on after that, unlike after its own timeout.
 
         Raises:
             CommunicationError: The group was given up, by another rank or because the time is over.
@@ -80,7 +69,12 @@ class Waits:
 
         def look() -> None:
             self.check(what)
-            if monotonic() - start > self.timeout:
+            waited = monotonic() - start
+            if waited > seconds > 0.0:
+                raise CommunicationError(
+                    f"{self.place}: {what} is still under way after {seconds:g} s: the other rank did not call, or died"
+                )
+            if waited > self.timeout:
                 missing = absent()
                 who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
                 self.give_up(

@@ -39,6 +39,7 @@ class ProgressEngine:
         """Held while anything is advanced."""
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
+        self._is_advancing = False
         self._kept: list[tuple[MPI.Request, Any]] = []
         is_crowded = MPI.COMM_WORLD.Get_size() > len(os.sched_getaffinity(0))
         self._patience = _CROWDED_SECONDS if is_crowded else _SPIN_SECONDS
@@ -57,9 +58,21 @@ class ProgressEngine:
 
     def progress(self) -> None:
         """Do what can be done now, without waiting."""
-        if self._groups:
-            with self.lock:
+        if not self._groups:
+            return
+        with self.lock:
+            if self._is_advancing:  # a group that is advanced has called back
+                return
+            self._is_advancing = True
+            try:
                 self._groups = [group for group in self._groups if not group.advance()]
+            finally:
+                self._is_advancing = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to advance."""
+        return not self._groups
 
     def wait_until(self, arrived: Callable[[], Any], look: Callable[[], None]) -> None:
         """Advance everything until ``arrived()``; also MPI's own messages, for which others may wait.

@@ -13,12 +13,15 @@ class PythonWork(dist.Work):
     """A Work of which a subclass defines ``wait()`` and the questions about its state.
 
     Args:
-        result: What ``result()`` gives: the output tensors, or None.
+        outputs: The output tensors, or None.
+
+    Attributes:
+        outputs: What ``result()`` gives.
     """
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, outputs: Any = None) -> None:
         super().__init__()
-        self._result = result
+        self.outputs = outputs
 
     def synchronize(self) -> None:
         """Wait, as ``wait()`` does."""
@@ -30,4 +33,4 @@ class PythonWork(dist.Work):
 
     def result(self) -> Any:
         """The output tensors, to be read after ``wait()``."""
-        return self._result
+        return self.outputs

@@ -1,7 +1,7 @@
 """Collectives of one group in shared memory: decides which go there, connects the ranks, keeps the steps.
 
-Which do is an answer that all ranks come to alike, by the size and dtype of the whole. The ranks connect at the first
-collective that is large enough. The steps of a collective whose tensors lie in shared memory are kept, and run again
+Which do is an answer that all ranks come to alike, by the size and dtype of the whole. The ranks connect when the group
+is made. The steps of a collective whose tensors lie in shared memory are kept, and run again
 when it comes with the same memory, as in every training step. They are views of the reservation, not of what is
 allocated in it: they keep no tensor alive, and what is allocated there later may use them.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
+from ppe_ddp.backends.process_group.tensor_memory import overlap
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import (
     all_gather_steps,
@@ -45,17 +45,17 @@ class _Collective(NamedTuple):
 
     Attributes:
         steps: In order.
-        is_shared: Whether other ranks access its input where it lies.
         is_lasting: Whether all its tensors lie in shared memory, so that the steps can be kept.
     """
 
     steps: Iterable[Step]
-    is_shared: bool
     is_lasting: bool
 
 
 class SharedMemoryGroup:
     """All-reduces, and where ``config.parts`` reduce-scatters and all-gathers, of large tensors on one node.
+
+    Every rank makes it together.
 
     Args:
         link: The ranks of the group.
@@ -65,63 +65,49 @@ class SharedMemoryGroup:
     def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
         self._link = link
         self._config = config
-        self._is_connected = False
         self._memory: SharedMemory | None = None
         self._queue: StepQueue | None = None
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         if link.size > 1 and config.is_enabled:
+            self._memory = shared_memory()
+            self._queue = _connect(link, self._memory, config.piece_bytes)
+        if self._queue is not None:
             self._makers["all_reduce"] = self._all_reduce
             if config.parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     @property
     def is_open(self) -> bool:
-        """Whether collectives may go through shared memory; whether they do is known at the first of them."""
-        is_possible = self._queue is not None or not self._is_connected
-        return bool(self._makers) and is_possible and shared_memory() is not None
+        """Whether collectives go through shared memory: whether every rank reaches that of every other."""
+        return self._queue is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Shared memory for a tensor of zeros."""
-        memory = shared_memory()
-        assert memory is not None
-        return memory.allocate(numel, dtype)
+        assert self._memory is not None
+        return self._memory.allocate(numel, dtype)
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
         if self._queue is not None:
             self._queue.drain()
 
-    def start(self, what: str, result: Any, *arguments: Any) -> SharedMemoryWork | None:
-        """Begin a collective whose input this process holds in shared memory.
+    def start(self, what: str, *arguments: Any) -> SharedMemoryWork | None:
+        """Begin a collective of addressable tensors.
 
         Args:
             what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
-            result: What the Work's ``result()`` gives.
             *arguments: As a :class:`Transport` takes them.
 
         Returns:
             None where these tensors do not go through shared memory; nothing has happened then.
         """
         collective = self._collective(what, arguments)
-        if collective is None or not collective.is_shared:
+        if collective is None:
             return None
         queue = self._queue
         assert queue is not None
-        return SharedMemoryWork(queue, [queue.launch(step, arguments) for step in collective.steps], result)
-
-    def run(self, what: str, *arguments: Any) -> bool:
-        """Do a collective of plain tensors, and wait for it.
-
-        Returns:
-            False, with nothing done, where these tensors do not go through shared memory.
-        """
-        collective = self._collective(what, arguments)
-        if collective is None:
-            return False
-        assert self._queue is not None
-        self._queue.run(collective.steps, arguments)
-        return True
+        return SharedMemoryWork(self._link.waits, queue, queue.launch(collective.steps, arguments))
 
     def _collective(self, what: str, arguments: tuple[Any, ...]) -> _Collective | None:
         """The steps of a collective: kept ones where it came with the same memory before."""
@@ -133,7 +119,7 @@ class SharedMemoryGroup:
         key = (what, operation, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
         kept = self._kept.get(key)
         if kept is not None:
-            return kept if all(map(is_addressable, tensors)) else None
+            return kept
         made = make(operation, *tensors)
         if made is not None and made.is_lasting:
             if len(self._kept) >= _MOST_KEPT:
@@ -142,15 +128,15 @@ class SharedMemoryGroup:
         return made
 
     def _all_reduce(self, operation: Any, tensor: Tensor) -> _Collective | None:
-        if not self._admits(tensor, operation, tensor):
+        if not self._admits(tensor, operation):
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
         steps = all_reduce_steps(flat, operation, self._config.piece_bytes, is_shared=is_shared)
-        return _Collective(steps, is_shared, is_lasting=is_shared)
+        return _Collective(steps, is_lasting=is_shared)
 
     def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
-        if not self._admits(tensor, operation, tensor, output) or not self._sizes_match(output, tensor):
+        if not self._admits(tensor, operation) or not self._sizes_match(output, tensor):
             return None
         tensor = self._without_overlap(tensor, output, tensor)
         is_shared = self._is_shared(tensor)
@@ -158,19 +144,19 @@ class SharedMemoryGroup:
         part, flat = self._elements(is_lasting, output, tensor)
         rows = flat.view(self._link.size, -1)
         steps = reduce_scatter_steps(part, rows, operation, self._config.piece_bytes, is_shared=is_shared)
-        return _Collective(steps, is_shared, is_lasting)
+        return _Collective(steps, is_lasting)
 
     def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
         if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
             return None
-        if not self._admits(output, None, tensor, output) or not self._sizes_match(tensor, output):
+        if not self._admits(output, None) or not self._sizes_match(tensor, output):
             return None
         tensor = self._without_overlap(tensor, tensor, output)
         is_shared = self._is_shared(tensor)
         is_lasting = is_shared and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
         steps = all_gather_steps(flat.view(self._link.size, -1), share, self._config.piece_bytes, is_shared=is_shared)
-        return _Collective(steps, is_shared, is_lasting)
+        return _Collective(steps, is_lasting)
 
     def _is_shared(self, tensor: Tensor) -> bool:
         assert self._memory is not None
@@ -184,20 +170,14 @@ class SharedMemoryGroup:
         assert self._memory is not None
         return [self._memory.view_of(tensor) for tensor in flat]
 
-    def _admits(self, whole: Tensor, kind: Any, *tensors: Tensor) -> bool:
-        """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks, which connect."""
+    def _admits(self, whole: Tensor, kind: Any) -> bool:
+        """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks."""
         dtype = whole.dtype
         if whole.nbytes < self._config.smallest_bytes or (kind is not None and dtype is torch.bool):
             return False
         if dtype.is_complex and kind == _Kind.MAX:
             return False
-        if not supports(_real(dtype), _Kind.SUM if kind is None else kind):
-            return False
-        if not self._is_connected:
-            self._memory = shared_memory()
-            self._queue = _connect(self._link, self._memory, self._config.piece_bytes)
-            self._is_connected = True
-        return self._queue is not None and all(map(is_addressable, tensors))
+        return supports(_real(dtype), _Kind.SUM if kind is None else kind)
 
     def _sizes_match(self, part: Tensor, whole: Tensor) -> bool:
         return part.dtype is whole.dtype and part.numel() * self._link.size == whole.numel()

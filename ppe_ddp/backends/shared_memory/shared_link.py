@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-
-class FailableWaits(Protocol):
-    """The waits of one group: each ends with an error when a rank gives the group up, or the time is over.
-
-    Attributes:
-        place: Who and where, for errors.
-        failure: Why the group cannot be used any more; empty while it can.
-        at_failure: Called when the group is given up.
-    """
-
-    place: str
-    failure: str
-    at_failure: list[Callable[[], None]]
-
-    def until(self, arrived: Callable[[], Any], what: str, absent: Callable[[], Sequence[int]] = ...) -> None:
-        """Wait until ``arrived()``; ``absent`` gives the ranks that are waited for.
-
-        Raises:
-            CommunicationError: The group was given up, or the time is over.
-        """
-
-    def is_over(self) -> bool:
-        """Whether a rank has given the group up."""
-        ...
-
-    def check(self, what: str) -> None:
-        """Raise CommunicationError if a rank has given the group up."""
+    from ppe_ddp.backends.process_group.pending_work import FailableWaits
 
 
 class Progress(Protocol):

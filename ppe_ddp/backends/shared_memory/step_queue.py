@@ -5,7 +5,8 @@
     when all have: the step is complete
 
 A step is advanced in any call of the backend that this process makes; nothing happens in between. So a rank that
-has launched its bucket goes on with its backward, and waits for the others at the end.
+has launched its bucket goes on with its backward, and waits for the others at the end. A step whose tensor lies
+elsewhere is published once there is room to copy it into shared memory; what was launched after it waits behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
-from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
@@ -43,15 +43,17 @@ class LaunchedStep:
         tensors: What must not be freed before all ranks have done their part.
 
     Attributes:
+        is_staged: Whether its tensor is to be copied into shared memory, and the result back.
         error: What is wrong with it; empty while nothing is known.
     """
 
-    __slots__ = ("error", "number", "step", "tensors")
+    __slots__ = ("error", "is_staged", "number", "step", "tensors")
 
     def __init__(self, step: Step, number: int, tensors: Any) -> None:
         self.step = step
         self.number = number
         self.tensors = tensors
+        self.is_staged = step.shared is None
         self.error = ""
 
 
@@ -83,70 +85,51 @@ class StepQueue:
         self._own = controls[link.rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
-        self._complete = 0  # as far as this rank has seen
+        self._finished = 0  # complete on all ranks, as far as this rank has seen, and its result where it belongs
+        self._waiting: deque[LaunchedStep] = deque()  # to be published
         self._arriving: deque[LaunchedStep] = deque()
         # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
         self._held: deque[LaunchedStep] = deque()
-        self._staging: list[Tensor] = []
-        self._staged = [0] * _STAGES  # the last step that each stage was used for
+        self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, in turn
         self._scratch = Scratch()
         self._waits.at_failure.append(self._close)
 
-    def launch(self, step: Step, tensors: Any) -> LaunchedStep:
-        """Begin a step, whose memory is shared; ``tensors`` live until all ranks have done their part.
+    def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
+        """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
 
-        Every rank must call ``launch`` or ``run`` with steps of the same sizes and dtypes.
+        Every rank must call it with steps of the same sizes and dtypes.
+
+        Raises:
+            CommunicationError: The group was given up.
         """
-        if self._own[_CLOSED]:
-            self._waits.check(step.title)  # raises
-        number = self._launched + 1
-        self._wait_for(number - _PLACES, step.title)  # whose record is still to be read
-        self._launched = number
-        launched = LaunchedStep(step, number, tensors)
-        self._publish(launched)
-        self._progress.add(self)
+        with self._progress.lock:
+            launched = [LaunchedStep(step, self._launched + count, tensors) for count, step in enumerate(steps, 1)]
+            if self._own[_CLOSED]:
+                self._waits.check(launched[0].step.title)  # raises
+            self._launched += len(launched)
+            self._waiting.extend(launched)
+            self._progress.add(self)
         self._progress.progress()
         return launched
 
-    def run(self, steps: Iterable[Step], tensors: Any) -> None:
-        """Do the steps of a collective of tensors that lie anywhere in the host's memory, and wait for them."""
-        under_way: deque[LaunchedStep] = deque()
-        for index, step in enumerate(steps):
-            if len(under_way) == _STAGES:
-                self.finish(under_way.popleft())
-            if step.shared is None:
-                stage = index % _STAGES
-                self._wait_for(self._staged[stage], step.title)  # an error may have left it under way
-                step.stage(self._stage(stage), self._rank, self._size)
-                self._staged[stage] = self._launched + 1
-            under_way.append(self.launch(step, tensors))
-        while under_way:
-            self.finish(under_way.popleft())
-
-    def finish(self, launched: LaunchedStep) -> None:
-        """Wait for a step, and see that its result is where it belongs.
-
-        Raises:
-            CommunicationError: The ranks have launched different things.
-        """
-        self._wait_for(launched.number, launched.step.title)
-        if launched.error:
-            raise CommunicationError(launched.error)
-        self._progress.fence()
-        launched.step.finish(self._rank, self._size)
-
-    def has_ended(self, launched: LaunchedStep) -> bool:
-        """Whether a step is complete on all ranks, or never will be; does what can be done now."""
-        self._progress.progress()
-        return self._done() >= launched.number or self._waits.is_over()
+    def is_finished(self, launched: LaunchedStep) -> bool:
+        """Whether a step is complete on all ranks, and its result where it belongs."""
+        return self._finished >= launched.number
 
     def failure_of(self, launched: LaunchedStep) -> str:
         """Why a step has not ended well; empty if it has, or is under way."""
-        return launched.error or (self._waits.failure if self._done() < launched.number else "")
+        return launched.error or ("" if self.is_finished(launched) else self._waits.failure)
+
+    def absent(self, launched: LaunchedStep) -> list[int]:
+        """The ranks that have not come to a step; if all have, those that have not done their part."""
+        number = launched.number
+        late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
+        return late[0] or late[1]
 
     def drain(self) -> None:
         """Wait until every step is complete on all ranks."""
-        self._wait_for(self._launched, "destroy_process_group")
+        last = self._launched
+        self._waits.until(lambda: self._finished >= last, "destroy_process_group")
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
@@ -154,37 +137,62 @@ class StepQueue:
             if all(page[_CLOSED] for page in self._controls):
                 self._held.clear()
             return not self._held
-        arriving = self._arriving
-        while arriving and min([page[_ARRIVED] for page in self._controls]) >= arriving[0].number:
-            self._progress.fence()
-            self._act(arriving[0])
-            self._progress.fence()
-            self._own[_DONE] = arriving.popleft().number
-        done = self._done()
-        while self._held and self._held[0].number <= done:
-            self._held.popleft()
-        return not self._held
-
-    def _done(self) -> int:
-        """The last step that is complete on all ranks."""
-        self._complete = min([page[_DONE] for page in self._controls])
-        return self._complete
-
-    def _wait_for(self, number: int, what: str) -> None:
-        """Wait until a step is complete on all ranks."""
-        if self._complete < number and self._done() < number:
-            self._waits.until(lambda: self._done() >= number, what, lambda: self._absent(number))
-
-    def _absent(self, number: int) -> list[int]:
-        """The ranks that have not come to a step; if all have, those that have not done their part."""
-        late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
-        return late[0] or late[1]
+        try:
+            with torch.no_grad():
+                while self._publish_waiting() or self._act_on_arrived() or self._finish_done():
+                    pass
+        except Exception as error:  # such as a lack of memory: the others would wait for this rank's part
+            self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
+        return not self._held and not self._waiting
 
     def _close(self) -> None:
         """Take no part any more. What was under way stays in memory until nobody does."""
         with self._progress.lock:
+            self._waiting.clear()
             self._arriving.clear()
             self._own[_CLOSED] = 1
+
+    def _publish_waiting(self) -> bool:
+        """Publish what there is room for; whether there was something."""
+        count = len(self._waiting)
+        while self._waiting:
+            launched = self._waiting[0]
+            if launched.number - _PLACES > self._finished:  # whose record is still to be read
+                break
+            if launched.is_staged:
+                stage = self._free_stage()
+                if stage is None:
+                    break
+                launched.step.stage(stage, self._rank, self._size)
+                self._stages.append((launched.number, stage))
+            self._publish(self._waiting.popleft())
+        return len(self._waiting) < count
+
+    def _free_stage(self) -> Tensor | None:
+        if len(self._stages) < _STAGES:
+            return self._memory.allocate(self._piece_bytes, torch.uint8)
+        return self._stages.popleft()[1] if self._stages[0][0] <= self._finished else None
+
+    def _act_on_arrived(self) -> bool:
+        """Do this rank's part of what all have published; whether there was something."""
+        count = len(self._arriving)
+        while self._arriving and min([page[_ARRIVED] for page in self._controls]) >= self._arriving[0].number:
+            self._progress.fence()
+            self._act(self._arriving[0])
+            self._progress.fence()
+            self._own[_DONE] = self._arriving.popleft().number
+        return len(self._arriving) < count
+
+    def _finish_done(self) -> bool:
+        """Bring the results of what is complete on all ranks to where they belong; whether there was something."""
+        count, done = len(self._held), min([page[_DONE] for page in self._controls])
+        while self._held and self._held[0].number <= done:
+            launched = self._held.popleft()
+            if launched.is_staged and not launched.error:
+                self._progress.fence()
+                launched.step.finish(self._rank, self._size)
+            self._finished = launched.number
+        return len(self._held) < count
 
     def _publish(self, launched: LaunchedStep) -> None:
         step, own = launched.step, self._own
@@ -199,23 +207,17 @@ class StepQueue:
         self._progress.fence()
         own[_ARRIVED] = launched.number
 
-    def _stage(self, index: int) -> Tensor:
-        while len(self._staging) <= index:
-            self._staging.append(self._memory.allocate(self._piece_bytes, torch.uint8))
-        return self._staging[index]
-
     def _act(self, launched: LaunchedStep) -> None:
         step, record = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
         records = [page[record : record + _WIDTH].tolist() for page in self._controls]
-        with torch.no_grad():
-            if records != step.records:
-                if any(one[2:] != records[0][2:] for one in records):
-                    launched.error = self._mismatch(records)
-                    return
-                regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
-                step.prepare(regions, self._rank)
-                step.records = records
-            step.act(self._scratch)
+        if records != step.records:
+            if any(one[2:] != records[0][2:] for one in records):
+                launched.error = self._mismatch(records)
+                return
+            regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
+            step.prepare(regions, self._rank)
+            step.records = records
+        step.act(self._scratch)
 
     def _mismatch(self, records: list[list[int]]) -> str:
         each = ", ".join(f"rank {rank} {describe_record(*record[2:])}" for rank, record in enumerate(records))
