@@ -1,4 +1,4 @@
-"""The cases of test_two_wrappers.py over mpi4py; run under mpirun by that file.
+"""The cases of test_two_wrappers.py and test_own_communication.py over mpi4py; run under mpirun by the former.
 
 Prints on rank 0 how many have passed.
 """
@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import test_own_communication as own
 import test_two_wrappers as tests
 from ppe_ddp.backends.mpi import MpiOptions
 
@@ -23,11 +24,20 @@ def on_two_ranks():
     for options in tests.VARIANTS:
         yield lambda options=options: tests.test_another_order_on_each_rank.__wrapped__(options)
         yield lambda options=options: tests.test_one_rank_uses_only_one_of_them.__wrapped__(options)
+        yield lambda options=options: own.test_a_collective_in_a_hook_of_one_parameter.__wrapped__(options)
     yield tests.test_hooks_that_take_one_bucket_at_a_time.__wrapped__
     yield tests.test_repairs.__wrapped__
     yield tests.test_started_by_hand_in_another_order.__wrapped__
     for overlap in (True, False):
         yield lambda overlap=overlap: tests.test_megatron_wrappers.__wrapped__(overlap)
+    for slow in (0, 1):
+        yield lambda slow=slow: own.test_a_rank_communicates_while_the_other_is_in_backward.__wrapped__(slow)
+
+
+def on_three_ranks():
+    yield tests.test_one_rank_is_slow.__wrapped__
+    for options in tests.VARIANTS:
+        yield lambda options=options: own.test_all_to_all_in_backward.__wrapped__(options)
 
 
 def main():
@@ -36,7 +46,7 @@ def main():
     count = 0
     for options in OPTIONS:
         dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=30), pg_options=options)
-        cases = [*on_two_ranks()] if dist.get_world_size() == 2 else [tests.test_one_rank_is_slow.__wrapped__]
+        cases = [*on_two_ranks()] if dist.get_world_size() == 2 else [*on_three_ranks()]
         cases += [lambda seed=seed: tests.hold_random_models(seed) for seed in range(3)]
         for case in cases:
             case()
