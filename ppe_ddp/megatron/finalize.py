@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.megatron.ddp import DistributedDataParallel
+from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.shared_weights import position_embedding, word_embedding
 
 if TYPE_CHECKING:
