@@ -12,7 +12,7 @@ from torch import nn
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import Reference, Step, StepKind, Zeroing, perform
+from ppe_ddp.testing.steps import Reference, StepKind, TrainingStep, Zeroing, perform
 
 
 class Normed(nn.Module):
@@ -243,7 +243,7 @@ class Training:
             if change is not None and rank in changes:
                 change_some(module, change, Random(f"change {self.seed} {number}"))
             module.train(rank in trains)
-        step = Step(kind, Zeroing.NOTHING)
+        step = TrainingStep(kind, Zeroing.NOTHING)
         expected = list(self.reference.expectations(step, self.recipe, number))
         run = perform(step, self.wrapper, self.recipe, number, rank=self.rank, world_size=self.world_size)
         first = len(self.problems)

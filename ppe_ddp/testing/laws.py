@@ -27,7 +27,7 @@ from torch import nn
 
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
-from ppe_ddp.testing.recording import Collective, RecordedFunction, RecordedHook
+from ppe_ddp.testing.recording import RecordedBucket, RecordedFunction, RecordedHook
 from ppe_ddp.testing.steps import Expectation, Reference, perform
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Observation:
     problems: list[str] = field(default_factory=list)
     digests: list[dict[str, str]] = field(default_factory=list)
     buckets: list[list[tuple[tuple[str, ...], bool]]] = field(default_factory=list)
-    collectives: list[list[Collective]] = field(default_factory=list)
+    collectives: list[list[RecordedBucket]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ class _Observer:
         self._plugs = plugs
         self._rank = dist.get_rank(group)
         self._device = device
-        self._log: list[Collective] = []
+        self._log: list[RecordedBucket] = []
         self.seen = Observation(self._rank, f"{case} with {variant}")
         self.wrapper = self._wrap(group)
         self.module: nn.Module = self.wrapper.module

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.testing.models import Recipe
 
-__all__ = ["Expectation", "Reference", "Step", "StepKind", "Zeroing", "perform"]
+__all__ = ["Expectation", "Reference", "StepKind", "TrainingStep", "Zeroing", "perform"]
 
 
 class StepKind(enum.Enum):
@@ -71,7 +71,7 @@ class Zeroing(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One training step.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Actor:
 
 
 def perform(
-    step: Step,
+    step: TrainingStep,
     subject: Subject,
     recipe: Recipe,
     number: int,
@@ -323,7 +323,7 @@ class Reference:
                 _give_buffers(module_of_rank, buffers)
 
     def expectations(
-        self, step: Step, recipe: Recipe, number: int, device: torch.device | str = "cpu"
+        self, step: TrainingStep, recipe: Recipe, number: int, device: torch.device | str = "cpu"
     ) -> Iterator[Expectation]:
         """Do ``step`` as all ranks; yields after each synchronized backward."""
         count = len(self._copies)
