@@ -289,7 +289,7 @@ def test_destroying_gives_the_communicators_back(two):
 
 
 def test_the_stand_in_keeps_the_contract_of_cupys_nccl():
-    check_library(LIBRARY, "cpu", StandInDevice().fresh_stream(0).cuda_stream, lambda: None)
+    check_library(LIBRARY, "cpu", StandInDevice().make_stream(0).cuda_stream, lambda: None)
 
 
 @pytest.mark.parametrize("unique_id", [bytes(range(128)), tuple(range(-64, 64))], ids=["CuPy 14", "CuPy 13"])

@@ -154,7 +154,7 @@ class CheckpointedFirst(nn.Module):
 
 
 def keep_gradients_while_one_rank_is_late():
-    """On rank 1 gradients land before the mask is back, on rank 0, which begins after that, when it is."""
+    """On rank 1 gradients arrive before the mask is back, on rank 0, which begins after that, when it is."""
     wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False, bucket_cap_mb=0.000001)
     store, begun, exchange = dist.distributed_c10d._get_default_store(), [], MaskExchanger.exchange
 
@@ -173,11 +173,11 @@ def keep_gradients_while_one_rank_is_late():
             outer = loss.grad_fn.next_functions[0][0]
             before = len(begun)
             if dist.get_rank() == 0:
-                store.wait([f"landed in step {step}"])
+                store.wait([f"arrived in step {step}"])
                 outer.register_prehook(wait_for_the_mask)
             else:
                 (inner,) = (node for node, _ in outer.next_functions if "Checkpoint" in node.name())
-                inner.register_prehook(lambda _, step=step: store.set(f"landed in step {step}", ""))
+                inner.register_prehook(lambda _, step=step: store.set(f"arrived in step {step}", ""))
             loss.backward()
     return wrapper.module.inner.bias.grad
 

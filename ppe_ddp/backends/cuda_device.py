@@ -48,22 +48,22 @@ class Device(Protocol):
     def current(self) -> int:
         """The number of this thread's current device."""
 
-    def at(self, index: int) -> AbstractContextManager[Any]:
+    def make_current(self, index: int) -> AbstractContextManager[Any]:
         """Make a device current."""
 
     def current_stream(self, index: int | torch.device) -> Stream:
         """This thread's current stream of a device."""
 
-    def fresh_stream(self, index: int) -> Stream:
+    def make_stream(self, index: int) -> Stream:
         """A new stream."""
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream, and its device, current."""
 
-    def hold(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Keep a tensor's memory from being used again before ``stream`` is through with what it has now."""
 
-    def room(self, index: int) -> torch.device:
+    def torch_device(self, index: int) -> torch.device:
         """Where memory of a device is to be taken."""
 
     def is_capturing(self) -> bool:
@@ -80,7 +80,7 @@ class CudaDevice:
         """The number of this thread's current device."""
         return torch.cuda.current_device()
 
-    def at(self, index: int) -> AbstractContextManager[Any]:
+    def make_current(self, index: int) -> AbstractContextManager[Any]:
         """Make a device current."""
         return torch.cuda.device(index)
 
@@ -88,19 +88,19 @@ class CudaDevice:
         """This thread's current stream of a device."""
         return torch.cuda.current_stream(index)
 
-    def fresh_stream(self, index: int) -> Stream:
+    def make_stream(self, index: int) -> Stream:
         """A new stream."""
         return torch.cuda.Stream(index)
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream, and its device, current."""
         return torch.cuda.stream(stream)
 
-    def hold(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Keep a tensor's memory from being used again before ``stream`` is through with what it has now."""
         tensor.record_stream(stream)
 
-    def room(self, index: int) -> torch.device:
+    def torch_device(self, index: int) -> torch.device:
         """Where memory of a device is to be taken."""
         return torch.device("cuda", index)
 

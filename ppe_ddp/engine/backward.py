@@ -21,7 +21,7 @@ class Phase(enum.Enum):
     """How far a backward is."""
 
     BEGUN = enum.auto()
-    """Gradients land; nothing was said to the other ranks yet."""
+    """Gradients arrive; nothing was said to the other ranks yet."""
     NEGOTIATING = enum.auto()
     """The mask is under way."""
     LAUNCHING = enum.auto()
@@ -70,10 +70,10 @@ class Backward:
     Attributes:
         is_manual: The same.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
-            expected here and has not landed. None while the mask is not made before backward is over.
-        unexpected: Parameters whose gradient landed without being expected, or once more.
-        arrivals: Parameters in the order in which their gradients landed.
-        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
+            expected here and has not arrived. None while the mask is not made before backward is over.
+        unexpected: Parameters whose gradient arrived without being expected, or once more.
+        arrivals: Parameters in the order in which their gradients arrived.
+        late: Gradients that arrived after their bucket had left, or that no rank expected, by parameter index.
         dropped: How many forwards of this rank had no backward so far.
         averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None when the graph task that this belongs to is gone.

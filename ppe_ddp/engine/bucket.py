@@ -9,7 +9,7 @@
 Names, parameters and layout are made once. Memory is lent from launch to finish only, because averages may be views
 of it: another backward may have the same plan while those of the first are alive.
 
-A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that lands in the
+A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that arrives in the
 meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is under way.
 """
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 # More than a gradient has in one backward: several where reentrant checkpoints reach a parameter more than once.
-_MORE_LANDINGS = 200
+_MORE_ARRIVALS = 200
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class BucketSynchronizer(Synchronizer):
 
     @property
     def ticks(self) -> Collection[int]:
-        """Parameters at whose landing it is worth looking what may be launched."""
+        """Parameters at whose arrival it is worth looking what may be launched."""
         return self.negotiation.planner.ticks
 
     @property
@@ -116,7 +116,7 @@ class BucketSynchronizer(Synchronizer):
         return self.gradients.buffers.nbytes
 
     def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Carry the gradients of ``module_state`` from now on, which land on these streams (None: on CPUs)."""
+        """Carry the gradients of ``module_state`` from now on, which arrive on these streams (None: on CPUs)."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.arm(module_state)
         self._module_state = module_state
@@ -158,17 +158,17 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
 
     def ask(self, backward: Backward) -> None:
-        """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already.
+        """Start to agree on the gradients: those that will arrive, and those that are in ``.grad`` already.
 
-        One rank alone has nothing to agree on: its own are averages as they land.
+        One rank alone has nothing to agree on: its own are averages as they arrive.
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
         if self.reduction.idle:
-            landed = bytearray(self._nothing)
+            arrived = bytearray(self._nothing)
             for i in backward.arrivals:
-                landed[i] = 1
-            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(landed)
+                arrived[i] = 1
+            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
             backward.recorder.agreed_at = perf_counter_ns()
             return
         self._groups.renew(self.reduction.progress)
@@ -178,14 +178,16 @@ class BucketSynchronizer(Synchronizer):
             local = self.sharded_parameters.with_shards(local)
         backward.recorder.local = local
         if backward.waiting is not None:
-            for i in self.gradients.shared:  # what lands in one lands in the other: they leave when backward is over
-                backward.waiting[i] += _MORE_LANDINGS
+            for (
+                i
+            ) in self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
+                backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
             backward.exchange = self.negotiation.ask(local, not backward.silent)
         backward.buffers = self.negotiation.buffers()
         backward.negotiate()
 
-    def landed(self, indices: Sequence[int]) -> None:
+    def on_accumulated(self, indices: Sequence[int]) -> None:
         """Leave them in ``.grad`` until their bucket leaves."""
 
     def is_agreed(self, backward: Backward) -> bool:
@@ -296,7 +298,7 @@ class BucketSynchronizer(Synchronizer):
         )
 
     def _late(self, backward: Backward) -> dict[int, Tensor]:
-        """Gradients that landed after their bucket had left, or that no rank expected; taken out of ``.grad``."""
+        """Gradients that arrived after their bucket had left, or that no rank expected; taken out of ``.grad``."""
         if backward.silent:
             return {}
         found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)

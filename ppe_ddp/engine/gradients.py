@@ -28,7 +28,7 @@ class Gradients:
     Args:
         module_state: The parameters.
         allocate: Makes the memory of buckets.
-        streams: Those that gradients land on; None on CPUs.
+        streams: Those that gradients arrive on; None on CPUs.
     """
 
     def __init__(self, module_state: ModuleState, allocate: Allocator, streams: GradientStreams | None) -> None:
@@ -79,7 +79,7 @@ class Gradients:
                 gradient = gradient.clone()
             taken.append(gradient)
         if self._streams is not None:
-            self._streams.follow(taken)
+            self._streams.wait_for_gradients(taken)
         for k, i in enumerate(indices):
             gradient = taken[k]
             if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:

@@ -27,7 +27,7 @@ class LaunchSchedule(Generic[B]):
     Args:
         plan: What to send.
         buckets: Those of the plan.
-        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
+        waiting: One byte a parameter: whether its gradient is expected here and has not arrived.
         prepare: Called with a bucket right before it is launched: puts this rank's gradients in.
         one_at_a_time: Whether a bucket must not leave before the one ahead of it has come back.
         repair: Whether this is a second round.
@@ -60,7 +60,7 @@ class LaunchSchedule(Generic[B]):
         self._previous: B | None = None
         self._missing = [sum(map(waiting.__getitem__, bucket.members)) for bucket in plan.buckets]
 
-    def landed(self, index: int) -> None:
+    def mark_arrived(self, index: int) -> None:
         """Count the gradient of parameter ``index`` as there."""
         k = self.plan.bucket_of[index]
         self._missing[k] -= 1
@@ -76,7 +76,7 @@ class LaunchSchedule(Generic[B]):
                 self._launch()
 
     def launch_all(self) -> Steps:
-        """Launch what is left, step by step: no gradient will land any more."""
+        """Launch what is left, step by step: no gradient will arrive any more."""
         while self._gone < len(self.buckets):
             previous = self._previous
             if self._one_at_a_time and previous is not None:

@@ -1,7 +1,7 @@
 """The life of one backward: begin, negotiate, launch, finish, repair.
 
     a hook on an output, or the first gradient      begin: ask autograd what it will reach; send the mask
-    each gradient that lands                        answer there? then plan; launch buckets that are complete
+    each gradient that arrives                      answer there? then plan; launch buckets that are complete
     the end of backward                             launch the rest; vote; wait; hand over; repair if voted
 
 Everything here is local and says when; what is said to the other ranks is in ``bucket_synchronizer.py``.
@@ -74,9 +74,9 @@ class Reducer(Generic[C]):
         self._overlap = overlap
         self._wrapper = wrapper
         self._sync_hooks = sync_hooks
-        self._lock = threading.RLock()  # CUDA backwards land gradients from a thread a device
+        self._lock = threading.RLock()  # in a CUDA backward, hooks are called by one thread a device
         self._backward: Backward | None = None
-        self._standby: Callable[[], EndOfBackward | None] = lambda: None
+        self._end_callback: Callable[[], EndOfBackward | None] = lambda: None
         self._started: Completion | None = None
         self._forwards = Forwards()
         self._last: Recorder | None = None
@@ -96,7 +96,7 @@ class Reducer(Generic[C]):
         self.synchronizer.arm(module_state, self._streams)
         self.is_displaced = False
         owner = weakref.ref(self)
-        self._grad_hooks = GradHooks(self._parameters, Reducer._landed, owner)
+        self._grad_hooks = GradHooks(self._parameters, Reducer._on_grad_accumulated, owner)
         self._user_grad_hooks = UserGradHooks(self._parameters, partial(_is_synchronizing, owner))
 
     def displaced(self) -> None:
@@ -128,12 +128,12 @@ class Reducer(Generic[C]):
         """Put right what an aborted backward has left. Whether none is under way now, so that much may change."""
         backward = self._running()
         if self._grad_hooks is not None:
-            self._grad_hooks.wake()
+            self._grad_hooks.stop_recording()
         return backward is None
 
     def before_forward(self) -> None:
         """Find hooks that the user has added since the last forward."""
-        self._user_grad_hooks.keep_back()
+        self._user_grad_hooks.defer()
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
         """Let backward begin when it gets to any of ``outputs``, those of one forward of the module."""
@@ -146,15 +146,15 @@ class Reducer(Generic[C]):
                     self._begin()
 
     @staticmethod
-    def _landed(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
-        """The gradient of parameter ``index`` has landed in its ``.grad``."""
+    def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
+        """The gradient of parameter ``index`` has arrived in its ``.grad``."""
         self = owner()
         if self is None:
             return
         if self._streams is not None:
-            self._streams.landed(index)
+            self._streams.note_stream(index)
         if not self.enabled:
-            self._landed_unsynchronized(index)
+            self._on_unsynchronized_grad(index)
             return
         with self._lock:
             backward = self._backward
@@ -164,7 +164,7 @@ class Reducer(Generic[C]):
                 return
             if backward.is_manual:
                 self._refuse(index)
-            self._count(backward, index)
+            self._count_arrived(backward, index)
             if backward.waiting is None:
                 return  # negotiated when backward is over
             try:
@@ -176,30 +176,30 @@ class Reducer(Generic[C]):
                 if not self.synchronizer.put_off(backward, error):
                     self._fail(backward, error)
 
-    def _landed_unsynchronized(self, index: int) -> None:
+    def _on_unsynchronized_grad(self, index: int) -> None:
         with self._lock:
             if self._backward is not None:
                 self._running()
-            self.synchronizer.landed((index,))
+            self.synchronizer.on_accumulated((index,))
 
-    def _count(self, backward: Backward, *indices: int) -> None:
-        """Take note that the quiet gradients, and those of ``indices``, have landed."""
+    def _count_arrived(self, backward: Backward, *indices: int) -> None:
+        """Count the gradients that were recorded, and those of ``indices``, as arrived."""
         assert self._grad_hooks is not None
-        landed = [*self._grad_hooks.noted(), *indices]
-        backward.arrivals += landed
+        arrived = [*self._grad_hooks.take_recorded(), *indices]
+        backward.arrivals += arrived
         waiting = backward.waiting
         if waiting is None:
             return
         expected: list[int] = []
-        for i in landed:
+        for i in arrived:
             if not waiting[i]:
                 backward.unexpected.append(i)
                 continue
             waiting[i] -= 1
             expected.append(i)
             if backward.schedule is not None:
-                backward.schedule.landed(i)
-        self.synchronizer.landed(expected)
+                backward.schedule.mark_arrived(i)
+        self.synchronizer.on_accumulated(expected)
 
     def _refuse(self, index: int) -> NoReturn:
         between = "between start_grad_sync() and finish_grad_sync(); finish first"
@@ -221,29 +221,29 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ begin and launch
 
-    def _begin(self, landed: int | None = None) -> Backward | None:
+    def _begin(self, arrived: int | None = None) -> Backward | None:
         """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
         reached = self._reached_parameters.indices()
-        if landed is not None and not reached:  # our nodes were not those that autograd uses
+        if arrived is not None and not reached:  # our nodes were not those that autograd uses
             self._look_up(range(len(self._parameters)))
             reached = self._reached_parameters.indices()
         assert self._grad_hooks is not None
-        callback = self._standby()
+        callback = self._end_callback()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
-            self._standby = weakref.ref(callback, self._grad_hooks.wake)
+            self._end_callback = weakref.ref(callback, self._grad_hooks.stop_recording)
             at_end_of_backward(callback)
         if not reached:
             # or nothing yet: reentrant checkpoints have graph tasks of their own; the first begins, all end with this
             return None
         self.groups.check()
-        if self._streams is not None and self._streams.are_captured():
+        if self._streams is not None and self._streams.is_capturing():
             raise UnusableError(
                 f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
                 "anew, which a replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
             )
         backward = Backward(self._names)
-        backward.alive = self._standby
+        backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
         if self._overlap and not (self._sync_hooks or self.synchronizer.idle or self.synchronizer.is_closed):
@@ -252,22 +252,22 @@ class Reducer(Generic[C]):
                 backward.waiting[i] = 1
             self.synchronizer.ask(backward)
             ticks = self.synchronizer.ticks
-            self._quieten([i for i in reached if i not in ticks])
+            self._start_recording([i for i in reached if i not in ticks])
         else:
-            self._quieten(reached)
+            self._start_recording(reached)
         return backward
 
-    def _quieten(self, indices: Sequence[int]) -> None:
-        """Only note the landings of these, save those whose stream is still to be seen."""
+    def _start_recording(self, indices: Sequence[int]) -> None:
+        """Only record the arrivals of these, except where a hook must still find out the stream."""
         assert self._grad_hooks is not None
-        known = indices if self._streams is None else [i for i in indices if self._streams.knows(i)]
-        self._grad_hooks.quieten(known)
+        known = indices if self._streams is None else [i for i in indices if self._streams.knows_stream(i)]
+        self._grad_hooks.start_recording(known)
 
     def _look_up(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
         self._reached_parameters.refresh(indices)
         if self._streams is not None:
-            self._streams.forget(indices)
+            self._streams.forget_streams(indices)
 
     # ------------------------------------------------------------------ finish
 
@@ -282,7 +282,7 @@ class Reducer(Generic[C]):
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put back what there was and let the error out."""
         try:
-            self._wake(backward)
+            self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
                 self._call_sync_hooks(backward)
                 self.synchronizer.ask(backward)
@@ -311,12 +311,12 @@ class Reducer(Generic[C]):
         self._last = backward.recorder
         self._backward = None
 
-    def _wake(self, backward: Backward) -> None:
-        """Backward is over: count what has landed quietly, and listen to every landing again."""
+    def _end_arrivals(self, backward: Backward) -> None:
+        """Backward is over: count the arrivals that were recorded, and let every hook call again."""
         backward.recorder.backward_at = perf_counter_ns()
         if self._grad_hooks is not None and not backward.is_manual:
-            self._grad_hooks.wake()
-            self._count(backward)
+            self._grad_hooks.stop_recording()
+            self._count_arrived(backward)
 
     def _call_sync_hooks(self, backward: Backward) -> None:
         for hook in () if backward.silent else list(self._sync_hooks.values()):
@@ -377,7 +377,7 @@ class Reducer(Generic[C]):
             return
         backward.abort()
         try:
-            self._wake(backward)
+            self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
                 self.synchronizer.ask(backward)
             yield from self._complete(backward)
@@ -390,7 +390,7 @@ class Reducer(Generic[C]):
 
 
 def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
-    """Whether the average of a gradient that has landed now is still to come."""
+    """Whether the average of a gradient that has arrived now is still to come."""
     self = owner()
     backward = None if self is None or not self.enabled else self._backward
     return backward is not None and backward.phase is not Phase.FAILED

@@ -1,6 +1,6 @@
 """What a :class:`~ppe_ddp.engine.reducer.Reducer` needs of whoever talks to the other ranks for it.
 
-The reducer knows when: a backward begins, gradients land, it is over. A synchronizer knows what is said then, and where
+The reducer knows when: a backward begins, gradients arrive, it is over. A synchronizer knows what is said then, and where
 the gradients lie. It is apart because there are two: gradients in ``.grad``, packed anew for each backward
 (``bucket_synchronizer.py``), and gradients in buffers that stay (``ppe_ddp.megatron``).
 """
@@ -38,7 +38,7 @@ class Synchronizer(ABC):
     @property
     @abstractmethod
     def ticks(self) -> Collection[int]:
-        """Parameters at whose landing it is worth looking what may be launched."""
+        """Parameters at whose arrival it is worth looking what may be launched."""
 
     @property
     @abstractmethod
@@ -57,11 +57,11 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Carry the gradients of ``module_state`` from now on, which land on these streams (None: on CPUs)."""
+        """Carry the gradients of ``module_state`` from now on, which arrive on these streams (None: on CPUs)."""
 
     @abstractmethod
-    def landed(self, indices: Sequence[int]) -> None:
-        """These have landed in ``.grad``: expected ones, or in a backward that is not synchronized."""
+    def on_accumulated(self, indices: Sequence[int]) -> None:
+        """These have arrived in ``.grad``: expected ones, or in a backward that is not synchronized."""
 
     @abstractmethod
     def ask(self, backward: Backward) -> None:
@@ -77,7 +77,7 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def complete(self, backward: Backward) -> Steps:
-        """Launch what is left, step by step: no gradient of this backward will land any more."""
+        """Launch what is left, step by step: no gradient of this backward will arrive any more."""
 
     @abstractmethod
     def put_back(self, backward: Backward) -> None:

@@ -31,7 +31,7 @@ class BucketTrace:
     Attributes:
         parameters: The names of the parameters in it.
         nbytes: Bytes of its gradients, as sent by this rank (for a sparse one: indices and values).
-        ready_ns: When the last of its gradients that exist here had landed.
+        ready_ns: When the last of its gradients that exist here had arrived.
         launch_ns: When its launch began: packing its gradients, and handing them to the transport.
         launched_ns: When that was over and this thread went on. What lies between the two is the host's own time
             for the bucket, and all of its communication where the function or the transport blocks.

@@ -109,7 +109,7 @@ class BufferSynchronizer(Synchronizer):
         """Only take the streams: the buffers are made for one module_state."""
         self.gradients.streams = streams
 
-    def landed(self, indices: Sequence[int]) -> None:
+    def on_accumulated(self, indices: Sequence[int]) -> None:
         """Add these to ``main_grad``; what is still on its way there comes back first."""
         if self._settling is not None:
             self.settle()
@@ -243,7 +243,7 @@ class BufferSynchronizer(Synchronizer):
 
     def _prepare(self, bucket: BufferBucket) -> None:
         bucket.reopen()
-        # What landed here though no rank expected it waits for the second round, of which all ranks know.
+        # What arrived here though no rank expected it waits for the second round, of which all ranks know.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._check_finite:
             self.step_status.found(bucket.non_finite())
@@ -295,7 +295,7 @@ class _OnTheWay:
         backward: Whose gradients these are.
         schedule: The buckets that have left.
         votes: One a reduction_group: what came late and went wrong.
-        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
+        late: Gradients that arrived after their bucket had left, or that no rank expected, by parameter index.
     """
 
     backward: Backward

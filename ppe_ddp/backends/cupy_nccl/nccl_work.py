@@ -135,7 +135,7 @@ class NcclWork(PythonWork):
             stream = self._operation.events[0][0].stream
             for _, event in self._operation.events[1:]:
                 stream.wait_event(event)
-            with self._device.on(stream):
+            with self._device.use_stream(stream):
                 future.set_result(self.outputs)
             self._future = future
         return self._future
