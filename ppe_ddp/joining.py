@@ -75,7 +75,7 @@ class DdpJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one step of the others, with nothing to give."""
-        self._settle()
+        self._wait_for_step()
         if self._reducer is not None:
             # On a thread, since several wrappers may have joined: the others finish theirs in another order.
             self._step = self._thread.submit(self._take_part, self._reducer)
@@ -85,14 +85,14 @@ class DdpJoinHook(JoinHook):
         if _any_synchronizes(reducer):
             reducer.finish(silent=True)
 
-    def _settle(self) -> None:
+    def _wait_for_step(self) -> None:
         if self._step is not None:
             self._step.result()
             self._step = None
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that went on to the end."""
-        self._settle()
+        self._wait_for_step()
         self._thread.shutdown()
         reducer = self._reducer
         if reducer is None:

@@ -236,7 +236,7 @@ class Training:
         title += f"{change and change.__name__} by {list(changes)}, training {list(trains)}"
         self.detach()
         self.keep()
-        self.reference.follow(self.module)
+        self.reference.copy_state(self.module)
         for rank, module in [*enumerate(self.reference.copies), (self.rank, self.module)]:
             if rank in clears:
                 clear(module, self.optimizer if module is self.module else None)

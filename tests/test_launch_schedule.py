@@ -35,7 +35,7 @@ class Written:
     def is_complete(self):
         return not self.under_way
 
-    def settle(self):
+    def wait(self):
         self.log.append(f"settle {self.plan.index}")
         self.under_way = False
 

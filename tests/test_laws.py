@@ -111,7 +111,7 @@ def test_every_step_in_turn_on_a_model_of_every_layer(request, world, variants):
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
 def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
     recipe = Recipe(2, (LayerRecipe(Kind.LINEAR), LayerRecipe(kind), LayerRecipe(kind)), heads=2, common_path=True)
-    kinds = [kind for kind in StepKind if Case(recipe, (TrainingStep(kind),)).fits(Variant(negotiate=False))]
+    kinds = [kind for kind in StepKind if Case(recipe, (TrainingStep(kind),)).supports(Variant(negotiate=False))]
     steps = tuple(TrainingStep(kind, zeroing) for kind, zeroing in zip(kinds, itertools.cycle(Zeroing), strict=False))
     variants = [variant for variant in Variant.every(common_path=True) if not variant.negotiate]
     assert_laws(two_ranks, Case(recipe, steps), variants=variants)

@@ -253,7 +253,7 @@ class _BackendComparison:
 
     def _block(self, function: Callable[[], Any], group: ProcessGroup, calls: int) -> float:
         """Seconds a call."""
-        self._platform.settle()
+        self._platform.synchronize()
         dist.barrier(group)
         start = self._platform.clock()
         for _ in range(calls):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_TICK_BYTES = 1 << 16
+_TRIGGER_BYTES = 1 << 16
 _BUCKET_CAP_MB = 4.0
 _GPU_BUCKET_CAP_MB = 25.0  # torch's
 _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
@@ -254,7 +254,7 @@ class Planner:
         """The number of plans kept."""
         return len(self._plans)
 
-    def unlearned(self, present: bytes) -> bool:
+    def has_unlearned(self, present: bytes) -> bool:
         """Whether ``present`` has a parameter whose place in the order is still a guess.
 
         Never for fixed buckets, which another order would fill with other parameters.
@@ -275,13 +275,13 @@ class Planner:
 
     def _set_order(self, order: list[int]) -> None:
         self.order = order
-        self.ticks: set[int] = set()
+        self.launch_triggers: set[int] = set()
         """Parameters at whose gradients' arrival to look for buckets to launch: about one every 64 KiB."""
         size = 0
         for i in order:
             size += self.specs[i].nbytes
-            if size >= _TICK_BYTES:
-                self.ticks.add(i)
+            if size >= _TRIGGER_BYTES:
+                self.launch_triggers.add(i)
                 size = 0
 
 

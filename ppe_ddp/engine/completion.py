@@ -91,7 +91,7 @@ class Completion:
         self._steps = steps
         self._lock = lock
         self._then = then
-        self._probe: Probe | None = _at_once
+        self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
         self.is_over = False
@@ -152,7 +152,7 @@ class Completion:
         finally:
             self._is_running = False
             if self.is_over:
-                self._probe = _at_once  # a probe keeps its Work, and that the connection
+                self._probe = _always  # a probe keeps its Work, and that the connection
 
     def close(self) -> None:
         """Abandon it: the steps see a GeneratorExit where they are."""
@@ -169,7 +169,7 @@ class Completion:
             return True  # its own wait says what is wrong
 
     @property
-    def is_known(self) -> bool:
+    def can_be_polled(self) -> bool:
         """Whether it can be asked so."""
         return self._probe is not None
 
@@ -243,7 +243,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
                 left = [completion for completion in waiting if completion in completions]
                 # One that cannot be asked has to wait by itself. So has one whose transport keeps silent for longer
                 # than it may take: its own wait says why.
-                ready = [completion for completion in left if not completion.is_known or pause.is_over][:1]
+                ready = [completion for completion in left if not completion.can_be_polled or pause.is_over][:1]
             if not ready:
                 pause.sleep()
                 continue
@@ -280,5 +280,5 @@ class _Pause:
         self._nap = min(2 * self._nap, _LONGEST_NAP)
 
 
-def _at_once() -> bool:
+def _always() -> bool:
     return True

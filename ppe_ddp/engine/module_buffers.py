@@ -55,10 +55,10 @@ def broadcasting_buffers(
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
         if not torch.equal(buffers[k], received[k]):
-            _give(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
+            _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 
-def _give(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
+def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
     """Let the modules at ``places`` have ``values`` where they have ``buffer``, which some graph needs.
 
     Args:

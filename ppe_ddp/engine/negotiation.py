@@ -53,7 +53,7 @@ class Negotiation:
         self._count = 0
         self._generation = groups.generation
 
-    def arm(self, module_state: ModuleState) -> None:
+    def use_module(self, module_state: ModuleState) -> None:
         """Negotiate about the parameters of ``module_state`` from now on."""
         self._module_state = module_state
         self.planner = Planner(module_state.specs, self._packing)
@@ -90,7 +90,7 @@ class Negotiation:
         """The module's buffers, if the ranks must agree on them; else an empty list."""
         return list(self._module_state.buffers().values()) if self._with_buffers else []
 
-    def ask(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> MaskExchange:
+    def start(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
         Args:
@@ -101,7 +101,7 @@ class Negotiation:
         """
         groups = self._groups
         if self._generation != groups.generation:
-            self._begin_anew()
+            self._restart()
         if not is_vote:
             groups.step += 1
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
@@ -110,15 +110,15 @@ class Negotiation:
         digest = fingerprint([self._current_digest(None if is_vote else local).hex(), self._place])
         return self._exchanger.exchange(digest, local, bytes(bits))
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Forget the learned order: after a failure some ranks may have learned it and others not."""
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
         self._count = 0
-        self.arm(self._module_state)
+        self.use_module(self._module_state)
 
-    def answer(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
-        """Wait for the result of :meth:`ask`.
+    def finish(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
+        """Wait for the result of :meth:`start`.
 
         Raises:
             DisagreementError: On every rank, if their modules or options differ by now.
@@ -137,7 +137,7 @@ class Negotiation:
         count = len(self._module_state.specs)
         if self._count & (self._count - 1) or self._groups.world_size == 1:
             return
-        if not self.planner.unlearned(recorder.agreed):
+        if not self.planner.has_unlearned(recorder.agreed):
             return
         # In memory that the transport prefers: others may block where they are given any other.
         sums = allocator(self._groups.control)(2 * count, torch.int64, torch.device("cpu")).zero_().view(2, count)

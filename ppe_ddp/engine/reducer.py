@@ -24,7 +24,7 @@ from ppe_ddp.engine.reached_parameters import ReachedParameters
 from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
-from ppe_ddp.engine.unused_forwards import Forwards
+from ppe_ddp.engine.unused_forwards import ForwardCounter
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Reducer(Generic[C]):
         self._backward: Backward | None = None
         self._end_callback: Callable[[], EndOfBackward | None] = lambda: None
         self._started: Completion | None = None
-        self._forwards = Forwards()
+        self._forwards = ForwardCounter()
         self._last: Recorder | None = None
         self._grad_hooks: GradHooks | None = None
         self._streams: GradientStreams | None = None
@@ -86,29 +86,29 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ what there is to synchronize
 
-    def arm(self, module_state: ModuleState) -> None:
+    def use_module(self, module_state: ModuleState) -> None:
         """Take over the parameters of ``module_state`` and leave all others alone."""
-        self.disarm()
+        self.remove_hooks()
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
         self._reached_parameters = ReachedParameters(module_state.parameters)
         self._streams = GradientStreams.of(self._parameters)
-        self.synchronizer.arm(module_state, self._streams)
+        self.synchronizer.use_module(module_state, self._streams)
         self.is_displaced = False
         owner = weakref.ref(self)
         self._grad_hooks = GradHooks(self._parameters, Reducer._on_grad_accumulated, owner)
         self._user_grad_hooks = UserGradHooks(self._parameters, partial(_is_synchronizing, owner))
 
     def displaced(self) -> None:
-        """Another wrapper has taken over some of the parameters; :meth:`arm` takes them back."""
+        """Another wrapper has taken over some of the parameters; :meth:`use_module` takes them back."""
         self.is_displaced = True
 
     def __del__(self) -> None:
-        self.disarm()
+        self.remove_hooks()
         if self._backward is None:
             self.groups.release()
 
-    def disarm(self) -> None:
+    def remove_hooks(self) -> None:
         """Take our hooks off the parameters."""
         if self._grad_hooks is not None:
             self._grad_hooks.remove()
@@ -137,9 +137,9 @@ class Reducer(Generic[C]):
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
         """Let backward begin when it gets to any of ``outputs``, those of one forward of the module."""
-        self._forwards.watch(outputs, self._sign, counts=is_training and self.enabled)
+        self._forwards.watch(outputs, self._on_output_gradient, counts=is_training and self.enabled)
 
-    def _sign(self) -> None:
+    def _on_output_gradient(self) -> None:
         if self.enabled:
             with self._lock:
                 if self._running() is None:
@@ -163,17 +163,17 @@ class Reducer(Generic[C]):
             if backward is None or backward.phase is Phase.FAILED:
                 return
             if backward.is_manual:
-                self._refuse(index)
+                self._refuse_gradient(index)
             self._count_arrived(backward, index)
             if backward.waiting is None:
                 return  # negotiated when backward is over
             try:
                 if backward.schedule is None:
-                    self._open_if_agreed(backward)
+                    self._launch_if_agreed(backward)
                 else:
                     backward.schedule.launch_ready()
             except BaseException as error:
-                if not self.synchronizer.put_off(backward, error):
+                if not self.synchronizer.postpone(backward, error):
                     self._fail(backward, error)
 
     def _on_unsynchronized_grad(self, index: int) -> None:
@@ -201,14 +201,14 @@ class Reducer(Generic[C]):
                 backward.schedule.mark_arrived(i)
         self.synchronizer.on_accumulated(expected)
 
-    def _refuse(self, index: int) -> NoReturn:
+    def _refuse_gradient(self, index: int) -> NoReturn:
         between = "between start_grad_sync() and finish_grad_sync(); finish first"
         raise RuntimeError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
 
-    def _open_if_agreed(self, backward: Backward) -> None:
+    def _launch_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
             with torch.no_grad():
-                self.synchronizer.schedule(backward).launch_ready()
+                self.synchronizer.make_schedule(backward).launch_ready()
 
     def _running(self) -> Backward | None:
         """The backward under way; one whose graph task died is cleared away first."""
@@ -225,7 +225,7 @@ class Reducer(Generic[C]):
         """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
         reached = self._reached_parameters.indices()
         if arrived is not None and not reached:  # our nodes were not those that autograd uses
-            self._look_up(range(len(self._parameters)))
+            self._refresh_nodes(range(len(self._parameters)))
             reached = self._reached_parameters.indices()
         assert self._grad_hooks is not None
         callback = self._end_callback()
@@ -246,13 +246,13 @@ class Reducer(Generic[C]):
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
-        if self._overlap and not (self._sync_hooks or self.synchronizer.idle or self.synchronizer.is_closed):
+        if self._overlap and not (self._sync_hooks or self.synchronizer.sends_nothing or self.synchronizer.is_closed):
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
                 backward.waiting[i] = 1
-            self.synchronizer.ask(backward)
-            ticks = self.synchronizer.ticks
-            self._start_recording([i for i in reached if i not in ticks])
+            self.synchronizer.start_negotiation(backward)
+            launch_triggers = self.synchronizer.launch_triggers
+            self._start_recording([i for i in reached if i not in launch_triggers])
         else:
             self._start_recording(reached)
         return backward
@@ -263,7 +263,7 @@ class Reducer(Generic[C]):
         known = indices if self._streams is None else [i for i in indices if self._streams.knows_stream(i)]
         self._grad_hooks.start_recording(known)
 
-    def _look_up(self, indices: Sequence[int]) -> None:
+    def _refresh_nodes(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
         self._reached_parameters.refresh(indices)
         if self._streams is not None:
@@ -285,18 +285,18 @@ class Reducer(Generic[C]):
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
                 self._call_sync_hooks(backward)
-                self.synchronizer.ask(backward)
+                self.synchronizer.start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
             if backward.phase is Phase.BEGUN and isinstance(error, Exception):
-                yield from self._let_go(backward)  # nothing was said to the other ranks yet
+                yield from self._finish_aborted(backward)  # nothing was said to the other ranks yet
             elif backward.phase is not Phase.OVER:
                 self._backward = None
                 self._fail(backward, error)
             raise
 
     def _complete(self, backward: Backward) -> Steps:
-        backward.dropped = self._forwards.settle(excuses=backward.is_manual)
+        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
             yield from self.synchronizer.finish(backward)
         except PeerAbortedError as error:
@@ -306,8 +306,8 @@ class Reducer(Generic[C]):
         self._close(backward)
 
     def _close(self, backward: Backward) -> None:
-        backward.conclude()
-        self._look_up(backward.unexpected)
+        backward.end()
+        self._refresh_nodes(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
 
@@ -336,7 +336,7 @@ class Reducer(Generic[C]):
             self.groups.check()
             backward = Backward(self._names, is_manual=True, silent=silent)
             self._call_sync_hooks(backward)
-            self.synchronizer.ask(backward)
+            self.synchronizer.start_negotiation(backward)
             self._backward = backward
             self._started = self._completion(backward)
             self._started.keep_open()
@@ -357,20 +357,20 @@ class Reducer(Generic[C]):
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
         """End it on all ranks, put the gradients of this one back, and raise what is to be raised."""
-        heard = self.synchronizer.fail(backward, error)
-        if heard is None:
+        peer_error = self.synchronizer.fail(backward, error)
+        if peer_error is None:
             raise error
-        raise heard from error
+        raise peer_error from error
 
     def _recover(self) -> None:
         """Let the other ranks finish what one error has ended here, in this module and any other."""
         begun = [(other, other._backward) for other in list(self._begun)]
         dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
         self._begun.difference_update([other for other, _ in dead])
-        ends = [Completion(other._let_go(backward), other.groups, other._lock) for other, backward in dead]
+        ends = [Completion(other._finish_aborted(backward), other.groups, other._lock) for other, backward in dead]
         finish_and_conclude(ends)
 
-    def _let_go(self, backward: Backward) -> Steps:
+    def _finish_aborted(self, backward: Backward) -> Steps:
         """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""
         if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
             self._backward = None
@@ -379,7 +379,7 @@ class Reducer(Generic[C]):
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                self.synchronizer.ask(backward)
+                self.synchronizer.start_negotiation(backward)
             yield from self._complete(backward)
         except PeerAbortedError as error:
             self.synchronizer.fail(backward, error)  # this rank has an error already

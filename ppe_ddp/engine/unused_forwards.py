@@ -24,7 +24,7 @@ _STATUS_BITS = 2
 _MODULUS = 1 << (8 - _STATUS_BITS)
 
 
-class Forwards:
+class ForwardCounter:
     """Counts the forwards of one module on this rank, and those that no backward has reached."""
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Forwards:
         self._count = 0
         self._excused = 0
 
-    def watch(self, outputs: Iterable[Tensor], sign: Callable[[], None], *, counts: bool) -> None:
-        """Call ``sign`` when a backward gets to any of ``outputs``, those of one forward.
+    def watch(self, outputs: Iterable[Tensor], on_backward: Callable[[], None], *, counts: bool) -> None:
+        """Call ``on_backward`` when a backward gets to any of ``outputs``, those of one forward.
 
         Args:
             outputs: Those that are not differentiable are passed over.
-            sign: Called with every gradient of them.
+            on_backward: Called with every gradient of them.
             counts: Whether it is to be counted if none does.
         """
         hook = None
@@ -48,10 +48,10 @@ class Forwards:
                     self._count += 1
                     # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
                     is_repeated = not counts or is_in_backward()
-                    hook = _OutputHook(self, self._count, sign, is_reached=is_repeated)
+                    hook = _OutputHook(self, self._count, on_backward, is_reached=is_repeated)
                 output.register_hook(hook)
 
-    def settle(self, *, excuses: bool) -> int:
+    def count_dropped(self, *, excuses: bool) -> int:
         """A synchronization comes; one without autograd (``excuses``) stands for all forwards before it.
 
         Returns:
@@ -72,25 +72,27 @@ class Forwards:
 class _OutputHook:
     """On the outputs of one forward; lives as long as their graph, or they themselves."""
 
-    __slots__ = ("_forwards", "_is_reached", "_number", "_sign")
+    __slots__ = ("_forwards", "_is_reached", "_number", "_on_backward")
 
-    def __init__(self, forwards: Forwards, number: int, sign: Callable[[], None], *, is_reached: bool) -> None:
+    def __init__(
+        self, forwards: ForwardCounter, number: int, on_backward: Callable[[], None], *, is_reached: bool
+    ) -> None:
         self._forwards = forwards
         self._number = number
-        self._sign = sign
+        self._on_backward = on_backward
         self._is_reached = is_reached
 
     def __call__(self, _gradient: Tensor) -> None:
         """A backward has come here."""
         self._is_reached = True
-        self._sign()
+        self._on_backward()
 
     def __del__(self) -> None:
         if not self._is_reached:
             self._forwards._drop(self._number)
 
 
-class Comparison:
+class DroppedForwards:
     """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ.
 
     Args:
@@ -102,8 +104,8 @@ class Comparison:
         self._has_differed = False
         self._has_warned = False
 
-    def heard(self, extra: bytes) -> bytes:
-        """Unpack the bytes of :func:`said`, one a rank, and warn once where the counts stay different.
+    def unpack(self, extra: bytes) -> bytes:
+        """Unpack the bytes of :func:`pack_status`, one a rank, and warn once where the counts stay different.
 
         Returns:
             The statuses.
@@ -121,7 +123,7 @@ class Comparison:
         return bytes(byte % (1 << _STATUS_BITS) for byte in extra)
 
 
-def said(status: int, dropped: int) -> int:
+def pack_status(status: int, dropped: int) -> int:
     """Pack a rank's status (below 4) and its number of dropped forwards (modulo 64) into one byte."""
     return status | (dropped % _MODULUS) << _STATUS_BITS
 

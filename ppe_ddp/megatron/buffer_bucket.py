@@ -103,13 +103,13 @@ class BufferBucket(DenseBucket):
             factor = self._gain * self._reduction.mean_factor
             self._pending = self._scatter.start(self.share, self._memory, factor=factor)
 
-    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
         factor = self._gain * self.factor
         if factor != 1.0:
             self._range.mul_(factor)
         return self._range, self.slots
 
-    def _results(self) -> list[Tensor]:
+    def _averages(self) -> list[Tensor]:
         return self.slots
 
     def finish(self) -> Averages:

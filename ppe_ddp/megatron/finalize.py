@@ -125,7 +125,7 @@ def _sum(
             grad.copy_(total.view_as(grad) * factor if factor != 1.0 else total.view_as(grad))
         for (chunk, parameter), mark in zip(members, marks.tolist(), strict=True):
             if mark:
-                chunk.main_gradients.note(parameter)
+                chunk.main_gradients.mark_averaged(parameter)
 
 
 def main_grad_of(parameter: nn.Parameter) -> Tensor:

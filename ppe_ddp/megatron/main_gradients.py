@@ -69,7 +69,7 @@ class MainGradients:
         """Whether some rank had a gradient of ``parameter``."""
         return bool(self.averaged[self._index[id(parameter)]])
 
-    def note(self, parameter: nn.Parameter) -> None:
+    def mark_averaged(self, parameter: nn.Parameter) -> None:
         """Mark the gradient of ``parameter`` as present: another dimension of parallelism had one."""
         self.averaged[self._index[id(parameter)]] = 1
 

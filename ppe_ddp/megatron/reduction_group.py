@@ -69,7 +69,7 @@ class ReductionGroup:
         """
         # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
         negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
-        negotiation.arm(module_state)
+        negotiation.use_module(module_state)
         return cls(
             groups,
             module_state,

@@ -38,7 +38,7 @@ class StepStatus:
         self._non_finite: list[str] = []
         self._error: Exception | None = None
 
-    def found(self, names: Iterable[str]) -> None:
+    def note_non_finite(self, names: Iterable[str]) -> None:
         """The gradients of these parameters are NaN or infinite here."""
         self._non_finite.extend(names)
 
@@ -47,7 +47,7 @@ class StepStatus:
         """The status of this rank, as far as numbers are concerned."""
         return RankStatus.NON_FINITE if self._non_finite else RankStatus.FINE
 
-    def heard(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
+    def collect(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
         """Take the statuses of all ranks, one byte a rank for each reduction group; every rank must call this.
 
         Where a rank has found NaN or infinity, all ranks of the reduction group exchange the names.

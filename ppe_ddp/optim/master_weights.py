@@ -57,8 +57,8 @@ class MasterWeight:
             own = self._own()
             changed = own != self.weight.to(own.dtype)
             self.weight.data = torch.where(changed, own.to(self.dtype), self.weight)
-            self.keep()
+            self.note_written()
 
-    def keep(self) -> None:
+    def note_written(self) -> None:
         """Note that the parameter has the values of the master weight now."""
         self._version = version_of(self.shard.parameter)

@@ -22,7 +22,7 @@ from torch import nn
 
 from ppe_ddp.engine.torch_internals import take_off_step_hooks
 from ppe_ddp.engine.zero.chunks import bounds_of
-from ppe_ddp.optim.shared_errors import agree
+from ppe_ddp.optim.shared_errors import raise_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def restore(
         found = _CheckpointPart(optimizer, masters, model, checkpoint)
     except Exception as failure:
         error = failure
-    agree(error, [] if found is None else found.collectives, model.group)
+    raise_together(error, [] if found is None else found.collectives, model.group)
     assert found is not None
     found.complete()
     for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def agree(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
+def raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
     """Return if no rank has an error and all of them are about to call the same collectives.
 
     Args:

@@ -41,7 +41,7 @@ class Distributed:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LoadTerms:
     """How a load is done; the same on every rank.
 
     Attributes:
@@ -99,7 +99,7 @@ class Distribution:
         self,
         checkpoint_of: Callable[[], Mapping[str, Any]],
         targets_of: Callable[[], Mapping[str, Any]],
-        terms: Terms,
+        terms: LoadTerms,
     ) -> None:
         self._checkpoint_of = checkpoint_of
         self._targets_of = targets_of
@@ -121,7 +121,7 @@ class Distribution:
             header, expectations = self._agree()
             matched = match(header.found, expectations)
             check(header.found, expectations, matched, strict=self._terms.strict, what=header.what)
-            result = self._carry(header, expectations, matched)
+            result = self._transfer(header, expectations, matched)
         return Distributed(result, matched.missing, matched.unexpected)
 
     def _agree(self) -> tuple[_Header, list[list[ExpectedEntry]]]:
@@ -134,7 +134,7 @@ class Distribution:
             expected = expect(self._targets, load_group.ranks[load_group.rank])
         except Exception as error:  # raised below, on all ranks
             failure = error
-        header = load_group.from_source(lambda: self._head(expected))
+        header = load_group.from_source(lambda: self._make_header(expected))
 
         def answer() -> list[ExpectedEntry] | None:
             if failure is not None:
@@ -148,7 +148,7 @@ class Distribution:
 
         return header, [header.expected if other is None else other for other in load_group.from_each(answer)]
 
-    def _head(self, expected: list[ExpectedEntry]) -> _Header:
+    def _make_header(self, expected: list[ExpectedEntry]) -> _Header:
         self._checkpoint = self._checkpoint_of()
         device = device_for(self._targets, self._load_group, self._options)
         return _Header(
@@ -160,7 +160,7 @@ class Distribution:
             wire=self._load_group.wire_kind(device.type),
         )
 
-    def _carry(self, header: _Header, expectations: list[list[ExpectedEntry]], matched: Match) -> dict[str, Any]:
+    def _transfer(self, header: _Header, expectations: list[list[ExpectedEntry]], matched: Match) -> dict[str, Any]:
         """What this rank's module gets."""
         load_group, options, fresh = self._load_group, self._options, self._terms.fresh
         load_targets = LoadTargets(self._targets, matched, header.found, load_group, options, fresh=fresh)

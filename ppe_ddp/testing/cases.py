@@ -61,7 +61,7 @@ class Case:
     recipe: Recipe
     steps: tuple[TrainingStep, ...] = (TrainingStep(), TrainingStep(zeroing=Zeroing.TO_ZERO))
 
-    def fits(self, variant: Variant) -> bool:
+    def supports(self, variant: Variant) -> bool:
         """Whether the law promises a result: without negotiation all ranks must have the same gradients."""
         if variant.negotiate:
             return True

@@ -224,7 +224,7 @@ def observe(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     reference = Reference(observer.module, world_size)
     for number, step in enumerate(case.steps):
-        reference.follow(observer.module)
+        reference.copy_state(observer.module)
         expected = list(reference.expectations(step, case.recipe, number, device))
         run = perform(step, observer.wrapper, case.recipe, number, rank=rank, world_size=world_size, device=device)
         for k, (expectation, _) in enumerate(zip(expected, run, strict=True)):
@@ -244,7 +244,7 @@ def observe_all(
     device: torch.device | str = "cpu",
 ) -> list[Observation]:
     """:func:`observe` under each variant that fits, and law 4: they agree up to rounding."""
-    seen = [observe(case, variant, plugs, group=group, device=device) for variant in variants if case.fits(variant)]
+    seen = [observe(case, variant, plugs, group=group, device=device) for variant in variants if case.supports(variant)]
     tolerance = _drift(case.recipe.dtypes, plugs or Plugs())
     for other in seen[1:]:
         for name, gradient in seen[0].gradients.items():

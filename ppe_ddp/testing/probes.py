@@ -83,7 +83,7 @@ def _reduced(
     reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
 ) -> Iterator[str]:
     division = reduction.division(torch.device(device))
-    asked = [_Question(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
+    asked = [_KnownBucket(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
         if reduction.one_at_a_time:
             for question in asked:
@@ -100,7 +100,7 @@ def _reduced(
         yield from (f"{where}: {problem}" for problem in question.problems(tolerance))
 
 
-class _Question:
+class _KnownBucket:
     """A bucket whose mean is known, in memory that has guards before and after it."""
 
     def __init__(

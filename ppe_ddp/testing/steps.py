@@ -97,7 +97,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True)
-class _Actor:
+class _RankStep:
     """One rank in one step."""
 
     subject: Subject
@@ -146,14 +146,14 @@ def perform(
     """
     if step.zeroing is not Zeroing.NOTHING:
         subject.zero_grad(set_to_none=step.zeroing is Zeroing.TO_NONE)
-    actor = _Actor(subject, recipe, number, rank, world_size, torch.device(device))
+    actor = _RankStep(subject, recipe, number, rank, world_size, torch.device(device))
     kind = step.kind
     if recipe.is_reentrant and kind in (StepKind.LOOK, StepKind.SOME_INPUTS):
         kind = StepKind.ONE_BACKWARD  # torch refuses both with reentrant checkpoints
     return _body(kind)(actor)
 
 
-def _body(kind: StepKind) -> Callable[[_Actor], Iterator[None]]:
+def _body(kind: StepKind) -> Callable[[_RankStep], Iterator[None]]:
     return {
         StepKind.ONE_BACKWARD: _one_backward,
         StepKind.MICRO_BATCHES: _micro_batches,
@@ -169,12 +169,12 @@ def _body(kind: StepKind) -> Callable[[_Actor], Iterator[None]]:
     }[kind]
 
 
-def _one_backward(actor: _Actor) -> Iterator[None]:
+def _one_backward(actor: _RankStep) -> Iterator[None]:
     actor.loss().backward()
     yield
 
 
-def _micro_batches(actor: _Actor) -> Iterator[None]:
+def _micro_batches(actor: _RankStep) -> Iterator[None]:
     with actor.subject.no_sync():
         for forward in (0, 1):
             actor.loss(forward).backward()
@@ -182,19 +182,19 @@ def _micro_batches(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _two_backwards(actor: _Actor) -> Iterator[None]:
+def _two_backwards(actor: _RankStep) -> Iterator[None]:
     for forward in (0, 1):
         actor.loss(forward).backward()
         yield
 
 
-def _two_forwards_two_backwards(actor: _Actor) -> Iterator[None]:
+def _two_forwards_two_backwards(actor: _RankStep) -> Iterator[None]:
     for loss in [actor.loss(0), actor.loss(1)]:
         loss.backward()
         yield
 
 
-def _two_losses(actor: _Actor) -> Iterator[None]:
+def _two_losses(actor: _RankStep) -> Iterator[None]:
     first, *others = actor.losses()
     first.backward(retain_graph=True)
     yield
@@ -202,19 +202,19 @@ def _two_losses(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _retained_graph(actor: _Actor) -> Iterator[None]:
+def _retained_graph(actor: _RankStep) -> Iterator[None]:
     loss = actor.loss()
     for retain in (True, False):
         loss.backward(retain_graph=retain)
         yield
 
 
-def _two_forwards(actor: _Actor) -> Iterator[None]:
+def _two_forwards(actor: _RankStep) -> Iterator[None]:
     (actor.loss(0) + 2 * actor.loss(1)).backward()
     yield
 
 
-def _absent(actor: _Actor) -> Iterator[None]:
+def _absent(actor: _RankStep) -> Iterator[None]:
     if actor.is_chosen:
         actor.subject.finish_grad_sync()
     else:
@@ -222,7 +222,7 @@ def _absent(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _absent_with_micro_batch(actor: _Actor) -> Iterator[None]:
+def _absent_with_micro_batch(actor: _RankStep) -> Iterator[None]:
     with actor.subject.no_sync():
         actor.loss(0).backward()
     if actor.is_chosen:
@@ -233,7 +233,7 @@ def _absent_with_micro_batch(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _look(actor: _Actor) -> Iterator[None]:
+def _look(actor: _RankStep) -> Iterator[None]:
     if actor.is_chosen:
         batch = actor.batch(1)
         torch.autograd.grad(actor.loss(1, batch), batch, allow_unused=True)
@@ -241,7 +241,7 @@ def _look(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _some_inputs(actor: _Actor) -> Iterator[None]:
+def _some_inputs(actor: _RankStep) -> Iterator[None]:
     loss = actor.loss()
     trained = [parameter for parameter in actor.subject.parameters() if parameter.requires_grad]
     # The heads come last, so that there is something to reach on every path.
@@ -249,7 +249,7 @@ def _some_inputs(actor: _Actor) -> Iterator[None]:
     yield
 
 
-class _Alone:
+class _LocalSubject:
     """A copy of a module as the subject of steps: nothing to synchronize with."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -309,7 +309,7 @@ class Reference:
         """The module of each rank, to do something with before a step."""
         return self._copies
 
-    def follow(self, module: nn.Module) -> None:
+    def copy_state(self, module: nn.Module) -> None:
         """Take over the state of ``module``, with its gradients, for all ranks.
 
         Rounding does not pile up over steps if each step begins with this.
@@ -328,7 +328,7 @@ class Reference:
         """Do ``step`` as all ranks; yields after each synchronized backward."""
         count = len(self._copies)
         runs = [
-            perform(step, _Alone(twin), recipe, number, rank=rank, world_size=count, device=device)
+            perform(step, _LocalSubject(twin), recipe, number, rank=rank, world_size=count, device=device)
             for rank, twin in enumerate(self._copies)
         ]
         for _ in zip(*runs, strict=True):

@@ -75,7 +75,7 @@ class Watchdog:
         self._operations.append((time.monotonic(), operation))
         if self._thread is None:
             args = (weakref.ref(self), self._ended)
-            self._thread = threading.Thread(target=_look, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
+            self._thread = threading.Thread(target=_poll, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
             self._thread.start()
 
     def forget(self, operation: NcclOperation) -> None:
@@ -95,7 +95,7 @@ class Watchdog:
             self._closed = True
         self._ended.set()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once; fail the group if something is wrong."""
         with self._looking:
             if not self._closed and self._error is None:
@@ -135,10 +135,10 @@ class Watchdog:
                 self._calls.release()
 
 
-def _look(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
+def _poll(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
     while not ended.wait(_LOOK_SECONDS):
         watchdog = reference()
         if watchdog is None:
             return
-        watchdog.look()
+        watchdog.poll()
         del watchdog

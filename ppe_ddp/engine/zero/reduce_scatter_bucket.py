@@ -62,12 +62,12 @@ class ReduceScatterBucket(Bucket):
         """Bring the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
-        rows = self._lying()
+        rows = self._gradient_as_rows()
         ours = rows is None
         if rows is None:
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
             rows = flat.view(self._groups.world_size, self._rows.width)
-            self._rows.fill(rows, self._flats())
+            self._rows.fill(rows, self._flat_gradients())
         self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
@@ -76,7 +76,7 @@ class ReduceScatterBucket(Bucket):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def _lying(self) -> Tensor | None:
+    def _gradient_as_rows(self) -> Tensor | None:
         """A single gradient whose memory is such rows already."""
         gradient, world_size = self.gradients[0], self._groups.world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
@@ -85,7 +85,7 @@ class ReduceScatterBucket(Bucket):
             return None
         return gradient.as_strided((world_size, self._rows.width), (self._rows.width, 1))
 
-    def _flats(self) -> list[Tensor]:
+    def _flat_gradients(self) -> list[Tensor]:
         dtype, specs = self.plan.dtype, self.specs
         present = [gradient for gradient in self.gradients if gradient is not None]
         if self.plan.row_major and len(present) == len(specs):  # which is faster

@@ -62,7 +62,7 @@ class ShardedParameters(ShardedModel):
         self._under_way: dict[int, tuple[UnitGather, Waitable | None]] = {}
         self._written: list[set[int]] = [set() for _ in self.units]
         self._gradients = [GradientSlot(shard) for shard in self.shards]
-        self.arm(module_state)
+        self.use_module(module_state)
 
     @staticmethod
     def packing(packing: Packing) -> Packing:
@@ -73,7 +73,7 @@ class ShardedParameters(ShardedModel):
 
     # ------------------------------------------------------------------ what the engine calls
 
-    def arm(self, module_state: ModuleState) -> None:
+    def use_module(self, module_state: ModuleState) -> None:
         """Take the gradients of ``module_state``, in its order, from now on.
 
         Raises:
@@ -101,7 +101,7 @@ class ShardedParameters(ShardedModel):
         """The bucket of ``plan``, of which every rank gets its part."""
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
+            transport = ReduceScatter.fastest(self._groups, self._pool, plan.device)
             self._transports[plan.device] = transport
         specs = [context.specs[i] for i in plan.members]
         rows = Rows(specs, self._groups.rank, self._groups.world_size)
@@ -199,7 +199,7 @@ class ShardedParameters(ShardedModel):
                 increment_version(self.shards[k].parameter)
             return None
         gather = self._gathers.get(unit)
-        if gather is None or not gather.fits(members):
+        if gather is None or not gather.is_current(members):
             parameters = [self.shards[k].parameter for k in members]
             specs = [self._specs[k] for k in members]
             gather = self._gathers[unit] = UnitGather(members, parameters, specs, self._groups, self._pool)

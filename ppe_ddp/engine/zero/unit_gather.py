@@ -71,7 +71,7 @@ class UnitGather:
     def _now(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]
 
-    def fits(self, members: Sequence[int]) -> bool:
+    def is_current(self, members: Sequence[int]) -> bool:
         """Whether this is for ``members``, at their current addresses."""
         return not self._loose and self.members == members and self._now() == self._addresses
 
