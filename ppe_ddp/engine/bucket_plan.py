@@ -66,7 +66,7 @@ class ParameterSpec:
         return is_packed(zip(reversed(self.stride), reversed(self.shape), strict=True))
 
     def described(self) -> str:
-        """The agreed part as text, for fingerprints and messages."""
+        """The part that ranks must agree on as text, for fingerprints and messages."""
         # A scalar and a vector of one element are the same message, and programs for pytorch-pfn-extras mix them.
         shape, stride = self.shape or (1,), self.stride or (1,)
         layout = "sparse" if self.sparse else f"strides {stride}"
@@ -276,7 +276,7 @@ class Planner:
     def _set_order(self, order: list[int]) -> None:
         self.order = order
         self.launch_triggers: set[int] = set()
-        """Parameters at whose gradients' arrival to look for buckets to launch: about one every 64 KiB."""
+        """The parameters at whose arrival the reducer launches the buckets that are ready: about one every 64 KiB."""
         size = 0
         for i in order:
             size += self.specs[i].nbytes

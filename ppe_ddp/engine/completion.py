@@ -47,12 +47,12 @@ _ENDING_SECONDS = 1.0
 
 
 def probe(pending: object) -> Probe | None:
-    """How to ask a Work or a Future whether it is done; None where it cannot be asked."""
+    """The method that tells whether a Work or a Future is done; None if it has none."""
     return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
 def ends_soon(is_done: Probe) -> bool:
-    """Whether what this probe asks for ends, waiting for a second: after a failure, what it needs may never come."""
+    """Whether ``is_done`` becomes true within a second: after a failure, the other ranks' part may never come."""
     end = time.monotonic() + _ENDING_SECONDS
     try:
         while not is_done():
@@ -65,7 +65,7 @@ def ends_soon(is_done: Probe) -> bool:
 
 
 def run(steps: Steps) -> None:
-    """Go through all steps, waiting where they wait."""
+    """Run all steps, waiting where they wait."""
     # Not by a variable: the traceback of an error would keep it, a probe keeps its Work, and that the connection.
     deque(steps, maxlen=0)
 
@@ -98,16 +98,16 @@ class Completion:
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
-        """Let every wait of this thread drive it along, until it is over."""
+        """Advance it in every wait of this thread, until it is over."""
         self._threads.open.add(self)
 
     def finish(self) -> None:
-        """Drive it to its end, and conclude it."""
+        """Run it to its end, and conclude it."""
         finish([self])
         self.conclude()
 
     def conclude(self) -> None:
-        """Raise what it has failed with; once it is over."""
+        """When it is over: raise its error, or call ``then``."""
         error, self._error = self._error, None
         if error is None:
             if self._then is not None:
@@ -170,7 +170,7 @@ class Completion:
 
     @property
     def can_be_polled(self) -> bool:
-        """Whether it can be asked so."""
+        """Whether :attr:`is_ready` can be found out without waiting."""
         return self._probe is not None
 
 

@@ -35,7 +35,7 @@ _COMPLEMENT = bytes(255 - value for value in range(256))
 
 
 class AgreedMask(NamedTuple):
-    """What came out of one exchange.
+    """The result of one exchange.
 
     Attributes:
         same: Whether every rank sent the same digest.
@@ -100,7 +100,7 @@ class MaskExchanger:
         return work
 
     def _message_of(self, content: bytearray) -> Tensor:
-        """A message of this content, in memory that the transport prefers."""
+        """A tensor with this content, in memory that the transport prefers."""
         while self._idle:
             message = self._idle.pop()
             if message.numel() == len(content):
@@ -111,7 +111,7 @@ class MaskExchanger:
 
 
 class MaskExchange:
-    """One exchange of masks in flight."""
+    """One mask exchange, in flight."""
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, mask: bytes, extra: bytes) -> None:
         self._exchanger = exchanger
@@ -129,7 +129,7 @@ class MaskExchange:
         self.nbytes = len(message)
 
     def done(self) -> bool:
-        """Whether the answer is there; a body that did not fit is sent as soon as it is known that it must be."""
+        """Whether the result has arrived; sends the body that did not fit, once the digests are known to agree."""
         try:
             return not self._is_under_way() and not (self._send_body() and self._is_under_way())
         except RuntimeError:
@@ -139,7 +139,7 @@ class MaskExchange:
         return self._work is not None and not self._work.is_completed()
 
     def result(self) -> AgreedMask:
-        """Wait for the answer.
+        """Wait for the result.
 
         Raises:
             CommunicationError: The all-reduce failed; names the ranks that are missing.
@@ -201,7 +201,7 @@ class MaskExchange:
 
 
 class _FailedWork(dist.Work):
-    """A Work that could not be started: raises its error where it is waited for, as one that fails later."""
+    """Stands for a Work that could not be started, and raises the error in ``wait()``."""
 
     def __init__(self, error: CommunicationError) -> None:
         super().__init__()

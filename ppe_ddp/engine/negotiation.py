@@ -1,4 +1,4 @@
-"""Negotiation: the ranks check that they train the same model, and agree on present gradients and their order."""
+"""Negotiation: checks that all ranks train the same model, and agrees on which gradients exist and on their order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POSITIONS = 1_000_000
 
 
 class Negotiation:
-    """Keeps what must be the same on every rank, and finds out by messages which gradients exist on any rank.
+    """Holds what must be the same on every rank, and finds out by mask exchanges which gradients exist on any rank.
 
     Args:
         groups: The process groups to communicate in.
@@ -54,7 +54,7 @@ class Negotiation:
         self._generation = groups.generation
 
     def use_module(self, module_state: ModuleState) -> None:
-        """Negotiate about the parameters of ``module_state`` from now on."""
+        """Negotiate on the parameters of ``module_state`` from now on."""
         self._module_state = module_state
         self.planner = Planner(module_state.specs, self._packing)
         self._digest = fingerprint(self._lines())
@@ -95,7 +95,7 @@ class Negotiation:
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
-            status: A byte about this rank, which all ranks will see.
+            status: A byte of this rank's, which all ranks get.
             is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
                 where they do not negotiate.
         """
@@ -111,7 +111,7 @@ class Negotiation:
         return self._exchanger.exchange(digest, local, bytes(bits))
 
     def _restart(self) -> None:
-        """Forget the learned order: after a failure some ranks may have learned it and others not."""
+        """Start over without the learned order: after a failure only some ranks may have learned it."""
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
         self._count = 0

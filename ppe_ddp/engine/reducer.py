@@ -1,10 +1,10 @@
-"""The life of one backward: begin, negotiate, launch, finish, repair.
+"""The reducer: follows each backward by autograd's hooks, and decides when its synchronizer communicates.
 
-    a hook on an output, or the first gradient      begin: ask autograd what it will reach; send the mask
-    each gradient that arrives                      answer there? then plan; launch buckets that are complete
-    the end of backward                             launch the rest; vote; wait; hand over; repair if voted
+    first hook, on an output or a parameter     begin: ask autograd what it will reach; start the mask exchange
+    each gradient that arrives                  mask agreed on? then plan; launch the buckets that are ready
+    end of backward                             launch the rest; vote; wait; set .grad; second round if voted
 
-Everything here is local and says when; what is said to the other ranks is in ``bucket_synchronizer.py``.
+Everything here is local; what is sent to the other ranks is in ``bucket_synchronizer.py``.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Reducer(Generic[C]):
     """Synchronizes the gradients of one module.
 
     Args:
-        groups: Where to communicate.
-        synchronizer: Talks to the other ranks.
+        groups: The process groups to communicate in.
+        synchronizer: Communicates with the other ranks.
         overlap: Whether to communicate while backward runs, or when it is over.
-        wrapper: Gives what is passed to the sync hooks.
+        wrapper: Returns the wrapper, which sync hooks are called with.
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
     """
 
     _begun: ClassVar[weakref.WeakSet[Reducer[Any]]] = weakref.WeakSet()
-    """Those that had a backward since they were last looked at: one error may have ended the backwards of several."""
+    """Those with a backward that has begun: one error may abort the backwards of several."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ what there is to synchronize
 
     def use_module(self, module_state: ModuleState) -> None:
-        """Take over the parameters of ``module_state`` and leave all others alone."""
+        """Synchronize the parameters of ``module_state`` from now on, and no others."""
         self.remove_hooks()
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
@@ -109,7 +109,7 @@ class Reducer(Generic[C]):
             self.groups.release()
 
     def remove_hooks(self) -> None:
-        """Take our hooks off the parameters."""
+        """Remove our hooks from the parameters."""
         if self._grad_hooks is not None:
             self._grad_hooks.remove()
 
@@ -119,13 +119,17 @@ class Reducer(Generic[C]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a synchronization may have something under way."""
+        """Whether a synchronization may be under way."""
         return self._backward is not None
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
     def recover(self) -> bool:
-        """Put right what an aborted backward has left. Whether none is under way now, so that much may change."""
+        """Finish what an aborted backward has left.
+
+        Returns:
+            Whether no backward is under way, so that parameters and functions may be replaced.
+        """
         backward = self._running()
         if self._grad_hooks is not None:
             self._grad_hooks.stop_recording()
@@ -136,7 +140,7 @@ class Reducer(Generic[C]):
         self._user_grad_hooks.defer()
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
-        """Let backward begin when it gets to any of ``outputs``, those of one forward of the module."""
+        """Begin a backward when it reaches any of ``outputs``, those of one forward of the module."""
         self._forwards.watch(outputs, self._on_output_gradient, counts=is_training and self.enabled)
 
     def _on_output_gradient(self) -> None:
@@ -147,7 +151,7 @@ class Reducer(Generic[C]):
 
     @staticmethod
     def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
-        """The gradient of parameter ``index`` has arrived in its ``.grad``."""
+        """Called by autograd: the gradient of parameter ``index`` was accumulated in its ``.grad``."""
         self = owner()
         if self is None:
             return
@@ -211,7 +215,7 @@ class Reducer(Generic[C]):
                 self.synchronizer.make_schedule(backward).launch_ready()
 
     def _running(self) -> Backward | None:
-        """The backward under way; one whose graph task died is cleared away first."""
+        """The backward under way; one whose graph task has died is finished first."""
         backward = self._backward
         if backward is None or backward.alive() is not None:
             return backward
@@ -222,7 +226,7 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ begin and launch
 
     def _begin(self, arrived: int | None = None) -> Backward | None:
-        """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
+        """Begin the backward that runs on this thread; None if it reaches none of our parameters."""
         reached = self._reached_parameters.indices()
         if arrived is not None and not reached:  # our nodes were not those that autograd uses
             self._refresh_nodes(range(len(self._parameters)))
@@ -234,7 +238,7 @@ class Reducer(Generic[C]):
             self._end_callback = weakref.ref(callback, self._grad_hooks.stop_recording)
             at_end_of_backward(callback)
         if not reached:
-            # or nothing yet: reentrant checkpoints have graph tasks of their own; the first begins, all end with this
+            # or none yet: reentrant checkpoints have graph tasks of their own; the first of them begins the backward
             return None
         self.groups.check()
         if self._streams is not None and self._streams.is_capturing():
@@ -280,7 +284,7 @@ class Reducer(Generic[C]):
         return Completion(self._finish(backward), self.groups, self._lock, then)
 
     def _finish(self, backward: Backward) -> Steps:
-        """Complete ``backward``; if that fails, put back what there was and let the error out."""
+        """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
@@ -289,7 +293,7 @@ class Reducer(Generic[C]):
             yield from self._complete(backward)
         except BaseException as error:
             if backward.phase is Phase.BEGUN and isinstance(error, Exception):
-                yield from self._finish_aborted(backward)  # nothing was said to the other ranks yet
+                yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
             elif backward.phase is not Phase.OVER:
                 self._backward = None
                 self._fail(backward, error)
@@ -328,7 +332,7 @@ class Reducer(Generic[C]):
         """Begin a synchronization of what is in ``.grad`` now; all ranks must take part, each in its own way.
 
         Args:
-            silent: Contribute nothing and take nothing, but let the other ranks go on.
+            silent: Contribute nothing and take nothing; only make the collectives that other ranks wait for.
         """
         with self._lock:
             if self._running() is not None or self._started is not None:
@@ -342,7 +346,7 @@ class Reducer(Generic[C]):
             self._started.keep_open()
 
     def finish(self, *, silent: bool = False) -> None:
-        """Finish what :meth:`start` began; begin it if it has not."""
+        """Finish the synchronization that :meth:`start` began, or do both."""
         with self._lock:
             backward = self._running()
             if self._started is None and backward is None:
@@ -356,14 +360,14 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ when something goes wrong
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
-        """End it on all ranks, put the gradients of this one back, and raise what is to be raised."""
+        """End the synchronization on all ranks, put this rank's gradients back, and raise."""
         peer_error = self.synchronizer.fail(backward, error)
         if peer_error is None:
             raise error
         raise peer_error from error
 
     def _recover(self) -> None:
-        """Let the other ranks finish what one error has ended here, in this module and any other."""
+        """Finish, for the other ranks, the backwards that one error has aborted here, of this module and any other."""
         begun = [(other, other._backward) for other in list(self._begun)]
         dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
         self._begun.difference_update([other for other, _ in dead])
@@ -371,7 +375,7 @@ class Reducer(Generic[C]):
         finish_and_conclude(ends)
 
     def _finish_aborted(self, backward: Backward) -> Steps:
-        """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""
+        """Finish a backward that raised here, for the other ranks; this rank's gradients count as zero."""
         if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
             self._backward = None
             return
@@ -390,7 +394,7 @@ class Reducer(Generic[C]):
 
 
 def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
-    """Whether the average of a gradient that has arrived now is still to come."""
+    """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
     self = owner()
     backward = None if self is None or not self.enabled else self._backward
     return backward is not None and backward.phase is not Phase.FAILED

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class GradientStreams:
-    """Knows which stream each gradient is accumulated on, and keeps the rule above.
+    """Knows which stream each gradient is accumulated on, and applies the rule above.
 
     Args:
-        parameters: The parameters. Those on CPUs are passed over.
-        device: CUDA.
+        parameters: The parameters. Those on CPUs are ignored.
+        device: The functions of CUDA; tests pass a stand-in.
         kind: The type of its devices.
     """
 
@@ -39,11 +39,11 @@ class GradientStreams:
 
     @staticmethod
     def of(parameters: Sequence[Tensor]) -> GradientStreams | None:
-        """Those of ``parameters``; None where all of them are on CPUs, which have no streams."""
+        """The streams of ``parameters``; None where all of them are on CPUs, which have no streams."""
         return GradientStreams(parameters) if any(parameter.is_cuda for parameter in parameters) else None
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being made of what happens now."""
+        """Whether a CUDA graph is being captured."""
         return self._api.is_capturing()
 
     def note_stream(self, index: int) -> None:

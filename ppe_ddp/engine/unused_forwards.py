@@ -25,7 +25,7 @@ _MODULUS = 1 << (8 - _STATUS_BITS)
 
 
 class ForwardCounter:
-    """Counts the forwards of one module on this rank, and those that no backward has reached."""
+    """Counts the forwards of one module on this rank whose graph was freed before any backward reached it."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -34,12 +34,12 @@ class ForwardCounter:
         self._excused = 0
 
     def watch(self, outputs: Iterable[Tensor], on_backward: Callable[[], None], *, counts: bool) -> None:
-        """Call ``on_backward`` when a backward gets to any of ``outputs``, those of one forward.
+        """Call ``on_backward`` when a backward reaches any of ``outputs``, those of one forward.
 
         Args:
             outputs: Those that are not differentiable are passed over.
             on_backward: Called with every gradient of them.
-            counts: Whether it is to be counted if none does.
+            counts: Whether the forward counts as dropped if none does.
         """
         hook = None
         for output in outputs:
@@ -52,10 +52,11 @@ class ForwardCounter:
                 output.register_hook(hook)
 
     def count_dropped(self, *, excuses: bool) -> int:
-        """A synchronization comes; one without autograd (``excuses``) stands for all forwards before it.
+        """The number of forwards so far that no backward has reached, nor can reach; called by each synchronization.
 
-        Returns:
-            How many forwards so far no backward has reached, and none can any more.
+        Args:
+            excuses: Whether the synchronization has no backward (``finish_grad_sync()``): then the forwards before it
+                do not count.
         """
         if excuses:
             self._excused = self._count
@@ -70,7 +71,7 @@ class ForwardCounter:
 
 
 class _OutputHook:
-    """On the outputs of one forward; lives as long as their graph, or they themselves."""
+    """A hook on the outputs of one forward; lives as long as their graph, or they themselves."""
 
     __slots__ = ("_forwards", "_is_reached", "_number", "_on_backward")
 
@@ -83,7 +84,7 @@ class _OutputHook:
         self._is_reached = is_reached
 
     def __call__(self, _gradient: Tensor) -> None:
-        """A backward has come here."""
+        """Called by autograd: a backward has reached an output."""
         self._is_reached = True
         self._on_backward()
 

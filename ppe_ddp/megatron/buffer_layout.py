@@ -88,7 +88,7 @@ class BufferLayout:
         sizes: Elements of each buffer.
         buckets: Of all buffers, in the order in which every rank sends them.
         bucket_of: Parameter index to position in ``buckets``.
-        launch_triggers: Parameters at whose gradients' arrival to look for buckets to launch.
+        launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
     """
 
     kinds: tuple[BufferKind, ...]

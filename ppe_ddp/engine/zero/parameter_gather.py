@@ -222,7 +222,7 @@ class ParameterGather:
     # ------------------------------------------------------------------ modules
 
     def watch(self, module: nn.Module) -> None:
-        """Let forwards in ``module`` wait before they begin, for C++ that reads parameters unseen.
+        """Let forwards in ``module`` wait before they begin, for C++ code that reads parameters without Python.
 
         A module waits for its own parameters, and if it has some itself also for all below it. Where something in
         ``module`` is compiled, or it is called from compiled code, it waits for everything.
@@ -261,7 +261,7 @@ class _WaitHook:
 
 
 class _CompiledWaitHook(_WaitHook):
-    """Waits for everything before compiled code looks at the parameters, whose class is among what it is made for."""
+    """Waits for everything before compiled code runs, which is specialized on the class of the parameters."""
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
         if torch.compiler.is_compiling():

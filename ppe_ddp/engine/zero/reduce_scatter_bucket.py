@@ -28,14 +28,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class ReduceScatterBucket(Bucket):
-    """A bucket of dense gradients of which every rank gets its part.
+    """A bucket of dense gradients that is reduce-scattered.
 
     Args:
         plan: What it is.
         context: What all buckets have in common.
         present: One byte a parameter: whether some rank has its gradient.
         pool: Memory for it.
-        transport: Scatters it.
+        transport: The reduce-scatter to use.
         rows: The layout of the bucket.
     """
 
@@ -59,7 +59,7 @@ class ReduceScatterBucket(Bucket):
         self._row: Tensor | None = None
 
     def launch(self, *, is_last: bool) -> None:
-        """Bring the gradients into rows and start the reduce-scatter."""
+        """Copy the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
         rows = self._gradient_as_rows()
@@ -77,7 +77,7 @@ class ReduceScatterBucket(Bucket):
             raise self._failure(error) from error
 
     def _gradient_as_rows(self) -> Tensor | None:
-        """A single gradient whose memory is such rows already."""
+        """The rows, if the bucket is a single gradient whose memory can be used as such; else None."""
         gradient, world_size = self.gradients[0], self._groups.world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
@@ -113,7 +113,7 @@ class ReduceScatterBucket(Bucket):
         return self._rows.parts(row)
 
     def release(self) -> None:
-        """Forget what belongs to one backward."""
+        """Drop what belongs to one backward."""
         super().release()
         self._message = self._row = None
 

@@ -1,4 +1,4 @@
-"""The plain wrapper's gradients, reduce-scattered, and its parameters, brought together again.
+"""The shards of the plain wrapper: gradients are reduce-scattered, and updated parameters are gathered.
 
 A bucket is whatever exists in a step, so no buffer is laid out beforehand: each parameter is cut by itself (see
 ``chunks.py``), and every rank gets its chunks of any bucket in one message.
@@ -74,7 +74,7 @@ class ShardedParameters(ShardedModel):
     # ------------------------------------------------------------------ what the engine calls
 
     def use_module(self, module_state: ModuleState) -> None:
-        """Take the gradients of ``module_state``, in its order, from now on.
+        """Take gradients in the order of ``module_state`` from now on.
 
         Raises:
             ValueError: It has a trainable parameter that had no shard so far, or one that has become another.
@@ -98,7 +98,7 @@ class ShardedParameters(ShardedModel):
         return bytes([here and i in self._index for i, here in enumerate(mask)])
 
     def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
-        """The bucket of ``plan``, of which every rank gets its part."""
+        """A reduce-scattered bucket for ``plan``."""
         transport = self._transports.get(plan.device)
         if transport is None:
             transport = ReduceScatter.fastest(self._groups, self._pool, plan.device)
@@ -129,12 +129,12 @@ class ShardedParameters(ShardedModel):
         return flat[self.shards[k].start : self.shards[k].stop].clone()  # the rest of it is not to live on
 
     def release(self) -> None:
-        """Give up the memory of gradients that were cleared."""
+        """Free the memory of gradients that were cleared."""
         for gradient in self._gradients:
             gradient.release()
 
     def trim(self) -> None:
-        """Give up memory that the last step had no use for."""
+        """Free message buffers that the last step has not used."""
         self._pool.trim()
 
     # ------------------------------------------------------------------ what the optimizer calls
@@ -165,7 +165,7 @@ class ShardedParameters(ShardedModel):
         return [gradient.value for gradient in self._gradients]
 
     def assign_gradients(self) -> list[bool]:
-        """Nothing to do but to forget what was cleared: averages come into ``.grad`` of the weights by themselves."""
+        """Free what was cleared; averages are written to ``.grad`` of the weights as they arrive."""
         self.gradients()
         return [gradient.exists for gradient in self._gradients]
 
@@ -190,7 +190,7 @@ class ShardedParameters(ShardedModel):
         parameter.copy_(flat.as_strided(spec.shape, spec.stride))
 
     def gather(self, unit: int) -> Waitable | None:
-        """Send what was written in ``unit`` since the last time; other parameters of it do not travel."""
+        """Start to gather the parameters of ``unit`` that were written since the last time."""
         self.install(unit)  # of another optimizer, whose parameters share the unit
         members = sorted(self._written[unit])
         self._written[unit].clear()
@@ -208,7 +208,7 @@ class ShardedParameters(ShardedModel):
         return pending
 
     def install(self, unit: int) -> None:
-        """Bring what has come into the parameters."""
+        """Copy what was gathered into the parameters."""
         if unit in self._under_way:
             gather, pending = self._under_way.pop(unit)
             if pending is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class UnitGather:
-    """Gathers some parameters of one dtype and device, each time they were updated.
+    """Gathers some parameters of one dtype and device, as often as they are updated.
 
     Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
 
