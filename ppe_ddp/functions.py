@@ -1,4 +1,4 @@
-"""The functions that average and broadcast when the user gives none: the one place that averages."""
+"""The default reduce and broadcast functions, and wrappers of reduce functions."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class _BroadcastMessage:
-    """One message of a broadcast, and its way back into the tensors."""
+    """One message of a broadcast, whose ``wait()`` copies it into the tensors."""
 
     def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -150,6 +150,8 @@ class _BroadcastMessage:
 
 
 class _PendingBroadcast:
+    """All messages of a broadcast; ``wait()`` puts them in place."""
+
     def __init__(self, pieces: list[_BroadcastMessage]) -> None:
         self._pieces = pieces
 

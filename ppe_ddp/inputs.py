@@ -27,7 +27,7 @@ class Inputs:
         self.find_device(module)
 
     def find_device(self, module: nn.Module) -> None:
-        """Set the device: that of all parameters, or of all buffers if there are none."""
+        """Set the device to that of all parameters, or of all buffers if there are none; None where it is not one."""
         devices = {tensor.device for tensor in module.parameters()} or {tensor.device for tensor in module.buffers()}
         self.device = devices.pop() if len(devices) == 1 else None
 

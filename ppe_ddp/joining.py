@@ -1,4 +1,4 @@
-"""Uneven numbers of inputs, by torch's ``Join`` protocol: a rank that has run out takes part with zeros."""
+"""Uneven numbers of inputs, by torch's ``Join`` protocol: a rank without inputs contributes zeros."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def announce(reducer: Reducer[BucketSynchronizer], *, synchronizes: bool) -> Non
 
 
 def _any_synchronizes(reducer: Reducer[BucketSynchronizer]) -> bool:
-    """Receive, on a rank that has joined, what the others :func:`announce`."""
+    """The other side of :func:`announce`, on a rank that has joined."""
     word = torch.tensor([0])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
     return bool(word.item())
@@ -74,7 +74,7 @@ class DdpJoinHook(JoinHook):
             reducer.synchronizer.scale_by_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """Take part in one step of the others, with nothing to give."""
+        """Take part in one synchronization of the other ranks, without gradients."""
         self._wait_for_step()
         if self._reducer is not None:
             # On a thread, since several wrappers may have joined: the others finish theirs in another order.

@@ -49,7 +49,7 @@ class Precision:
         self._casts_inputs: bool = getattr(config, "cast_forward_inputs", True)
 
     def __str__(self) -> str:
-        """What all ranks must have the same of; nothing, where nothing is cast."""
+        """The dtypes, which must be the same on all ranks, as text; empty where nothing is cast."""
         if self._param_dtype is None and self._reduce_dtype is None:
             return ""
         return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"

@@ -30,7 +30,7 @@ class Stream(Protocol):
 
     @property
     def cuda_stream(self) -> int:
-        """The address by which libraries know it."""
+        """Its address, for libraries in C."""
 
     def wait_event(self, event: Any) -> None:
         """Let what is put into this stream from now on wait for ``event``; the host does not wait."""
@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """What is needed of one kind of device."""
+    """The functions that are needed of one kind of device; tests have a stand-in."""
 
     def current(self) -> int:
         """The number of this thread's current device."""
@@ -61,10 +61,10 @@ class Device(Protocol):
         """Make a stream, and its device, current."""
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from being used again before ``stream`` is through with what it has now."""
+        """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
 
     def torch_device(self, index: int) -> torch.device:
-        """Where memory of a device is to be taken."""
+        """The device as torch names it, to allocate memory on."""
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph."""
@@ -97,11 +97,11 @@ class CudaDevice:
         return torch.cuda.stream(stream)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from being used again before ``stream`` is through with what it has now."""
+        """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
         tensor.record_stream(stream)
 
     def torch_device(self, index: int) -> torch.device:
-        """Where memory of a device is to be taken."""
+        """The device as torch names it, to allocate memory on."""
         return torch.device("cuda", index)
 
     def is_capturing(self) -> bool:

@@ -31,7 +31,7 @@ _UNTOLD = "-"
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """All that `env` tells.
+    """The report of `env`.
 
     Attributes:
         launcher: Who started this process and with how many ranks, or what is wrong with its variables.
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def inspect_environment() -> EnvironmentReport:
-    """Find out what is here; takes seconds, as the libraries are loaded in processes of their own."""
+    """Make the report; takes seconds, as the libraries are loaded in processes of their own."""
     mpi, cupy = mpi_library(), cupy_library()
     nccl = torch_nccl_text()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,10 +1,10 @@
-"""Carries gradients that lie in buffers: mask, buckets, vote; and later, when somebody asks, results and repair.
+"""The synchronizer of gradients in buffers: results are waited for after backward, in ``finish_grad_sync()``.
 
-    backward        ask ── buckets leave ── vote            as the reducer says
-    afterwards      results ── repair ── what went wrong    in ``finish_grad_sync()``
+    backward                mask ── buckets ── vote             called by the reducer
+    finish_grad_sync()      results ── second round ── errors
 
-Several reduction groups (dense parameters, experts) are asked one after another, and all their buckets leave in one
-order that every rank has, so that no rank waits in one group for a rank that waits for it in another.
+Several reduction groups (dense parameters, experts) exchange masks one after another, and all their buckets are
+launched in one order that every rank has: no rank waits in one group for a rank that waits for it in another.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class BufferSynchronizer(Synchronizer):
-    """Carries the gradients of one module's buffers.
+    """Synchronizes the gradients in the buffers of one module.
 
     Args:
-        reduction_groups: Who averages which parameters.
-        layout: Where the gradients lie.
-        buckets: Those of the layout.
+        reduction_groups: The parameters that are averaged together, with their process groups.
+        layout: The layout of the buffers.
+        buckets: The buckets of the layout.
         gradients: The accumulated gradients.
         specs: Of all parameters, with the dtypes of ``main_grad``.
         parameters: All parameters of the module.
@@ -87,7 +87,7 @@ class BufferSynchronizer(Synchronizer):
 
     @property
     def groups(self) -> Sequence[Groups]:
-        """Those of all reduction_groups."""
+        """The process groups of all reduction groups."""
         return [reduction_group.groups for reduction_group in self._reduction_groups]
 
     @property
@@ -106,11 +106,11 @@ class BufferSynchronizer(Synchronizer):
         return sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Only take the streams: the buffers are made for one module_state."""
+        """Set the streams; the buffers belong to one module state."""
         self.gradients.streams = streams
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
-        """Add these to ``main_grad``; what is still on its way there comes back first."""
+        """Add these gradients to ``main_grad``; waits for pending results first."""
         if self._pending_results is not None:
             self.wait_for_results()
         if self._holds_averages:
@@ -121,7 +121,7 @@ class BufferSynchronizer(Synchronizer):
         self.gradients.add(indices)
 
     def start_negotiation(self, backward: Backward) -> None:
-        """Start to agree on the gradients: expected in this backward, or accumulated before."""
+        """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
         for reduction_group in self._reduction_groups:
             reduction_group.groups.renew()
@@ -134,11 +134,11 @@ class BufferSynchronizer(Synchronizer):
         backward.start_negotiating()
 
     def is_agreed(self, backward: Backward) -> bool:
-        """Whether the answers of all reduction_groups are there."""
+        """Whether the agreed masks of all reduction groups have arrived."""
         return all(exchange.done() for exchange in self._exchanges)
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
-        """Take the agreed masks, waiting for them if need be, and make the schedule that sends what is in them."""
+        """Wait for the agreed masks, and make the schedule that launches their buckets."""
         present = self._answers(self._exchanges, backward.recorder.local)
         backward.recorder.control_nbytes += sum(exchange.nbytes for exchange in self._exchanges)
         backward.recorder.agreed = bytes(present)
@@ -152,7 +152,7 @@ class BufferSynchronizer(Synchronizer):
         return schedule
 
     def complete(self, backward: Backward) -> Steps:
-        """Launch what is left and send the vote; results are taken by :meth:`wait_for_results`."""
+        """Launch the remaining buckets and start the vote; :meth:`wait_for_results` does the rest."""
         if backward.schedule is None:
             for exchange in self._exchanges:
                 yield exchange.done
@@ -182,7 +182,7 @@ class BufferSynchronizer(Synchronizer):
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
     def put_back(self, backward: Backward) -> None:
-        """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
+        """Abandon what is in flight. Those gradients are lost, as they are reduced in place."""
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
@@ -192,13 +192,13 @@ class BufferSynchronizer(Synchronizer):
 
     @property
     def has_pending_results(self) -> bool:
-        """Whether there are results that :meth:`wait_for_results` has to take."""
+        """Whether there are results that :meth:`wait_for_results` has to wait for."""
         return self._pending_results is not None
 
     def wait_for_results(self) -> None:
-        """Wait for the results of the last synchronized backward, if there are any; repair if the ranks voted so.
+        """Wait for the results of the last synchronized backward, with a second round if the ranks voted so.
 
-        What went wrong on some rank is noted in the step_status.
+        Errors of any rank are kept in ``step_status``.
         """
         completion, self._pending_results = self._pending_results, None
         if completion is not None:
@@ -249,7 +249,7 @@ class BufferSynchronizer(Synchronizer):
 
     def _prepare(self, bucket: BufferBucket) -> None:
         bucket.reopen()
-        # What arrived here though no rank expected it waits for the second round, of which all ranks know.
+        # A gradient that no rank expected waits for the second round, in which all ranks take part.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._check_finite:
             self.step_status.note_non_finite(bucket.non_finite())
@@ -268,7 +268,7 @@ class BufferSynchronizer(Synchronizer):
                 self.gradients.averaged[i] = 1
 
     def _repair(self, pending: _PendingResults, reduction_group: ReductionGroup, agreed: bytes) -> Steps:
-        """Average what came late, and add it: averaging is linear."""
+        """Average the late gradients in a second round, and add them: averaging is linear."""
 
         def prepare(bucket: Bucket) -> None:
             taken = [pending.late.pop(reduction_group.indices[j], None) for j in bucket.expected]
@@ -295,13 +295,13 @@ class BufferSynchronizer(Synchronizer):
 
 @dataclass(frozen=True, eq=False)
 class _PendingResults:
-    """What :meth:`BufferSynchronizer.wait_for_results` has to wait for.
+    """The results that :meth:`BufferSynchronizer.wait_for_results` has to wait for.
 
     Attributes:
         backward: Whose gradients these are.
-        schedule: The buckets that have left.
-        votes: One a reduction_group: what came late and went wrong.
-        late: Gradients that arrived after their bucket had left, or that no rank expected, by parameter index.
+        schedule: The buckets that were launched.
+        votes: One a reduction group: the late gradients and the status of each rank.
+        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
     """
 
     backward: Backward

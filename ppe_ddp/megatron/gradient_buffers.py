@@ -1,4 +1,4 @@
-"""Allocates all gradient buffers of one module, and makes the objects that average what is in them."""
+"""Allocates the gradient buffers of one module, and builds its reduction groups, buckets and synchronizer."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class ShardedBuffers(ShardedModel):
         return [gradient is not None for gradient in gradients]
 
     def _has_changed(self, index: int, weight: Tensor, gradient: Tensor) -> bool:
-        """Whether the average is another than the weight was given."""
+        """Whether the average has changed since the weight was given it."""
         assigned = self._assigned.get(index)
         if assigned is None or assigned.revision != self._gradients.revision:
             return True

@@ -47,7 +47,7 @@ class MasterWeight:
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
     def refresh(self) -> None:
-        """Take over what was written to the parameter from outside since the last step."""
+        """Copy the parameter to the master weight, if it was written from outside since the last step."""
         parameter = self.shard.parameter
         if self.is_alias:
             if parameter.data_ptr() != self._address:
@@ -60,5 +60,5 @@ class MasterWeight:
             self.note_written()
 
     def note_written(self) -> None:
-        """Note that the parameter has the values of the master weight now."""
+        """Note that the parameter has the values of the master weight."""
         self._version = version_of(self.shard.parameter)

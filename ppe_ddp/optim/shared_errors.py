@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Return if no rank has an error and all of them are about to call the same collectives.
+    """Raise on all ranks if one has an error, or if they are about to call different collectives.
 
     Args:
         error: What is wrong on this rank.

@@ -62,7 +62,7 @@ class Case:
     steps: tuple[TrainingStep, ...] = (TrainingStep(), TrainingStep(zeroing=Zeroing.TO_ZERO))
 
     def supports(self, variant: Variant) -> bool:
-        """Whether the law promises a result: without negotiation all ranks must have the same gradients."""
+        """Whether the laws apply under ``variant``: without negotiation all ranks must have the same gradients."""
         if variant.negotiate:
             return True
         apart = {StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH}

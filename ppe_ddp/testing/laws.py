@@ -68,7 +68,7 @@ class Observation:
 
 
 class _Observer:
-    """A wrapper of one case's module on this rank, and what is seen of it."""
+    """Wraps one case's module on this rank, and checks what each step leaves."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Observer:
             self.seen.problems.append(f"after wrapping, {', '.join(wrong)} should be those of rank 0")
 
     def check(self, expected: Expectation, when: str) -> None:
-        """Look at what a synchronized backward, the one of ``when``, has left."""
+        """Check the state after a synchronized backward, the one of ``when``."""
         first = len(self.seen.problems)
         self._check_gradients(expected)
         self._check_buffers(expected)

@@ -48,7 +48,7 @@ def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
     given no group, so there it would not know.
 
     Args:
-        plugs: What to ask.
+        plugs: The functions and hooks to call.
         dtypes: Of buckets.
         device: Of buckets.
     """
@@ -101,7 +101,7 @@ def _reduced(
 
 
 class _KnownBucket:
-    """A bucket whose mean is known, in memory that has guards before and after it."""
+    """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
     """Let a broadcast function copy known tensors, over all ranks and over parts of them.
 
     Args:
-        plugs: What to ask.
+        plugs: The functions and hooks to call.
         dtypes: Of tensors.
         device: Of tensors.
     """

@@ -86,7 +86,7 @@ class TrainingStep:
 
 
 class Subject(Protocol):
-    """What a step is done with: the wrapper, or a copy of the module that does not communicate."""
+    """The interface that a step uses: of the wrapper, or of a copy of the module that does not communicate."""
 
     def __call__(self, *args: Any) -> Any: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
@@ -250,7 +250,7 @@ def _some_inputs(actor: _RankStep) -> Iterator[None]:
 
 
 class _LocalSubject:
-    """A copy of a module as the subject of steps: nothing to synchronize with."""
+    """A copy of a module that does not communicate."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -272,7 +272,7 @@ class _LocalSubject:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What must be there after a synchronized backward.
+    """The expected gradients after a synchronized backward.
 
     Attributes:
         means: The mean gradient by name, in the widest dtype; None where no rank has one.
@@ -310,7 +310,7 @@ class Reference:
         return self._copies
 
     def copy_state(self, module: nn.Module) -> None:
-        """Take over the state of ``module``, with its gradients, for all ranks.
+        """Copy the state of ``module``, with its gradients, for all ranks.
 
         Rounding does not pile up over steps if each step begins with this.
         """
