@@ -68,7 +68,10 @@ class Backward:
         silent: Whether this rank contributes nothing and takes nothing.
 
     Attributes:
-        is_manual: The same.
+        phase: The current phase.
+        silent: Whether this rank contributes nothing and takes nothing.
+        aborted: Whether that is because its own backward raised.
+        is_manual: Whether a call has begun it, and not autograd.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not arrived. None while the mask is not made before backward is over.
         unexpected: Parameters whose gradient arrived without being expected, or once more.
@@ -79,12 +82,12 @@ class Backward:
         alive: Returns None once the graph task of this backward is gone.
         active: The number of ranks that contribute.
         source: The first of them; its buffers are broadcast.
-        buffers: Those of this rank as all ranks have agreed on them.
+        buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
     """
 
     def __init__(self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False) -> None:
-        self._phase = Phase.BEGUN
-        self._participation = Participation.SILENT if silent else Participation.FULL
+        self.phase = Phase.BEGUN
+        self._participate(Participation.SILENT if silent else Participation.FULL)
         self.is_manual = is_manual
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
@@ -97,31 +100,20 @@ class Backward:
         self.averaged = b""
         self.active = 0
         self.source = 0
-        self.buffers: list[Tensor] = []
+        self.buffers: dict[str, Tensor] = {}
         self.alive: Callable[[], object] = lambda: True
-
-    @property
-    def phase(self) -> Phase:
-        """The current phase."""
-        return self._phase
-
-    @property
-    def silent(self) -> bool:
-        """Whether this rank contributes nothing and takes nothing."""
-        return self._participation is not Participation.FULL
-
-    @property
-    def aborted(self) -> bool:
-        """Whether that is because its own backward raised."""
-        return self._participation is Participation.ABORTED
 
     def abort(self) -> None:
         """This rank's backward has raised: it contributes and takes nothing from here on."""
-        self._participation = Participation.ABORTED
+        self._participate(Participation.ABORTED)
+
+    def _participate(self, participation: Participation) -> None:
+        self.silent = participation is not Participation.FULL
+        self.aborted = participation is Participation.ABORTED
 
     def _enter(self, phase: Phase) -> None:
-        assert self._phase in _BEFORE[phase], f"a backward cannot go from {self._phase.name} to {phase.name}"
-        self._phase = phase
+        assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"
+        self.phase = phase
 
     def start_negotiating(self) -> None:
         """This rank's mask was sent."""
@@ -154,7 +146,7 @@ class Backward:
 
     def fail(self) -> str:
         """The communication has failed; returns the name of the phase in which it failed, for messages."""
-        phase = Phase.FINISHING if self._phase is Phase.OVER else self._phase
+        phase = Phase.FINISHING if self.phase is Phase.OVER else self.phase
         self._enter(Phase.FAILED)
         self.exchange = None
         return phase.name.lower()

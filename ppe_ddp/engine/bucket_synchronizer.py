@@ -7,6 +7,7 @@ its own graph does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -171,7 +172,8 @@ class BucketSynchronizer(Synchronizer):
             backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
             backward.recorder.agreed_at = perf_counter_ns()
             return
-        self._groups.renew(self.reduction.progress)
+        if self._groups.is_closed:
+            self._groups.renew(self.reduction.progress)
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
@@ -183,8 +185,8 @@ class BucketSynchronizer(Synchronizer):
             ) in self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
                 backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
-            backward.exchange = self.negotiation.start(local, not backward.silent)
-        backward.buffers = self.negotiation.buffers()
+            backward.buffers = self.negotiation.buffers()
+            backward.exchange = self.negotiation.start(local, not backward.silent, buffers=backward.buffers)
         backward.start_negotiating()
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
@@ -228,7 +230,8 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             everything = range(len(self._module_state.parameters))
             taken = zip(everything, self.gradients.take(everything), strict=True)
-            self.sharded_parameters.keep({i: gradient for i, gradient in taken if gradient is not None})
+            present = {i: gradient for i, gradient in taken if gradient is not None}
+            self.sharded_parameters.hand_over(list(present), list(present.values()))
 
     def _complete(self, backward: Backward) -> Steps:
         if backward.schedule is None and backward.exchange is not None:
@@ -254,18 +257,18 @@ class BucketSynchronizer(Synchronizer):
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn_order(arrivals, backward.recorder)
         yield from self._broadcast_buffers(backward)
-        if not backward.aborted:
-            self._raise_for_peers([rank for rank, gave_up in enumerate(statuses) if gave_up])
+        if any(statuses) and not backward.aborted:
+            raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers
-        if function is None:
+        if function is None or not backward.buffers:
             return
         if backward.aborted:  # and this rank's module may be another since then
-            past = [buffer.clone() for buffer in backward.buffers]
+            past = [buffer.clone() for buffer in backward.buffers.values()]
             yield from broadcasting(function, past, self._groups, source=backward.source)
             return
-        backward.buffers = []
+        backward.buffers = {}
         yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
 
     def put_back(self, backward: Backward) -> None:
@@ -299,7 +302,7 @@ class BucketSynchronizer(Synchronizer):
 
     def _take_late(self, backward: Backward) -> dict[int, Tensor]:
         """Take the gradients that came after their bucket was launched, or that no rank expected, out of ``.grad``."""
-        if backward.silent:
+        if backward.silent or not backward.unexpected:
             return {}
         found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)
         return {i: gradient for i, gradient in found if gradient is not None}
@@ -316,15 +319,10 @@ class BucketSynchronizer(Synchronizer):
         world_size = self._groups.world_size
         scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
 
-        def hand_over(indices: Sequence[int], gradients: list[Tensor]) -> None:
-            if backward.silent:
-                return
-            if self.sharded_parameters is not None:
-                self.sharded_parameters.keep(dict(zip(indices, gradients, strict=True)), scale)
-            else:
-                self.gradients.hand_over(indices, gradients, scale)
-
-        return schedule.finish(hand_over)
+        if backward.silent:
+            return schedule.finish(lambda _indices, _averages: None)
+        owner = self.sharded_parameters or self.gradients
+        return schedule.finish(partial(owner.hand_over, scale=scale))
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average the late gradients in a second round, and add them to the averages: averaging is linear."""
@@ -340,13 +338,12 @@ class BucketSynchronizer(Synchronizer):
         yield from self._hand_over(backward, second)
         backward.schedule = None
 
-    def _raise_for_peers(self, aborted: list[int]) -> None:
-        if aborted:
-            raise PeerAbortedError(
-                f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, aborted))} raised an error, so "
-                "the gradients of this step lack its share; zero them and go on with the next step, or look at that "
-                "rank's traceback"
-            )
+    def _peers_aborted(self, ranks: list[int]) -> PeerAbortedError:
+        return PeerAbortedError(
+            f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the "
+            "gradients of this step lack its share; zero them and go on with the next step, or look at that rank's "
+            "traceback"
+        )
 
 
 def _ranged(steps: Steps) -> Steps:

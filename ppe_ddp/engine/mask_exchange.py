@@ -131,7 +131,7 @@ class MaskExchange:
     def done(self) -> bool:
         """Whether the result has arrived; sends the body that did not fit, once the digests are known to agree."""
         try:
-            return not self._is_under_way() and not (self._send_body() and self._is_under_way())
+            return not self._is_under_way() and (self._fits or not (self._send_body() and self._is_under_way()))
         except RuntimeError:
             return True  # result() says what is wrong
 
@@ -144,10 +144,9 @@ class MaskExchange:
         Raises:
             CommunicationError: The all-reduce failed; names the ranks that are missing.
         """
-        while True:
+        self._wait(self._work)
+        if not self._fits and self._send_body():
             self._wait(self._work)
-            if not self._send_body():
-                break
         self._work = None  # gloo's keeps the connection
         reply = self._message.numpy().tobytes()
         if self._is_body:
@@ -164,7 +163,7 @@ class MaskExchange:
 
         All ranks have a body of this length then, and all of them send it next.
         """
-        if self._fits or self._is_body:
+        if self._is_body:
             return False
         if self._work is not None:
             self._work.wait()  # if it has failed, what came of it is no digest

@@ -86,16 +86,24 @@ class Negotiation:
                 "values of rank 0 cannot be written there: give it memory of its own, as .clone() of .expand() does"
             )
 
-    def buffers(self) -> list[Tensor]:
-        """The module's buffers, if the ranks must agree on them; else an empty list."""
-        return list(self._module_state.buffers().values()) if self._with_buffers else []
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers by name, if the ranks must agree on them; else none."""
+        return self._module_state.buffers() if self._with_buffers else {}
 
-    def start(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> MaskExchange:
+    def start(
+        self,
+        local: bytes | bytearray,
+        status: int,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        is_vote: bool = False,
+    ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
             status: A byte of this rank's, which all ranks get.
+            buffers: What :meth:`buffers` gives now.
             is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
                 where they do not negotiate.
         """
@@ -107,7 +115,8 @@ class Negotiation:
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
         bits = bytearray(groups.world_size)
         bits[groups.rank] = status
-        digest = fingerprint([self._current_digest(None if is_vote else local).hex(), self._place])
+        current = self._digest if is_vote else self._current_digest(local, buffers or {})
+        digest = fingerprint([current.hex(), self._place])
         return self._exchanger.exchange(digest, local, bytes(bits))
 
     def _restart(self) -> None:
@@ -152,14 +161,11 @@ class Negotiation:
         self._digest = fingerprint(self._lines())
         recorder.control_nbytes += sums.nbytes
 
-    def _current_digest(self, local: bytes | bytearray | None) -> bytes:
-        if local is None:  # of a backward that has been agreed on
-            return self._digest
-        if self._with_buffers:
-            lines = _buffer_lines(self._module_state.buffers())
-            if lines != self._buffer_lines:
-                self._buffer_lines = lines
-                self._digest = fingerprint(self._lines())
+    def _current_digest(self, local: bytes | bytearray, buffers: Mapping[str, Tensor]) -> bytes:
+        lines = _buffer_lines(buffers)
+        if lines != self._buffer_lines:
+            self._buffer_lines = lines
+            self._digest = fingerprint(self._lines())
         if self._negotiate:
             return self._digest
         # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of

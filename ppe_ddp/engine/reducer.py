@@ -146,7 +146,7 @@ class Reducer(Generic[C]):
     def _on_output_gradient(self) -> None:
         if self.enabled:
             with self._lock:
-                if self._running() is None:
+                if self._backward is None or self._running() is None:
                     self._begin()
 
     @staticmethod
@@ -256,16 +256,11 @@ class Reducer(Generic[C]):
                 backward.waiting[i] = 1
             self.synchronizer.start_negotiation(backward)
             launch_triggers = self.synchronizer.launch_triggers
-            self._start_recording([i for i in reached if i not in launch_triggers])
-        else:
-            self._start_recording(reached)
+            reached = [i for i in reached if i not in launch_triggers]
+        if self._streams is not None:
+            reached = [i for i in reached if self._streams.knows_stream(i)]
+        self._grad_hooks.start_recording(reached)
         return backward
-
-    def _start_recording(self, indices: Sequence[int]) -> None:
-        """Only record the arrivals of these, except where a hook must still find out the stream."""
-        assert self._grad_hooks is not None
-        known = indices if self._streams is None else [i for i in indices if self._streams.knows_stream(i)]
-        self._grad_hooks.start_recording(known)
 
     def _refresh_nodes(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
@@ -300,10 +295,15 @@ class Reducer(Generic[C]):
             raise
 
     def _complete(self, backward: Backward) -> Steps:
+        """Complete ``backward``; with new connections if its own turn out to have been closed by an older failure."""
         backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
-            yield from self.synchronizer.finish(backward)
+            yield from self.synchronizer.complete(backward)
         except PeerAbortedError as error:
+            if self.synchronizer.postpone(backward, error):
+                self.synchronizer.start_negotiation(backward)
+                yield from self._complete(backward)
+                return
             if error.step is None:  # the ranks are in step
                 self._close(backward)
             raise
@@ -311,7 +311,8 @@ class Reducer(Generic[C]):
 
     def _close(self, backward: Backward) -> None:
         backward.end()
-        self._refresh_nodes(backward.unexpected)
+        if backward.unexpected:
+            self._refresh_nodes(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
 

@@ -45,11 +45,8 @@ class Reduction(ABC):
 
     is_plain_average = False
     """Whether anything else that averages may take the place of what is called, and nothing of it is checked."""
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether nothing is sent at all: one rank alone has its averages already."""
-        return False
+    sends_nothing = False
+    """Whether nothing is sent at all: one rank alone has its averages already."""
 
     @property
     def progress(self) -> HookProgress | None:
@@ -76,7 +73,7 @@ class Reduction(ABC):
     def wait(self, bucket: GradBucket, pending: Waitable) -> None:
         """Wait for ``pending``; its result is for :meth:`finish`."""
         try:
-            self._wait(bucket, pending)
+            self._groups.failures.wait(pending, bucket.buffer().device)
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -90,7 +87,7 @@ class Reduction(ABC):
             memory: What the tensors of the bucket are aliases of.
         """
         try:
-            value = None if pending is None else self._wait(bucket, pending)
+            value = None if pending is None else self._groups.failures.wait(pending, bucket.buffer().device)
             self._accept(bucket, value)
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
@@ -107,9 +104,6 @@ class Reduction(ABC):
 
     @abstractmethod
     def _accept(self, bucket: GradBucket, value: object) -> None: ...
-
-    def _wait(self, bucket: GradBucket, pending: Waitable) -> Any:
-        return self._groups.failures.wait(pending, bucket.buffer().device)
 
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         if hasattr(error, "add_note"):  # Python 3.11
@@ -141,11 +135,7 @@ class FunctionReduction(Reduction):
         self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
         self._takes_divided = bool(getattr(function, "takes_divided", False))
         self.is_plain_average = bool(getattr(function, "is_plain_average", False))
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether one rank is alone, with nothing but an average to make."""
-        return self._groups.world_size == 1 and self.is_plain_average
+        self.sends_nothing = groups.world_size == 1 and self.is_plain_average
 
     def division(self, device: torch.device) -> Division:
         """As the function declares; a backend that can averages for the default one."""
@@ -165,7 +155,7 @@ class FunctionReduction(Reduction):
             return
         try:
             if pending is not None:
-                self._wait(bucket, pending)
+                self._groups.failures.wait(pending, bucket.buffer().device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:

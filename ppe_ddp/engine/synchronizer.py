@@ -57,7 +57,7 @@ class Synchronizer(ABC):
     @property
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`start_negotiation` makes new ones, collectively."""
-        return any(groups.is_closed for groups in self.groups)
+        return True in [groups.is_closed for groups in self.groups]
 
     @abstractmethod
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
@@ -94,16 +94,6 @@ class Synchronizer(ABC):
     @abstractmethod
     def put_back(self, backward: Backward) -> None:
         """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
-
-    def finish(self, backward: Backward) -> Steps:
-        """Complete ``backward``; with new connections if its own turn out to have been closed by an older failure."""
-        try:
-            yield from self.complete(backward)
-        except PeerAbortedError as error:
-            if not self.postpone(backward, error):
-                raise
-            self.start_negotiation(backward)
-            yield from self.complete(backward)
 
     def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
         """End the communication of ``backward`` after ``error``, for all ranks.

@@ -21,7 +21,7 @@ from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.engine.zero.unit_gather import UnitGather
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import Tensor
@@ -107,14 +107,15 @@ class ShardedParameters(ShardedModel):
         rows = Rows(specs, self._groups.rank, self._groups.world_size)
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
-    def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
-        """Keep this rank's shards; add them to those that were not cleared.
+    def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor], scale: float = 1.0) -> None:
+        """Set the gradients of this rank's shards; add to those that were not cleared.
 
         Args:
-            averages: By parameter, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
+            indices: The parameters.
+            averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
             scale: What to multiply them by.
         """
-        for i, average in averages.items():
+        for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
                 average = self._cut(k, average)
