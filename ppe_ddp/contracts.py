@@ -1,4 +1,4 @@
-"""What a user may plug in, each as one small type.
+"""The interfaces of what a user may plug in: functions and hooks, and the bucket that they get.
 
 A *function* (:class:`ReduceFunction`, :class:`BroadcastFunction`) replaces the communication itself. A *hook* is
 either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before synchronization) or torch's

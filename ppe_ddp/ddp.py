@@ -124,7 +124,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._broadcast_function: BroadcastFunction = broadcast_function or broadcast
         self._hooks = Hooks()
         self._precision = Precision(mixed_precision)
-        self._reduce_function = self._precision.reducing(reduce_function or average)
+        self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         self._synchronizes = True
         self._is_copy = False
         self._reducer: Reducer[BucketSynchronizer] | None = None
@@ -155,7 +155,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             wrapper=weakref.ref(self),
             sync_hooks=self._hooks.sync,
         )
-        self._reducer.arm(self._module_state)
+        self._reducer.use_module(self._module_state)
         self._reducer.enabled = self._synchronizes
         self._use_hooks()
         if synchronize:
@@ -170,9 +170,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         synchronizer = self._reducer.synchronizer
         if self._hooks.comm is not None:
             reduction = HookReduction(*self._hooks.comm, self._reducer.groups)
-            synchronizer.use(reduction, self._packing(fixed=reduction.keeps_state_by_index))
+            synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
         if self._hooks.buffers is not None:
-            synchronizer.broadcast_buffers_by(self._hooks.buffers.finish)
+            synchronizer.use_broadcast(self._hooks.buffers.finish)
 
     def _packing(self, *, fixed: bool = False) -> Packing:
         return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed)
@@ -189,11 +189,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if reducer.recover():  # in which the other ranks speak of the module as it was
             if not self._module_state.is_current():
                 module_state = ModuleState(self.module, self._ignored())
-                reducer.arm(module_state)
+                reducer.use_module(module_state)
                 self._module_state = module_state
-                self._inputs.look(self.module)
+                self._inputs.find_device(self.module)
             elif reducer.is_displaced:
-                reducer.arm(self._module_state)
+                reducer.use_module(self._module_state)
         reducer.before_forward()
         return reducer
 
@@ -214,7 +214,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             announce(reducer, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
             self._hooks.buffers.before_forward(self._module_state.buffers())
-        return self._inputs.moved(args, kwargs)
+        return self._inputs.to_device(args, kwargs)
 
     def _leave(self, outputs: Any) -> Any:
         reducer, synchronizes = self._reducer, torch.is_grad_enabled()
@@ -310,13 +310,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         reducer = self._ready()
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
-        return reducer.synchronizer.scatter()
+        return reducer.synchronizer.shard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those of which every rank keeps its shards."""
         self.module.zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.synchronizer.forget(set_to_none=set_to_none)
+            self._reducer.synchronizer.clear_shards(set_to_none=set_to_none)
 
     # ------------------------------------------------------------------ uneven inputs
 

@@ -1,4 +1,4 @@
-"""The exceptions of ppe_ddp: one tree, so that a caller can catch what he can do something about.
+"""The exceptions of ppe_ddp: one tree, by what a caller can do about them.
 
 A mistake in a call is a plain ``ValueError`` or ``TypeError``; what goes wrong between ranks, or in a
 function that a user plugged in, is one of these.

@@ -1,4 +1,4 @@
-"""The functions that average and broadcast when the user gives none: the one place that averages."""
+"""The default reduce and broadcast functions, and wrappers of reduce functions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, s
     """
     if dist.get_world_size(group) == 1:
         return None
-    return _Pieces([_Piece(piece, group, source) for piece in _pieces(tensors)])
+    return _PendingBroadcast([_BroadcastMessage(piece, group, source) for piece in _pieces(tensors)])
 
 
 def overlapped(function: ReduceFunction) -> ReduceFunction:
@@ -123,8 +123,8 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return pieces
 
 
-class _Piece:
-    """One message of a broadcast, and its way back into the tensors."""
+class _BroadcastMessage:
+    """One message of a broadcast, whose ``wait()`` copies it into the tensors."""
 
     def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -149,8 +149,10 @@ class _Piece:
             torch._foreach_copy_(self._tensors, self._slots)
 
 
-class _Pieces:
-    def __init__(self, pieces: list[_Piece]) -> None:
+class _PendingBroadcast:
+    """All messages of a broadcast; ``wait()`` puts them in place."""
+
+    def __init__(self, pieces: list[_BroadcastMessage]) -> None:
         self._pieces = pieces
 
     def is_completed(self) -> bool:

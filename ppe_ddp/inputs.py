@@ -24,20 +24,20 @@ class Inputs:
     def __init__(self, module: nn.Module) -> None:
         self.device: torch.device | None = None
         self._has_warned = False
-        self.look(module)
+        self.find_device(module)
 
-    def look(self, module: nn.Module) -> None:
-        """Set the device: that of all parameters, or of all buffers if there are none."""
+    def find_device(self, module: nn.Module) -> None:
+        """Set the device to that of all parameters, or of all buffers if there are none; None where it is not one."""
         devices = {tensor.device for tensor in module.parameters()} or {tensor.device for tensor in module.buffers()}
         self.device = devices.pop() if len(devices) == 1 else None
 
-    def moved(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs on the module's device; the same objects where they are there already."""
         if self.device is None:
             return args, kwargs
-        return mapped(self._moved, args), mapped(self._moved, kwargs)
+        return mapped(self._to_device, args), mapped(self._to_device, kwargs)
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:
             return tensor
         if not self._has_warned:

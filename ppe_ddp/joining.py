@@ -1,4 +1,4 @@
-"""Uneven numbers of inputs, by torch's ``Join`` protocol: a rank that has run out takes part with zeros."""
+"""Uneven numbers of inputs, by torch's ``Join`` protocol: a rank without inputs contributes zeros."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def announce(reducer: Reducer[BucketSynchronizer], *, synchronizes: bool) -> Non
 
 
 def _any_synchronizes(reducer: Reducer[BucketSynchronizer]) -> bool:
-    """Receive, on a rank that has joined, what the others :func:`announce`."""
+    """The other side of :func:`announce`, on a rank that has joined."""
     word = torch.tensor([0])
     dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
     return bool(word.item())
@@ -74,8 +74,8 @@ class DdpJoinHook(JoinHook):
             reducer.synchronizer.scale_by_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """Take part in one step of the others, with nothing to give."""
-        self._settle()
+        """Take part in one synchronization of the other ranks, without gradients."""
+        self._wait_for_step()
         if self._reducer is not None:
             # On a thread, since several wrappers may have joined: the others finish theirs in another order.
             self._step = self._thread.submit(self._take_part, self._reducer)
@@ -85,14 +85,14 @@ class DdpJoinHook(JoinHook):
         if _any_synchronizes(reducer):
             reducer.finish(silent=True)
 
-    def _settle(self) -> None:
+    def _wait_for_step(self) -> None:
         if self._step is not None:
             self._step.result()
             self._step = None
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that went on to the end."""
-        self._settle()
+        self._wait_for_step()
         self._thread.shutdown()
         reducer = self._reducer
         if reducer is None:

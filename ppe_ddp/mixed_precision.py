@@ -49,7 +49,7 @@ class Precision:
         self._casts_inputs: bool = getattr(config, "cast_forward_inputs", True)
 
     def __str__(self) -> str:
-        """What all ranks must have the same of; nothing, where nothing is cast."""
+        """The dtypes, which must be the same on all ranks, as text; empty where nothing is cast."""
         if self._param_dtype is None and self._reduce_dtype is None:
             return ""
         return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"
@@ -60,9 +60,9 @@ class Precision:
             if _is_cast(buffer, self._buffer_dtype):
                 buffer.data = buffer.to(self._buffer_dtype)
 
-    def reducing(self, function: ReduceFunction) -> ReduceFunction:
+    def wrap_reduce_function(self, function: ReduceFunction) -> ReduceFunction:
         """``function``, with buckets in the dtype that gradients are reduced in."""
-        return function if self._reduce_dtype is None else _Reducing(function, self._reduce_dtype)
+        return function if self._reduce_dtype is None else _CastingReduce(function, self._reduce_dtype)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call ``module`` with inputs and parameters in low precision."""
@@ -72,7 +72,7 @@ class Precision:
         if self._casts_inputs:
             cast = partial(_cast, dtype=dtype)
             args, kwargs = mapped(cast, args), mapped(cast, kwargs)
-        copies = _Copies(module, dtype)
+        copies = _CastParameters(module, dtype)
         copies.install()
         try:
             outputs = module(*args, **kwargs)
@@ -85,7 +85,7 @@ class Precision:
         return outputs
 
 
-class _Copies:
+class _CastParameters:
     """The parameters of a module in another dtype, for one forward and its backward.
 
     A checkpoint computes parts of the forward again while backward is running, so they are put back in place then.
@@ -128,7 +128,7 @@ class _Copies:
 class _UntilEndOfBackward:
     """Keeps copies in place. Autograd calls it at the end, or drops it with a graph task that has failed."""
 
-    def __init__(self, copies: _Copies) -> None:
+    def __init__(self, copies: _CastParameters) -> None:
         self._copies = copies
         copies.install()
 
@@ -139,7 +139,7 @@ class _UntilEndOfBackward:
         self._copies.remove()
 
 
-class _Reducing:
+class _CastingReduce:
     """Calls a reduce function with buckets in another dtype; what is in the bucket then is cast back by the engine."""
 
     def __init__(self, function: ReduceFunction, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ class Switch:
             raise Refused("not today")
 
 
-class Net(nn.Module):
+class FailingNet(nn.Module):
     """Three buckets, and a buffer that is broadcast."""
 
     def __init__(self, switch):
@@ -203,7 +203,7 @@ def wrapped(way, switch, **options):
     plugs = WAYS[way](switch)
     sync_hook = plugs.pop("sync_hook", None)
     patch, own = plugs.pop("patch", None), plugs.pop("own", None)
-    module = seeded(Net, None)
+    module = seeded(FailingNet, None)
     expected = mean_gradients(module, square)
     module.switch = own
     wrapper = DistributedDataParallel(module, bucket_cap_mb=4e-5, **plugs, **options)
@@ -266,7 +266,7 @@ def hold_hooks(how, *, seed=0, **options):
 def _hold_hooks(how, seed, options):
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{how} {seed}"), Switch()
-    module = seeded(Net, None)
+    module = seeded(FailingNet, None)
     expected = mean_gradients(module, square)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=4e-5, **options)
     hook = Hooked(switch, how)
@@ -300,7 +300,7 @@ def hold_megatron(way, *, turns=4, seed=0, **options):
     """The same over Megatron's buffers, whose sums are lost with the step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
-    module = seeded(Net, None)
+    module = seeded(FailingNet, None)
     expected = mean_gradients(module, square)
     config = DistributedDataParallelConfig(bucket_size=1, **options)
     wrapper = MegatronDDP(None, config, module, **WAYS[way](switch))

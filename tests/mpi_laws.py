@@ -24,7 +24,7 @@ from ppe_ddp.testing.backend_probes import probe_backend
 from ppe_ddp.testing.cases import Case, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, observe_all
 from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 from random_training import differences, train
 
 KINDS = list(StepKind)
@@ -43,8 +43,8 @@ PLUGS = [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))
 def cases(count):
     for seed in range(count):
         steps = (
-            Step(KINDS[seed % len(KINDS)], ZEROINGS[seed % len(ZEROINGS)]),
-            Step(KINDS[(3 * seed + 1) % len(KINDS)]),
+            TrainingStep(KINDS[seed % len(KINDS)], ZEROINGS[seed % len(ZEROINGS)]),
+            TrainingStep(KINDS[(3 * seed + 1) % len(KINDS)]),
         )
         yield Case(Recipe.random(seed), steps), PLUGS[seed % len(PLUGS)]
 

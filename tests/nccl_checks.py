@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from mpi_check_kit import DTYPES, OPS, assert_same, data, expected, op_named, options
-from nccl_contract import Recorder
+from nccl_contract import CallRecorder
 
 SHAPES = ((), (5,), (3, 4), (0,), (4_007,))
 BOOL_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")
@@ -266,7 +266,7 @@ def everything(device="cpu", *, float8=True, without=()):
         The calls that NCCL got, but for those that another group gets where tensors on the CPU have one.
     """
     communicators = dist.group.WORLD._group(device)._communicators
-    communicators._library = recorder = Recorder(communicators._library)
+    communicators._library = recorder = CallRecorder(communicators._library)
     for name in sorted(DTYPES.keys() - set(without)):
         reductions(name, device, float8=float8)
         moving(name, device)

@@ -11,7 +11,7 @@ ID_BYTES = 128
 ADDRESSES = {"allReduce": 2, "reduce": 2, "broadcast": 2, "reduceScatter": 2, "allGather": 2, "send": 1, "recv": 1}
 
 
-class Recorder:
+class CallRecorder:
     """A library that notes the calls of its communicators: names and arguments, but for addresses and streams."""
 
     def __init__(self, library):

@@ -293,29 +293,29 @@ class StandInDevice:
     def current(self):
         return 0
 
-    def at(self, index):
+    def make_current(self, index):
         return contextlib.nullcontext()
 
     def current_stream(self, index):
         return StandInDevice.now
 
-    def fresh_stream(self, index):
+    def make_stream(self, index):
         number = 100 + len(self.streams)
         self.streams[number] = StandInStream(f"nccl{len(self.streams)}", number)
         return self.streams[number]
 
     @contextlib.contextmanager
-    def on(self, stream):
+    def use_stream(self, stream):
         before, StandInDevice.now = StandInDevice.now, stream
         try:
             yield
         finally:
             StandInDevice.now = before
 
-    def hold(self, tensor, stream):
+    def record_stream(self, tensor, stream):
         self.log.append((stream.name, "holds", tensor.numel()))
 
-    def room(self, index):
+    def torch_device(self, index):
         return torch.device("cpu")
 
     def is_capturing(self):

@@ -62,7 +62,7 @@ def loss_of(model, batch, rank):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """One step of the optimizer.
 
     Attributes:
@@ -88,7 +88,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A training. See the attributes of Step."""
+    """A training. See the attributes of OptimizerStep."""
 
     optimizer: str
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class Program:
     wrapper: str
     options: dict
     scaled: bool
-    steps: tuple[Step, ...]
+    steps: tuple[OptimizerStep, ...]
     saved_after: int
 
     @classmethod
@@ -123,7 +123,7 @@ class Program:
 def _random_step(draw, wrapper, *, scaled):
     is_bad = scaled and draw.random() < 0.2
     clearing = "optimizer" if is_bad else draw.choice(CLEARINGS)
-    return Step(
+    return OptimizerStep(
         batches=(*(draw.random() < 0.4 for _ in range(draw.randrange(3))), True),
         clearing=clearing,
         to_none=wrapper != "plain" or clearing == "loop" or draw.random() < 0.7,

@@ -1,7 +1,7 @@
 """Random training programs (optim_programs.py), run by a DistributedOptimizer on ranks and by torch in one process.
 
-Trainer     runs one on ranks
-Reference   runs it in one process: for halves with master weights, as one would write it by hand
+Trainer           runs one on ranks
+ReferenceRunner   runs it in one process: for halves with master weights, as one would write it by hand
 """
 
 import warnings
@@ -153,7 +153,7 @@ class Trainer(Runner):
         self.scaler.load_state_dict(scaler)
 
 
-class Reference(Runner):
+class ReferenceRunner(Runner):
     """Runs a program in one process, on the batches of all ranks, as one would write it by hand.
 
     Each rank's micro-batches add up in the precision of its gradients; what is averaged is averaged in float32 or more,
@@ -280,7 +280,7 @@ def compare(ours, theirs):
 def first_half(seed, path):
     """Run the program up to where it is saved, and hold it to one process; what the scaler's state is."""
     program = Program.random(seed)
-    ours, theirs = Trainer(program), Reference(program, dist.get_world_size())
+    ours, theirs = Trainer(program), ReferenceRunner(program, dist.get_world_size())
     before = range(program.saved_after + 1)
     ours.run(before)
     theirs.run(before)
@@ -291,7 +291,7 @@ def first_half(seed, path):
 def second_half(seed, path, scaler, saved_by):
     """Load it on these ranks, which may be more or fewer, and run the rest."""
     program = Program.random(seed)
-    ours, theirs = Trainer(program), Reference(program, saved_by)
+    ours, theirs = Trainer(program), ReferenceRunner(program, saved_by)
     ours.load(path, scaler)
     theirs.run(range(program.saved_after + 1))
     theirs.zero_grad()

@@ -89,7 +89,7 @@ class OneProcess:
         return norm
 
 
-class Distributed:
+class DistributedRun:
     """The same training on the ranks of a group."""
 
     def __init__(self, module, make, group=None, **options):
@@ -135,7 +135,7 @@ OPTIMIZERS = {
 
 def hold_to_one_process(make, *, group=None, steps=6, **options):
     """Train both, with clipping and micro-batches, and compare the parameters after every step."""
-    ours = Distributed(everything(), make, group, **options)
+    ours = DistributedRun(everything(), make, group, **options)
     theirs = OneProcess(everything(), make, dist.get_world_size(group))
     for step in range(steps):
         how = {"max_norm": 0.3 if step % 2 else None, "micro_batches": 1 + (step == 4)}

@@ -12,7 +12,7 @@ from torch import nn
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import Reference, Step, StepKind, Zeroing, perform
+from ppe_ddp.testing.steps import Reference, StepKind, TrainingStep, Zeroing, perform
 
 
 class Normed(nn.Module):
@@ -236,14 +236,14 @@ class Training:
         title += f"{change and change.__name__} by {list(changes)}, training {list(trains)}"
         self.detach()
         self.keep()
-        self.reference.follow(self.module)
+        self.reference.copy_state(self.module)
         for rank, module in [*enumerate(self.reference.copies), (self.rank, self.module)]:
             if rank in clears:
                 clear(module, self.optimizer if module is self.module else None)
             if change is not None and rank in changes:
                 change_some(module, change, Random(f"change {self.seed} {number}"))
             module.train(rank in trains)
-        step = Step(kind, Zeroing.NOTHING)
+        step = TrainingStep(kind, Zeroing.NOTHING)
         expected = list(self.reference.expectations(step, self.recipe, number))
         run = perform(step, self.wrapper, self.recipe, number, rank=self.rank, world_size=self.world_size)
         first = len(self.problems)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -77,6 +78,23 @@ def test_there_is_no_cycle():
     graph = {module_of(path): imports_of(path) - {module_of(path), "ppe_ddp"} for path in FILES}
     graph.pop("ppe_ddp")
     list(TopologicalSorter(graph).static_order())
+
+
+def test_no_file_name_occurs_twice():
+    names = [path.name for path in FILES if path.name != "__init__.py"]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_no_class_name_occurs_twice():
+    helpers = [path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")]
+    places = defaultdict(list)
+    for path in (*FILES, *helpers):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(path.name)
+    # Megatron-Core's users import its wrapper by the name that it has there.
+    assert places.pop("DistributedDataParallel") == ["ddp.py", "distributed_data_parallel.py"]
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)

@@ -20,21 +20,21 @@ def test_a_backward_starts_with_nothing_said():
 
 
 MOVES = {
-    "negotiate": Backward.negotiate,
-    "begin_again": Backward.begin_again,
-    "launch": lambda backward: backward.launch(SimpleNamespace(record=None)),
-    "finish": Backward.finish,
-    "conclude": Backward.conclude,
+    "negotiate": Backward.start_negotiating,
+    "restart": Backward.restart,
+    "launch": lambda backward: backward.start_launching(SimpleNamespace(record=None)),
+    "finish": Backward.start_finishing,
+    "end": Backward.end,
     "fail": Backward.fail,
 }
 # For each way to a phase, the moves that are allowed there.
 ALLOWED = {
-    "": {"negotiate", "conclude", "fail"},  # one rank alone concludes at once
-    "negotiate": {"begin_again", "launch", "fail"},
-    "negotiate begin_again": {"negotiate", "conclude", "fail"},
+    "": {"negotiate", "end", "fail"},  # one rank alone ends at once
+    "negotiate": {"restart", "launch", "fail"},
+    "negotiate restart": {"negotiate", "end", "fail"},
     "negotiate launch": {"finish", "fail"},
-    "negotiate launch finish": {"conclude", "fail"},
-    "negotiate launch finish conclude": {"fail"},  # results that were left for later
+    "negotiate launch finish": {"end", "fail"},
+    "negotiate launch finish end": {"fail"},  # results that were left for later
     "negotiate launch fail": set(),
 }
 
@@ -63,14 +63,14 @@ def test_a_backward_moves_on_as_it_should_and_in_no_other_way(way):
 def test_who_begins_again_has_said_nothing():
     backward = Backward(("a",))
     backward.waiting, backward.exchange = bytearray(1), object()
-    backward.negotiate()
-    backward.begin_again()
+    backward.start_negotiating()
+    backward.restart()
     assert (backward.phase, backward.waiting, backward.exchange) == (Phase.BEGUN, None, None)
 
 
 def test_a_failure_names_its_phase():
     assert went("negotiate launch").fail() == "launching"
-    assert went("negotiate launch finish conclude").fail() == "finishing"
+    assert went("negotiate launch finish end").fail() == "finishing"
 
 
 @pytest.mark.parametrize("silent", [True, False])

@@ -56,10 +56,10 @@ def hold(wrapper, turns, error, match, named, *, keeps=True):
             square(wrapper, rank)
         assert type(caught.value) is error
         assert named in "".join(traceback.format_exception(caught.value))
-        landed = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
-        assert landed
+        arrived = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+        assert arrived
         if keeps:
-            for name in landed:
+            for name in arrived:
                 torch.testing.assert_close(module.get_parameter(name).grad, own[name])
 
 

@@ -138,7 +138,7 @@ def remove(module):
 
 
 def assert_nothing_lost(module, own):
-    """What has landed is still there as it was; an error in the middle of backward keeps the rest away."""
+    """What has arrived is still there as it was; an error in the middle of backward keeps the rest away."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, own[name])

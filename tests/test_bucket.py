@@ -173,7 +173,7 @@ def test_a_fixed_bucket_asks_for_what_some_rank_has():
     assert (bucket.expected, bucket.is_exact) == ((0, 2), False)
     averages = used(bucket, setting.gradients(bucket.expected))
     assert [average.unique().tolist() for average in averages] == [[3.0], [0.0], [3.0]]
-    assert [tuple(average.shape) for average in bucket.chosen(averages)] == [SHAPES[0], SHAPES[2]]
+    assert [tuple(average.shape) for average in bucket.expected_of(averages)] == [SHAPES[0], SHAPES[2]]
 
 
 def test_a_sparse_gradient_alone_is_its_average():

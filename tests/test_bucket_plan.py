@@ -213,14 +213,14 @@ def members(plan):
 def test_parameters_are_expected_in_reverse_until_their_order_is_learned():
     ours, everything = planner(), bytes([1] * 4)
     assert members(ours.plan(everything)) == [(3,), (2,), (1,), (0,)]
-    assert ours.unlearned(everything)
+    assert ours.has_unlearned(everything)
     ours.learn([0.0, None, 0.9, None])
-    assert not ours.unlearned(bytes([1, 0, 1, 0]))
-    assert ours.unlearned(bytes([1, 1, 0, 0]))
+    assert not ours.has_unlearned(bytes([1, 0, 1, 0]))
+    assert ours.has_unlearned(bytes([1, 1, 0, 0]))
     # 3 and 1 stay where they were guessed: at 0 and at a half.
     assert members(ours.plan(everything)) == [(3,), (0,), (1,), (2,)]
     ours.learn([None, 0.1, None, 0.2])
-    assert not ours.unlearned(everything)
+    assert not ours.has_unlearned(everything)
     assert sorted(ours.order) == [0, 1, 2, 3]
 
 
@@ -231,11 +231,11 @@ def test_what_was_seen_is_ordered_as_it_was_seen(positions):
     assert sorted(ours.order) == list(range(6))
     seen = [positions[i] for i in ours.order if positions[i] is not None]
     assert seen == sorted(seen)
-    assert ours.unlearned(bytes([1] * 6)) == (None in positions)
+    assert ours.has_unlearned(bytes([1] * 6)) == (None in positions)
 
 
 def test_fixed_buckets_learn_no_order():
-    assert not planner(fixed=True).unlearned(bytes([1] * 4))
+    assert not planner(fixed=True).has_unlearned(bytes([1] * 4))
 
 
 def test_a_plan_is_the_same_object_for_as_long_as_it_is_kept():
@@ -265,8 +265,8 @@ def test_somebody_looks_once_so_many_bytes_have_landed(numels):
     size = 0
     for i in ours.order:
         size += ours.specs[i].nbytes
-        assert (i in ours.ticks) == (size >= 1 << 16)
-        size = 0 if i in ours.ticks else size
+        assert (i in ours.launch_triggers) == (size >= 1 << 16)
+        size = 0 if i in ours.launch_triggers else size
 
 
 @pytest.mark.parametrize("count", [0, 1])

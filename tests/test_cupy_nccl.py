@@ -209,7 +209,7 @@ def fails_later():
     dist.all_reduce(torch.ones(1))
     group = nccl_stand_in.nccl_group()
     LIBRARY.broken = 6
-    group._watchdog.look()
+    group._watchdog.poll()
     LIBRARY.broken = None
     with pytest.raises(CommunicationError, match=r"rank \d of 2.*number 6"):
         dist.all_reduce(torch.ones(1))
@@ -228,9 +228,9 @@ def never_ends():
     assert not work.is_completed()
     with pytest.raises(CommunicationError, match=r"is not over after 0\.05 s"):
         work.wait(timedelta(seconds=0.05))
-    group._watchdog.look()  # not yet
+    group._watchdog.poll()  # not yet
     group._watchdog._timeout = 0.0
-    group._watchdog.look()
+    group._watchdog.poll()
     StandInDevice.stuck = False
     assert work.is_completed()
     assert not work.is_success()
@@ -289,7 +289,7 @@ def test_destroying_gives_the_communicators_back(two):
 
 
 def test_the_stand_in_keeps_the_contract_of_cupys_nccl():
-    check_library(LIBRARY, "cpu", StandInDevice().fresh_stream(0).cuda_stream, lambda: None)
+    check_library(LIBRARY, "cpu", StandInDevice().make_stream(0).cuda_stream, lambda: None)
 
 
 @pytest.mark.parametrize("unique_id", [bytes(range(128)), tuple(range(-64, 64))], ids=["CuPy 14", "CuPy 13"])

@@ -167,6 +167,6 @@ def test_a_torch_that_has_changed_is_told_of(monkeypatch):
     monkeypatch.setattr(env, "changes_of_torch", lambda: ("version_of: torch 9: it is gone",))
     monkeypatch.setattr(env, "mpi_library", lambda: HAS)
     monkeypatch.setattr(env, "cupy_library", lambda: HAS_CUPY)
-    text = env.text_of(env.look_around())
+    text = env.text_of(env.inspect_environment())
     assert "torch internals: 1 changed" in text
     assert "\n                 version_of: torch 9: it is gone\n" in text

@@ -93,57 +93,57 @@ def test_an_owner_that_is_gone_is_not_kept_by_its_hooks():
     assert second.told == [(0, True)]
 
 
-def test_a_quiet_parameter_is_noted_until_it_is_woken():
+def test_a_parameter_is_recorded_until_recording_stops():
     ours = parameters()
     listener = Listener(ours)
-    listener.hooks.quieten([0, 2])
+    listener.hooks.start_recording([0, 2])
     backward(ours[2], ours[1], ours[0])
     assert listener.told == [(1, True)]
-    assert listener.hooks.noted() == [2, 0]
-    assert listener.hooks.noted() == []
+    assert listener.hooks.take_recorded() == [2, 0]
+    assert listener.hooks.take_recorded() == []
     backward(ours[0])
-    listener.hooks.wake()
+    listener.hooks.stop_recording()
     backward(ours[2])
     assert listener.told == [(1, True), (2, True)]
-    assert listener.hooks.noted() == [0]
+    assert listener.hooks.take_recorded() == [0]
 
 
 def test_notes_of_the_last_backward_are_forgotten():
     ours = parameters()
     listener = Listener(ours)
-    listener.hooks.quieten([0])
+    listener.hooks.start_recording([0])
     backward(ours[0])
-    listener.hooks.wake()
-    listener.hooks.quieten([1])
+    listener.hooks.stop_recording()
+    listener.hooks.start_recording([1])
     backward(ours[1])
-    assert listener.hooks.noted() == [1]
+    assert listener.hooks.take_recorded() == [1]
 
 
-@pytest.mark.parametrize("ends", ["wake", "remove"])
-def test_quiet_hooks_keep_their_place_before_the_users(ends):
+@pytest.mark.parametrize("ends", ["stop_recording", "remove"])
+def test_recording_hooks_keep_their_place_before_the_users(ends):
     (parameter,), order = parameters(1), []
     listener = Listener([parameter])
-    parameter.register_post_accumulate_grad_hook(lambda _: order.append(listener.hooks.noted()))
-    listener.hooks.quieten([0])
+    parameter.register_post_accumulate_grad_hook(lambda _: order.append(listener.hooks.take_recorded()))
+    listener.hooks.start_recording([0])
     backward(parameter)
     assert order == [[0]]
     if ends == "remove":
         listener.hooks.remove()
-        listener.hooks.wake()  # finds nothing
+        listener.hooks.stop_recording()  # finds nothing
     else:
-        listener.hooks.wake()
+        listener.hooks.stop_recording()
     backward(parameter)
     assert order == [[0], []]
-    assert listener.told == ([(0, True)] if ends == "wake" else [])
+    assert listener.told == ([(0, True)] if ends == "stop_recording" else [])
 
 
-def test_another_owner_takes_over_a_quiet_parameter():
+def test_another_owner_takes_over_a_recording_parameter():
     ours = parameters(1)
     first = Listener(ours)
-    first.hooks.quieten([0])
+    first.hooks.start_recording([0])
     second = Listener(ours)
     assert first.times_displaced == 1
-    first.hooks.wake()
+    first.hooks.stop_recording()
     backward(*ours)
     assert second.told == [(0, True)]
     assert first.told == []
@@ -164,9 +164,9 @@ class Waiting:
         self.parameters = parameters(count)
         self.listener = Listener(self.parameters)
         self.calls = []
-        self.waits = False
+        self.is_synchronizing = False
         self.handles = [p.register_post_accumulate_grad_hook(self.note) for p in self.parameters]
-        self.hooks = UserGradHooks(self.parameters, lambda: self.waits)
+        self.hooks = UserGradHooks(self.parameters, lambda: self.is_synchronizing)
 
     def note(self, parameter):
         self.calls.append(next(i for i, one in enumerate(self.parameters) if one is parameter))
@@ -174,25 +174,25 @@ class Waiting:
 
 def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_average():
     user = Waiting(3)
-    user.hooks.keep_back()
-    user.waits = True
+    user.hooks.defer()
+    user.is_synchronizing = True
     backward(*user.parameters[:2])
     assert user.calls == []
     user.hooks.run(bytes([0, 1, 1]))  # 2 has its gradient from another rank
     assert user.calls == [1, 2]
-    user.waits = False
+    user.is_synchronizing = False
     backward(user.parameters[0])  # as in no_sync()
     assert user.calls == [1, 2, 0]
 
 
 def test_hooks_are_kept_back_once_and_new_ones_are_found():
     user = Waiting(1)
-    user.hooks.keep_back()
-    user.hooks.keep_back()
+    user.hooks.defer()
+    user.hooks.defer()
     later = []
     user.parameters[0].register_post_accumulate_grad_hook(later.append)
-    user.hooks.keep_back()
-    user.waits = True
+    user.hooks.defer()
+    user.is_synchronizing = True
     backward(*user.parameters)
     assert (user.calls, later) == ([], [])
     user.hooks.run(bytes([1]))
@@ -201,23 +201,23 @@ def test_hooks_are_kept_back_once_and_new_ones_are_found():
 
 def test_a_hook_that_is_removed_while_it_is_kept_back_is_not_called():
     user = Waiting(2)
-    user.hooks.keep_back()
-    user.waits = True
+    user.hooks.defer()
+    user.is_synchronizing = True
     user.handles[0].remove()
     user.hooks.run(bytes([1, 1]))
     assert user.calls == [1]
 
 
-@pytest.mark.parametrize("is_quiet", [False, True])
-def test_ours_is_not_kept_back(is_quiet):
+@pytest.mark.parametrize("is_recording", [False, True])
+def test_ours_is_not_deferred(is_recording):
     user = Waiting(1)
-    if is_quiet:
-        user.listener.hooks.quieten([0])
-    user.hooks.keep_back()
-    user.waits = True
+    if is_recording:
+        user.listener.hooks.start_recording([0])
+    user.hooks.defer()
+    user.is_synchronizing = True
     backward(*user.parameters)
-    assert user.listener.told == ([] if is_quiet else [(0, True)])
-    assert user.listener.hooks.noted() == ([0] if is_quiet else [])
+    assert user.listener.told == ([] if is_recording else [(0, True)])
+    assert user.listener.hooks.take_recorded() == ([0] if is_recording else [])
 
 
 class Descent:

@@ -53,7 +53,7 @@ def step(model, rank, dtype=torch.float32, **kwargs):
     model(data(5, 4, rank=rank, dtype=dtype), **kwargs).pow(2).sum().backward()
 
 
-# 4: before any gradient has landed; 2: in the middle; 0: when all of them have.
+# 4: before any gradient has arrived; 2: in the middle; 0: when all of them have.
 each_place = pytest.mark.parametrize("place", [4, 2, 0])
 
 

@@ -35,7 +35,7 @@ class Written:
     def is_complete(self):
         return not self.under_way
 
-    def settle(self):
+    def wait(self):
         self.log.append(f"settle {self.plan.index}")
         self.under_way = False
 
@@ -63,9 +63,9 @@ class Case:
             self.plan, buckets, bytes(waiting), lambda b: self.log.append(f"prepare {b.plan.index}"), **options
         )
 
-    def land(self, *indices):
+    def arrive(self, *indices):
         for i in indices:
-            self.schedule.landed(i)
+            self.schedule.mark_arrived(i)
             self.schedule.launch_ready()
 
     @property
@@ -74,7 +74,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("landed", "launched"),
+    ("arrived", "launched"),
     [
         ([0], []),
         ([0, 1], [0]),
@@ -84,9 +84,9 @@ class Case:
         ([5, 4, 3, 2, 1, 0], [0, 1, 2]),
     ],
 )
-def test_a_bucket_leaves_when_it_is_complete_and_the_one_before_has_gone(landed, launched):
+def test_a_bucket_leaves_when_it_is_complete_and_the_one_before_has_gone(arrived, launched):
     case = Case()
-    case.land(*landed)
+    case.arrive(*arrived)
     assert case.launched == launched
 
 
@@ -94,27 +94,27 @@ def test_what_this_rank_does_not_expect_delays_nothing():
     case = Case(waiting=(0, 0, 0, 1, 0, 0))
     case.schedule.launch_ready()
     assert case.launched == [0]
-    case.land(3)
+    case.arrive(3)
     assert case.launched == [0, 1, 2]
 
 
 def test_gradients_are_put_in_right_before_and_the_bucket_ahead_is_looked_at():
     case = Case()
-    case.land(*range(6))
+    case.arrive(*range(6))
     expected = ["prepare 0", "launch 0", "check 0", "prepare 1", "launch 1", "check 1", "prepare 2", "launch 2 last"]
     assert case.log == expected
 
 
 def test_in_the_end_all_leave():
     case = Case()
-    case.land(0, 1)
+    case.arrive(0, 1)
     list(case.schedule.launch_all())
     assert case.launched == [0, 1, 2]
 
 
 def test_one_at_a_time():
     case = Case(one_at_a_time=True)
-    case.land(*range(6))
+    case.arrive(*range(6))
     assert case.launched == [0]
     steps = case.schedule.launch_all()
     is_done = next(steps)  # waits for the first
@@ -141,5 +141,5 @@ def test_averages_are_handed_over_in_order_sparse_ones_last():
 
 def test_what_has_not_left_is_not_put_back():
     case = Case()
-    case.land(0, 1, 2, 3)
+    case.arrive(0, 1, 2, 3)
     assert [i for i, _ in case.schedule.put_back()] == [0, 1, 2, 3]

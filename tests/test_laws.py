@@ -21,11 +21,11 @@ from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
 from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
-from ppe_ddp.testing.models import Kind, Layer, Recipe
-from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+from ppe_ddp.testing.models import Kind, LayerRecipe, Recipe
+from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
-LAYERS = st.builds(Layer, st.sampled_from(Kind), st.sampled_from(DTYPES))
+LAYERS = st.builds(LayerRecipe, st.sampled_from(Kind), st.sampled_from(DTYPES))
 RECIPES = st.builds(
     Recipe,
     seed=st.integers(0, 999),
@@ -36,7 +36,7 @@ RECIPES = st.builds(
     common_path=st.booleans(),
     container=st.integers(0, 2),
 )
-STEPS = st.builds(Step, st.sampled_from(StepKind), st.sampled_from(Zeroing), st.booleans())
+STEPS = st.builds(TrainingStep, st.sampled_from(StepKind), st.sampled_from(Zeroing), st.booleans())
 CASES = st.builds(Case, RECIPES, st.lists(STEPS, min_size=1, max_size=3).map(tuple))
 
 
@@ -94,7 +94,7 @@ def test_random_models_on_three_ranks(three_ranks, case, plugs):
     assert_laws(three_ranks, case, plugs)
 
 
-EVERYTHING = tuple(Layer(kind, DTYPES[k % len(DTYPES)]) for k, kind in enumerate(Kind))
+EVERYTHING = tuple(LayerRecipe(kind, DTYPES[k % len(DTYPES)]) for k, kind in enumerate(Kind))
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,17 @@ EVERYTHING = tuple(Layer(kind, DTYPES[k % len(DTYPES)]) for k, kind in enumerate
 )
 def test_every_step_in_turn_on_a_model_of_every_layer(request, world, variants):
     recipe = Recipe(1, EVERYTHING, width=8, heads=3, early_exit=True)
-    steps = tuple(Step(kind, zeroing) for kind, zeroing in zip(StepKind, itertools.cycle(Zeroing), strict=False))
+    steps = tuple(
+        TrainingStep(kind, zeroing) for kind, zeroing in zip(StepKind, itertools.cycle(Zeroing), strict=False)
+    )
     assert_laws(request.getfixturevalue(world), Case(recipe, steps), variants=variants)
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
 def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
-    recipe = Recipe(2, (Layer(Kind.LINEAR), Layer(kind), Layer(kind)), heads=2, common_path=True)
-    kinds = [kind for kind in StepKind if Case(recipe, (Step(kind),)).fits(Variant(negotiate=False))]
-    steps = tuple(Step(kind, zeroing) for kind, zeroing in zip(kinds, itertools.cycle(Zeroing), strict=False))
+    recipe = Recipe(2, (LayerRecipe(Kind.LINEAR), LayerRecipe(kind), LayerRecipe(kind)), heads=2, common_path=True)
+    kinds = [kind for kind in StepKind if Case(recipe, (TrainingStep(kind),)).supports(Variant(negotiate=False))]
+    steps = tuple(TrainingStep(kind, zeroing) for kind, zeroing in zip(kinds, itertools.cycle(Zeroing), strict=False))
     variants = [variant for variant in Variant.every(common_path=True) if not variant.negotiate]
     assert_laws(two_ranks, Case(recipe, steps), variants=variants)
 
@@ -119,7 +121,7 @@ def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
 
 
 def test_the_last_bucket_that_is_sent_is_the_last_also_where_an_empty_one_follows(two_ranks):
-    recipe = Recipe(3, (Layer(Kind.EMPTY, torch.float64), Layer(Kind.LINEAR)))
+    recipe = Recipe(3, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     assert_laws(two_ranks, Case(recipe), Plugs(in_place_mean))
 
 
@@ -152,7 +154,7 @@ class CheckpointedFirst(nn.Module):
 
 
 def keep_gradients_while_one_rank_is_late():
-    """On rank 1 gradients land before the mask is back, on rank 0, which begins after that, when it is."""
+    """On rank 1 gradients arrive before the mask is back, on rank 0, which begins after that, when it is."""
     wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False, bucket_cap_mb=0.000001)
     store, begun, exchange = dist.distributed_c10d._get_default_store(), [], MaskExchanger.exchange
 
@@ -171,11 +173,11 @@ def keep_gradients_while_one_rank_is_late():
             outer = loss.grad_fn.next_functions[0][0]
             before = len(begun)
             if dist.get_rank() == 0:
-                store.wait([f"landed in step {step}"])
+                store.wait([f"arrived in step {step}"])
                 outer.register_prehook(wait_for_the_mask)
             else:
                 (inner,) = (node for node, _ in outer.next_functions if "Checkpoint" in node.name())
-                inner.register_prehook(lambda _, step=step: store.set(f"landed in step {step}", ""))
+                inner.register_prehook(lambda _, step=step: store.set(f"arrived in step {step}", ""))
             loss.backward()
     return wrapper.module.inner.bias.grad
 
@@ -191,7 +193,7 @@ def counted_mean(counts, bucket):
 
 
 def test_a_hook_with_a_state_loses_no_gradient_that_nobody_expected(two_ranks):
-    recipe = Recipe(7, (Layer(Kind.REENTRANT), Layer(Kind.LINEAR)))
+    recipe = Recipe(7, (LayerRecipe(Kind.REENTRANT), LayerRecipe(Kind.LINEAR)))
     assert_laws(two_ranks, Case(recipe), Plugs(hook=counted_mean, state={}))
 
 
@@ -199,7 +201,7 @@ def wrap_what_only_some_ranks_have():
     pair = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         ppe_ddp.DistributedDataParallel(nn.Linear(2, 2), process_group=pair)
-    check_case(Case(Recipe(8, (Layer(Kind.LINEAR),)), (Step(),)))
+    check_case(Case(Recipe(8, (LayerRecipe(Kind.LINEAR),)), (TrainingStep(),)))
 
 
 def test_ranks_that_have_wrapped_different_numbers_of_modules_can_wrap_one_together():
@@ -216,7 +218,7 @@ def observe_with_a_reach_of_everything(case):
 
 
 def test_law_3_hears_of_gradients_that_exist_nowhere(two_ranks):
-    case = Case(Recipe(4, (Layer(Kind.UNUSED), Layer(Kind.LINEAR))), (Step(),))
+    case = Case(Recipe(4, (LayerRecipe(Kind.UNUSED), LayerRecipe(Kind.LINEAR))), (TrainingStep(),))
     found = breaches(two_ranks.run(observe_with_a_reach_of_everything, case))
     assert any("law 3" in problem and "too many ['layers.0.maps.0.bias'" in problem for problem in found), found
 
@@ -229,7 +231,7 @@ def only_on_rank_0(gradients, group):
 
 
 def test_check_case_raises_the_same_on_every_rank(two_ranks):
-    case = Case(Recipe(5, (Layer(Kind.LINEAR),)), (Step(),))
+    case = Case(Recipe(5, (LayerRecipe(Kind.LINEAR),)), (TrainingStep(),))
     two_ranks.run(check_case, case)
     with pytest.raises(RankError) as caught:
         two_ranks.run(check_case, case, Variant(), Plugs(only_on_rank_0))
@@ -241,7 +243,7 @@ def test_check_case_raises_the_same_on_every_rank(two_ranks):
 
 
 def test_breaches_compare_what_ranks_did(two_ranks):
-    case = Case(Recipe(6, (Layer(Kind.LINEAR),)), (Step(),))
+    case = Case(Recipe(6, (LayerRecipe(Kind.LINEAR),)), (TrainingStep(),))
     first, second = two_ranks.run(observe, case, Variant(), Plugs(in_place_mean))
     assert breaches([first, second]) == []
     second.buckets[0].reverse()

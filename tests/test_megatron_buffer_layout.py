@@ -51,7 +51,7 @@ def test_laws_of_a_layout(drawn, bucket_size, dense, expert):
         assert list(bucket.plan.members) == sorted(bucket.plan.members, reverse=True)
     assert [b.plan.members[-1] for b in layout.buckets] == sorted(b.plan.members[-1] for b in layout.buckets)[::-1]
     assert [b.plan.index for b in layout.buckets] == list(range(len(layout.buckets)))
-    assert {b.plan.members[-1] for b in layout.buckets} <= layout.ticks
+    assert {b.plan.members[-1] for b in layout.buckets} <= layout.launch_triggers
 
 
 @given(st.lists(item, min_size=1, max_size=12), sizes, st.data())

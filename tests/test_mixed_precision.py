@@ -128,7 +128,7 @@ def test_gradients_are_those_of_low_precision(config, name):
         expected = expected_gradients(module, config, step)
         wrapper.zero_grad()
         loss(wrapper, dist.get_rank(), step).backward()
-        # What a reentrant checkpoint uses lands several times, and adds up in the dtype of .grad.
+        # What a reentrant checkpoint uses arrives several times, and adds up in the dtype of .grad.
         assert_gradients(module, expected, rtol=2e-2 if name == "reentrant" else 1e-6, atol=1e-7)
         assert_same_on_all_ranks(module)
     for key, value in module.state_dict().items():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from one_process import assert_same_on_all_ranks, data, mlp, seeded
-from optimizing import OPTIMIZERS, Distributed, OneProcess, assert_same, everything, hold_to_one_process, loss_of
+from optimizing import OPTIMIZERS, DistributedRun, OneProcess, assert_same, everything, hold_to_one_process, loss_of
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
 from ppe_ddp.engine.zero.chunks import bounds_of
 from ppe_ddp.testing import Ranks
@@ -48,7 +48,7 @@ def test_a_subgroup():
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @on_three_ranks
 def test_the_norm_is_that_of_all_shards(norm_type):
-    ours = Distributed(everything(), OPTIMIZERS["sgd"])
+    ours = DistributedRun(everything(), OPTIMIZERS["sgd"])
     theirs = OneProcess(everything(), OPTIMIZERS["sgd"], 3)
     for step in range(2):
         norms = [trainer.step(step, max_norm=0.01, norm_type=norm_type) for trainer in (ours, theirs)]
@@ -147,7 +147,7 @@ def test_one_ranks_inf_skips_the_step_on_all():
 
 @on_two_ranks
 def test_hooks_that_reduce_are_used_and_the_shard_kept():
-    ours = Distributed(everything(torch.float32), OPTIMIZERS["sgd"])
+    ours = DistributedRun(everything(torch.float32), OPTIMIZERS["sgd"])
     ours.wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
     theirs = OneProcess(everything(torch.float32), OPTIMIZERS["sgd"], 2)
     for step in range(3):
@@ -158,7 +158,7 @@ def test_hooks_that_reduce_are_used_and_the_shard_kept():
 
 @on_two_ranks
 def test_an_aborted_backward_costs_its_step_only():
-    ours = Distributed(everything(), OPTIMIZERS["sgd"])
+    ours = DistributedRun(everything(), OPTIMIZERS["sgd"])
     theirs = OneProcess(everything(), OPTIMIZERS["sgd"], 2)
     ours.step(0)
     theirs.step(0)

@@ -24,7 +24,7 @@ from ppe_ddp.sharding import (
     progress_bar,
     shard_broadcasted_state_dict,
 )
-from ppe_ddp.sharding.checkpoint_entries import Expected, Found
+from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry
 from ppe_ddp.sharding.key_matching import match
 from ppe_ddp.sharding.regions import ShardLayout, boxes, cut, shape_of, whole
 from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, tree
@@ -159,11 +159,11 @@ def test_boxes_are_contiguous_and_cover_all(shape, most):
 
 
 def found(*keys):
-    return [Found(key, (1,), torch.float32, "Tensor") for key in keys]
+    return [SourceEntry(key, (1,), torch.float32, "Tensor") for key in keys]
 
 
 def expected(*keys, **ties):
-    return [Expected(key, (1,), torch.float32, None, ties.get(key, key)) for key in keys]
+    return [ExpectedEntry(key, (1,), torch.float32, None, ties.get(key, key)) for key in keys]
 
 
 @pytest.mark.parametrize(

@@ -168,9 +168,9 @@ def test_join():
 
 
 def test_a_graph_that_is_kept_may_still_have_its_backward():
-    from ppe_ddp.engine.unused_forwards import Forwards
+    from ppe_ddp.engine.unused_forwards import ForwardCounter
 
-    forwards, layer = Forwards(), nn.Linear(2, 2)
+    forwards, layer = ForwardCounter(), nn.Linear(2, 2)
 
     def forward():
         output = layer(torch.ones(2))
@@ -179,11 +179,11 @@ def test_a_graph_that_is_kept_may_still_have_its_backward():
 
     first, second = forward(), forward()
     second.sum().backward()
-    assert forwards.settle(excuses=False) == 0
+    assert forwards.count_dropped(excuses=False) == 0
     first.sum().backward()
     del first, second
-    assert forwards.settle(excuses=False) == 0
+    assert forwards.count_dropped(excuses=False) == 0
     forward()
-    assert forwards.settle(excuses=False) == 1
+    assert forwards.count_dropped(excuses=False) == 1
     forward()
-    assert forwards.settle(excuses=True) == 1
+    assert forwards.count_dropped(excuses=True) == 1

@@ -34,7 +34,7 @@ class Machine:
     def __init__(self, count):
         self.streams = [Stream() for _ in range(count)]
         self.current = self.streams[0]
-        self.landed = {}
+        self.arrived = {}
         self.held = set()
         self.sent = []
         self.capturing = False
@@ -43,21 +43,21 @@ class Machine:
         assert device == CPU
         return self.current
 
-    def hold(self, tensor, stream):
+    def record_stream(self, tensor, stream):
         self.held.add((tensor.data_ptr(), stream))
 
     def is_capturing(self):
         return self.capturing
 
-    def land(self, name, stream):
+    def arrive(self, name, stream):
         """What autograd does: make the parameter's stream current, and put the accumulation into it."""
         self.current = stream
         stream.given += 1
-        self.landed[name] = stream, stream.given
+        self.arrived[name] = stream, stream.given
 
     def may_read(self, name):
         """Whether the current stream comes after the gradient."""
-        stream, place = self.landed[name]
+        stream, place = self.arrived[name]
         return stream is self.current or self.current.behind.get(stream, 0) >= place
 
     def reduce(self, bucket, group):
@@ -72,10 +72,10 @@ def test_one_stream_waits_for_nothing():
     machine = Machine(1)
     streams = GradientStreams([torch.zeros(2)] * 3, machine, "cpu")
     for index in range(3):
-        assert not streams.knows(index)
-        streams.landed(index)
-        assert streams.knows(index)
-    streams.follow([torch.zeros(2)])
+        assert not streams.knows_stream(index)
+        streams.note_stream(index)
+        assert streams.knows_stream(index)
+    streams.wait_for_gradients([torch.zeros(2)])
     assert machine.streams[0].behind == {machine.streams[0]: 0}
     assert machine.held == set()
 
@@ -85,24 +85,24 @@ def test_the_reading_stream_waits_and_holds():
     reading, first, second = machine.streams
     streams = GradientStreams([torch.zeros(2)] * 2, machine, "cpu")
     for index, stream in enumerate((first, second)):
-        machine.land(index, stream)
-        streams.landed(index)
+        machine.arrive(index, stream)
+        streams.note_stream(index)
     machine.current = reading
     gradient = torch.zeros(2)
-    streams.follow([None, gradient])
+    streams.wait_for_gradients([None, gradient])
     assert machine.may_read(0)
     assert machine.may_read(1)
     assert machine.held == {(gradient.data_ptr(), reading)}
-    streams.forget([1])
-    assert streams.knows(0)
-    assert not streams.knows(1)
+    streams.forget_streams([1])
+    assert streams.knows_stream(0)
+    assert not streams.knows_stream(1)
 
 
 def test_what_is_on_no_such_device_is_passed_over():
     streams = GradientStreams([torch.zeros(2)], Machine(1), "cuda")
-    assert streams.knows(0)
-    streams.landed(0)
-    streams.follow([torch.zeros(2)])
+    assert streams.knows_stream(0)
+    streams.note_stream(0)
+    streams.wait_for_gradients([torch.zeros(2)])
     assert GradientStreams.of([torch.zeros(2)]) is None
 
 
@@ -116,7 +116,7 @@ def several_streams(monkeypatch, module, seed):
     draw = random.Random(seed)
     for name, parameter in module.named_parameters():
         stream = draw.choice(machine.streams)
-        parameter.register_hook(lambda _, name=name, stream=stream: machine.land(name, stream))
+        parameter.register_hook(lambda _, name=name, stream=stream: machine.arrive(name, stream))
     monkeypatch.setattr(GradientStreams, "of", lambda parameters: GradientStreams(parameters, machine, "cpu"))
     return machine
 

@@ -30,7 +30,7 @@ class Stream(Protocol):
 
     @property
     def cuda_stream(self) -> int:
-        """The address by which libraries know it."""
+        """Its address, for libraries in C."""
 
     def wait_event(self, event: Any) -> None:
         """Let what is put into this stream from now on wait for ``event``; the host does not wait."""
@@ -43,28 +43,28 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """What is needed of one kind of device."""
+    """The functions that are needed of one kind of device; tests have a stand-in."""
 
     def current(self) -> int:
         """The number of this thread's current device."""
 
-    def at(self, index: int) -> AbstractContextManager[Any]:
+    def make_current(self, index: int) -> AbstractContextManager[Any]:
         """Make a device current."""
 
     def current_stream(self, index: int | torch.device) -> Stream:
         """This thread's current stream of a device."""
 
-    def fresh_stream(self, index: int) -> Stream:
+    def make_stream(self, index: int) -> Stream:
         """A new stream."""
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream, and its device, current."""
 
-    def hold(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from being used again before ``stream`` is through with what it has now."""
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
 
-    def room(self, index: int) -> torch.device:
-        """Where memory of a device is to be taken."""
+    def torch_device(self, index: int) -> torch.device:
+        """The device as torch names it, to allocate memory on."""
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph."""
@@ -80,7 +80,7 @@ class CudaDevice:
         """The number of this thread's current device."""
         return torch.cuda.current_device()
 
-    def at(self, index: int) -> AbstractContextManager[Any]:
+    def make_current(self, index: int) -> AbstractContextManager[Any]:
         """Make a device current."""
         return torch.cuda.device(index)
 
@@ -88,20 +88,20 @@ class CudaDevice:
         """This thread's current stream of a device."""
         return torch.cuda.current_stream(index)
 
-    def fresh_stream(self, index: int) -> Stream:
+    def make_stream(self, index: int) -> Stream:
         """A new stream."""
         return torch.cuda.Stream(index)
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream, and its device, current."""
         return torch.cuda.stream(stream)
 
-    def hold(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from being used again before ``stream`` is through with what it has now."""
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
         tensor.record_stream(stream)
 
-    def room(self, index: int) -> torch.device:
-        """Where memory of a device is to be taken."""
+    def torch_device(self, index: int) -> torch.device:
+        """The device as torch names it, to allocate memory on."""
         return torch.device("cuda", index)
 
     def is_capturing(self) -> bool:

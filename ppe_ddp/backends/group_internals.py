@@ -64,7 +64,7 @@ def store_of(group: ProcessGroup) -> Store:
 
 
 def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
-    """What is kept beside ``group``, a registered one: one for each ``make``, which makes it; forgotten with the group.
+    """The object of this ``make`` that is kept with a registered ``group``; made when it is first asked for.
 
     It hangs on torch's own object for all that it knows of groups, which can be another one in each thread (torch's
     tests make ranks of threads); and a group itself takes no attributes.

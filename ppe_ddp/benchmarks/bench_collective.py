@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["OPERATIONS", "Line", "add_arguments", "measure", "run"]
+__all__ = ["OPERATIONS", "CollectiveResult", "add_arguments", "measure", "run"]
 
 _RANKS = 2
 _FACTOR = 8
@@ -57,7 +57,7 @@ _DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.float64, tor
 
 
 @dataclass(frozen=True)
-class Line:
+class CollectiveResult:
     """One collective of one size over one backend.
 
     Attributes:
@@ -187,12 +187,12 @@ def _start(ranks: int) -> int:
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
-def measure(arguments: argparse.Namespace, platform: Platform) -> list[Line]:
+def measure(arguments: argparse.Namespace, platform: Platform) -> list[CollectiveResult]:
     """Measures what ``arguments`` ask for in the default process group; all ranks call this together."""
     torch.set_num_threads(1)
     platform.enter()
-    table = _Comparison(platform, arguments.repeats)
-    lines: list[Line] = []
+    table = _BackendComparison(platform, arguments.repeats)
+    lines: list[CollectiveResult] = []
     for operation in arguments.op or ["all_reduce"]:
         nbytes = arguments.min_size
         while nbytes <= arguments.max_size:
@@ -201,7 +201,7 @@ def measure(arguments: argparse.Namespace, platform: Platform) -> list[Line]:
     return lines
 
 
-class _Comparison:
+class _BackendComparison:
     """The groups that are compared, one a backend, and how."""
 
     def __init__(self, platform: Platform, repeats: int) -> None:
@@ -226,7 +226,7 @@ class _Comparison:
             groups["cupy_nccl"] = dist.new_group(backend="cupy_nccl")
         return groups
 
-    def lines(self, operation: str, nbytes: int, dtype: torch.dtype) -> Iterator[Line]:
+    def lines(self, operation: str, nbytes: int, dtype: torch.dtype) -> Iterator[CollectiveResult]:
         """Measure one size over all backends in turn, so that noise meets them all."""
         ranks = dist.get_world_size()
         function, _, factor = OPERATIONS[operation]
@@ -247,13 +247,13 @@ class _Comparison:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._control)
             time, nbytes = slowest[0].item(), whole.nbytes
             speed = nbytes / time / 1e9
-            yield Line(
+            yield CollectiveResult(
                 operation, name, nbytes, str(dtype)[6:], time * 1e6, speed, speed * factor(ranks), int(slowest[1])
             )
 
     def _block(self, function: Callable[[], Any], group: ProcessGroup, calls: int) -> float:
         """Seconds a call."""
-        self._platform.settle()
+        self._platform.synchronize()
         dist.barrier(group)
         start = self._platform.clock()
         for _ in range(calls):
@@ -276,7 +276,7 @@ def _wrong(operation: str, whole: Tensor, part: Tensor, group: ProcessGroup) -> 
     return int((result != expected(result, dist.get_world_size())).sum())
 
 
-def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
+def _print_table(lines: list[CollectiveResult], caption: str, file: TextIO) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="Collectives", caption=caption)
     first = lines[0].backend
     for heading in (
@@ -309,7 +309,7 @@ def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
     console_on(file).print(table)
 
 
-def _publish(arguments: argparse.Namespace, platform: Platform, ranks: int, lines: list[Line]) -> None:
+def _publish(arguments: argparse.Namespace, platform: Platform, ranks: int, lines: list[CollectiveResult]) -> None:
     facts = machine_facts()
     where = f"{ranks} ranks on {platform.name}; {facts['cpu']}, {facts['cores']} cores"
     caption = f"{where}; torch {versions()['torch']}"

@@ -48,7 +48,7 @@ from ppe_ddp.testing import Ranks
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["CONTESTANTS", "Line", "add_arguments", "run"]
+__all__ = ["CONTESTANTS", "LoadResult", "add_arguments", "run"]
 
 _RANKS = 4
 _SECONDS = 1800.0
@@ -57,7 +57,7 @@ _FILES = 4
 
 
 @dataclass(frozen=True)
-class Line:
+class LoadResult:
     """One contestant.
 
     Attributes:
@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(line.wrong for line in lines))
 
 
-def measure(nbytes: int, repeats: int) -> list[Line]:
+def measure(nbytes: int, repeats: int) -> list[LoadResult]:
     """Measure on the ranks of the default process group, which all call this; every one gets the lines.
 
     Args:
@@ -254,14 +254,14 @@ def _memory(field: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
 
 
-def _line(name: str, everyone: list[dict[str, list[tuple[float, int, int]]]]) -> Line:
+def _line(name: str, everyone: list[dict[str, list[tuple[float, int, int]]]]) -> LoadResult:
     source, reference, _ = CONTESTANTS[name]
     seconds, base = _slowest(name, everyone), _slowest(reference, everyone)
     first = next(iter(everyone[0]))
     wrong = sum(
         any(rank[name][repeat][2] != rank[first][repeat][2] for rank in everyone) for repeat in range(len(seconds))
     )
-    return Line(
+    return LoadResult(
         name=name,
         source=source,
         seconds=Spread.of(seconds),
@@ -275,7 +275,7 @@ def _slowest(name: str, everyone: list[dict[str, list[tuple[float, int, int]]]])
     return [max(times) for times in zip(*([found[0] for found in rank[name]] for rank in everyone), strict=True)]
 
 
-def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
+def _print_table(lines: list[LoadResult], caption: str, file: TextIO) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="One load: medians (middle half), and peaks of memory", caption=caption)
     table.add_column("contestant", no_wrap=True)
     table.add_column("checkpoint", no_wrap=True)
@@ -295,7 +295,7 @@ def _print_table(lines: list[Line], caption: str, file: TextIO) -> None:
     console_on(file).print(table)
 
 
-def _publish(arguments: argparse.Namespace, lines: list[Line], settings: dict[str, Any]) -> None:
+def _publish(arguments: argparse.Namespace, lines: list[LoadResult], settings: dict[str, Any]) -> None:
     facts = machine_facts()
     caption = (
         f"{settings['size'] / 1e6:.0f} MB, {settings['ranks']} ranks over {settings['backend']}; {facts['cpu']}, "

@@ -161,7 +161,7 @@ class _Race:
         """Seconds a step of one block. All ranks come here together."""
         # The step before the clock runs warms the caches that the contestant before has filled.
         self.run(name, 1)
-        self.platform.settle()
+        self.platform.synchronize()
         dist.barrier(self.control)
         start = self.platform.clock()
         self.run(name, steps)

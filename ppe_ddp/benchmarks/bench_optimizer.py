@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["CONTESTANTS", "Line", "add_arguments", "measure", "run"]
+__all__ = ["CONTESTANTS", "OptimizerResult", "add_arguments", "measure", "run"]
 
 _RANKS = 2
 _WARM_UP_STEPS = 4
@@ -98,7 +98,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, ProcessGroup | None], Made]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class OptimizerResult:
     """One contestant on one model.
 
     Attributes:
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(models: Sequence[str], steps: int, repeats: int, seed: int) -> list[Line]:
+def measure(models: Sequence[str], steps: int, repeats: int, seed: int) -> list[OptimizerResult]:
     """Measures some models in the default process group; all ranks call this together.
 
     Args:
@@ -173,7 +173,7 @@ def measure(models: Sequence[str], steps: int, repeats: int, seed: int) -> list[
         return [line for name in models for line in _measured(workload_named(name), steps, repeats, seed)]
 
 
-def _measured(workload: Workload, steps: int, repeats: int, seed: int) -> Iterator[Line]:
+def _measured(workload: Workload, steps: int, repeats: int, seed: int) -> Iterator[OptimizerResult]:
     contestants = _entered(workload, seed)
     batch = workload.batch(torch.Generator().manual_seed(1000 * seed + dist.get_rank()))
 
@@ -221,7 +221,7 @@ def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
     return nbytes + (optimizer.master_nbytes if isinstance(optimizer, DistributedOptimizer) else 0)
 
 
-def _lines(model: str, everyone: Sequence[tuple[dict[str, list[float]], dict[str, int]]]) -> Iterator[Line]:
+def _lines(model: str, everyone: Sequence[tuple[dict[str, list[float]], dict[str, int]]]) -> Iterator[OptimizerResult]:
     names = everyone[0][0]
     slowest = {
         name: [max(times) for times in zip(*(times[name] for times, _ in everyone), strict=True)] for name in names
@@ -230,7 +230,7 @@ def _lines(model: str, everyone: Sequence[tuple[dict[str, list[float]], dict[str
         ratios = {
             other: Spread.of([a / b for a, b in zip(times, slowest[other], strict=True)]) for other in ("zero", "torch")
         }
-        yield Line(
+        yield OptimizerResult(
             model,
             name,
             len(everyone),
@@ -241,7 +241,7 @@ def _lines(model: str, everyone: Sequence[tuple[dict[str, list[float]], dict[str
         )
 
 
-def _publish(arguments: argparse.Namespace, lines: Sequence[Line]) -> None:
+def _publish(arguments: argparse.Namespace, lines: Sequence[OptimizerResult]) -> None:
     facts = machine_facts()
     caption = f"{lines[0].ranks} ranks; {facts['cpu']}, {facts['cores']} cores; torch {versions()['torch']}"
     _print_table(lines, caption, sys.stderr if arguments.json == "-" else sys.stdout)
@@ -250,7 +250,7 @@ def _publish(arguments: argparse.Namespace, lines: Sequence[Line]) -> None:
         write_report(arguments.json, "bench optimizer", settings=used, lines=[asdict(line) for line in lines])
 
 
-def _print_table(lines: Sequence[Line], caption: str, file: TextIO) -> None:
+def _print_table(lines: Sequence[OptimizerResult], caption: str, file: TextIO) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="A step with AdamW: medians (middle half)", caption=caption)
     for heading in ("model", ""):
         table.add_column(heading, no_wrap=True)
@@ -270,7 +270,7 @@ def _print_table(lines: Sequence[Line], caption: str, file: TextIO) -> None:
     console_on(file).print(table)
 
 
-def _ratio(line: Line, other: str, ratio: Spread) -> str:
+def _ratio(line: OptimizerResult, other: str, ratio: Spread) -> str:
     if line.name == other:
         return ""
     text = f"{ratio.median:.2f} ({ratio.lower:.2f}-{ratio.upper:.2f})"

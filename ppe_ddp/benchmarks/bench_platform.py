@@ -151,14 +151,14 @@ class Platform:
 
     # ------------------------------------------------------------------ time
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def clock(self) -> float:
         """Seconds, read when the device has come to rest."""
-        self.settle()
+        self.synchronize()
         return perf_counter()
 
     # ------------------------------------------------------------------ what it is

@@ -44,12 +44,12 @@ def record(step: Callable[[], object], file: str, platform: Platform, control: P
     else:
         # Some versions of the profiler tell on stderr when they start and stop; on a GPU they also tell of errors.
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    platform.settle()
+    platform.synchronize()
     with profile(activities=activities) as picture:
         # The profiler takes its time to start, another on each rank.
         dist.barrier(control)
         for number in range(_STEPS):
             with record_function(f"step {number}"):
                 step()
-        platform.settle()
+        platform.synchronize()
     picture.export_chrome_trace(file)

@@ -46,7 +46,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_", "PMIX_", "OMPI_COMM
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What came of one backend.
+    """The diagnosis of one backend.
 
     Attributes:
         backend: Its name.

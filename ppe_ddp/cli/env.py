@@ -24,14 +24,14 @@ from ppe_ddp.launch import detect
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["Surroundings", "add_arguments", "look_around", "run", "text_of"]
+__all__ = ["EnvironmentReport", "add_arguments", "inspect_environment", "run", "text_of"]
 
 _UNTOLD = "-"
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """All that `env` tells.
+class EnvironmentReport:
+    """The report of `env`.
 
     Attributes:
         launcher: Who started this process and with how many ranks, or what is wrong with its variables.
@@ -69,19 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0, whatever there is or is not.
     """
-    surroundings = look_around()
+    surroundings = inspect_environment()
     print(text_of(surroundings), file=sys.stderr if arguments.json == "-" else sys.stdout)
     if arguments.json is not None:
         write_report(arguments.json, "env", **asdict(surroundings))
     return 0
 
 
-def look_around() -> Surroundings:
-    """Find out what is here; takes seconds, as the libraries are loaded in processes of their own."""
+def inspect_environment() -> EnvironmentReport:
+    """Make the report; takes seconds, as the libraries are loaded in processes of their own."""
     mpi, cupy = mpi_library(), cupy_library()
     nccl = torch_nccl_text()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Surroundings(
+    return EnvironmentReport(
         launcher=_launcher(),
         threads=f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}, torch takes {torch.get_num_threads()}",
         devices=tuple(torch.cuda.get_device_name(index) for index in range(count)),
@@ -95,7 +95,7 @@ def look_around() -> Surroundings:
     )
 
 
-def text_of(surroundings: Surroundings) -> str:
+def text_of(surroundings: EnvironmentReport) -> str:
     """The lines for people."""
     found, facts = versions(), machine_facts()
     mpi, cupy = surroundings.mpi, surroundings.cupy

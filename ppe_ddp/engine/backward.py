@@ -1,4 +1,4 @@
-"""The state of one backward, from its first sign to the hand-over."""
+"""The state of one synchronized backward, from its first hook to the averages, and its transitions."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ class Phase(enum.Enum):
     """How far a backward is."""
 
     BEGUN = enum.auto()
-    """Gradients land; nothing was said to the other ranks yet."""
+    """Gradients arrive; nothing was sent to the other ranks yet."""
     NEGOTIATING = enum.auto()
-    """The mask is under way."""
+    """The mask exchange is under way."""
     LAUNCHING = enum.auto()
-    """The plan is known and buckets leave."""
+    """The plan is known, and buckets are launched."""
     FINISHING = enum.auto()
-    """All buckets have left."""
+    """All buckets are launched."""
     OVER = enum.auto()
-    """The gradients are handed over."""
+    """The averages are in ``.grad``."""
     FAILED = enum.auto()
     """The communication failed; nothing more is sent for this backward."""
 
 
 _BEFORE: dict[Phase, tuple[Phase, ...]] = {
-    # Ranks that were told of an older failure only after they had asked begin again, in new connections.
+    # A rank that hears of an older failure only after it has sent its mask negotiates again, with new connections.
     Phase.BEGUN: (Phase.NEGOTIATING,),
     Phase.NEGOTIATING: (Phase.BEGUN,),
     Phase.LAUNCHING: (Phase.NEGOTIATING,),
     Phase.FINISHING: (Phase.LAUNCHING,),
     # One rank alone negotiates nothing.
     Phase.OVER: (Phase.BEGUN, Phase.FINISHING),
-    # Results may be left for later (ppe_ddp.megatron), and fail when the backward is over.
+    # Results may be waited for later (ppe_ddp.megatron), and fail when the backward is over.
     Phase.FAILED: (Phase.BEGUN, Phase.NEGOTIATING, Phase.LAUNCHING, Phase.FINISHING, Phase.OVER),
 }
 """From where each phase may be entered."""
 
 
 class Participation(enum.Enum):
-    """What this rank has to do with a backward of all ranks."""
+    """How this rank takes part in a synchronization of all ranks."""
 
     FULL = enum.auto()
     """It contributes its gradients and takes the averages."""
     SILENT = enum.auto()
-    """It contributes nothing and takes nothing, and lets the other ranks go on."""
+    """It contributes nothing and takes nothing: it only makes the collectives that the other ranks wait for."""
     ABORTED = enum.auto()
-    """The same, because its own backward raised an error: the other ranks are told."""
+    """The same, because its own backward raised an error; the vote tells the other ranks."""
 
 
 class Backward:
-    """What is known about one synchronized backward, which alone moves on from phase to phase.
+    """The state of one synchronized backward; only its own methods change its phase.
 
     Args:
         names: Of all parameters.
@@ -68,23 +68,26 @@ class Backward:
         silent: Whether this rank contributes nothing and takes nothing.
 
     Attributes:
-        is_manual: The same.
+        phase: The current phase.
+        silent: Whether this rank contributes nothing and takes nothing.
+        aborted: Whether that is because its own backward raised.
+        is_manual: Whether a call has begun it, and not autograd.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
-            expected here and has not landed. None while the mask is not made before backward is over.
-        unexpected: Parameters whose gradient landed without being expected, or once more.
-        arrivals: Parameters in the order in which their gradients landed.
-        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
-        dropped: How many forwards of this rank had no backward so far.
+            expected here and has not arrived. None while the mask is not made before backward is over.
+        unexpected: Parameters whose gradient arrived without being expected, or once more.
+        arrivals: Parameters in the order in which their gradients arrived.
+        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
+        dropped: How many forwards of this rank had no backward so far (``unused_forwards.py``).
         averaged: One byte a parameter: whether its average is in ``.grad``.
-        alive: Returns None when the graph task that this belongs to is gone.
+        alive: Returns None once the graph task of this backward is gone.
         active: The number of ranks that contribute.
         source: The first of them; its buffers are broadcast.
-        buffers: Those of this rank as all ranks have agreed on them.
+        buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
     """
 
     def __init__(self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False) -> None:
-        self._phase = Phase.BEGUN
-        self._participation = Participation.SILENT if silent else Participation.FULL
+        self.phase = Phase.BEGUN
+        self._participate(Participation.SILENT if silent else Participation.FULL)
         self.is_manual = is_manual
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
@@ -97,71 +100,62 @@ class Backward:
         self.averaged = b""
         self.active = 0
         self.source = 0
-        self.buffers: list[Tensor] = []
+        self.buffers: dict[str, Tensor] = {}
         self.alive: Callable[[], object] = lambda: True
 
-    @property
-    def phase(self) -> Phase:
-        """How far it is."""
-        return self._phase
-
-    @property
-    def silent(self) -> bool:
-        """Whether this rank contributes nothing and takes nothing."""
-        return self._participation is not Participation.FULL
-
-    @property
-    def aborted(self) -> bool:
-        """Whether that is because its own backward raised."""
-        return self._participation is Participation.ABORTED
-
     def abort(self) -> None:
-        """This rank's backward has raised: from here on it only lets the others go on."""
-        self._participation = Participation.ABORTED
+        """This rank's backward has raised: it contributes and takes nothing from here on."""
+        self._participate(Participation.ABORTED)
+
+    def _participate(self, participation: Participation) -> None:
+        self.silent = participation is not Participation.FULL
+        self.aborted = participation is Participation.ABORTED
 
     def _enter(self, phase: Phase) -> None:
-        assert self._phase in _BEFORE[phase], f"a backward cannot go from {self._phase.name} to {phase.name}"
-        self._phase = phase
+        assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"
+        self.phase = phase
 
-    def negotiate(self) -> None:
-        """What this rank has was said to the others."""
+    def start_negotiating(self) -> None:
+        """This rank's mask was sent."""
         self._enter(Phase.NEGOTIATING)
 
-    def begin_again(self) -> None:
-        """What was said is void; all of it is said once more when backward is over."""
+    def restart(self) -> None:
+        """The mask that was sent is void; it is negotiated again when backward is over."""
         self._enter(Phase.BEGUN)
         self.exchange = self.waiting = None
 
-    def launch(self, schedule: LaunchSchedule[Any]) -> None:
-        """The plan is known: ``schedule`` sends it."""
+    def start_launching(self, schedule: LaunchSchedule[Any]) -> None:
+        """The plan is known: ``schedule`` launches its buckets."""
         self._enter(Phase.LAUNCHING)
-        self.follow(schedule)
+        self.add_round(schedule)
 
-    def follow(self, schedule: LaunchSchedule[Any]) -> None:
-        """``schedule`` is what is sent from here on: that of the plan, or of a second round."""
+    def add_round(self, schedule: LaunchSchedule[Any]) -> None:
+        """Make ``schedule`` the current one: that of the plan, or of a second round."""
         self.schedule = schedule
         self.recorder.rounds.append(schedule.record)
 
-    def finish(self) -> None:
-        """All buckets have left."""
+    def start_finishing(self) -> None:
+        """All buckets are launched."""
         self._enter(Phase.FINISHING)
 
-    def conclude(self) -> None:
-        """Whatever this backward was for is done."""
+    def end(self) -> None:
+        """The synchronization is complete."""
         self._enter(Phase.OVER)
         self.schedule = None
         self.recorder.done_at = perf_counter_ns()
 
     def fail(self) -> str:
-        """The communication has failed; returns the name of the phase in which it has, for people."""
-        phase = Phase.FINISHING if self._phase is Phase.OVER else self._phase
+        """The communication has failed; returns the name of the phase in which it failed, for messages."""
+        phase = Phase.FINISHING if self.phase is Phase.OVER else self.phase
         self._enter(Phase.FAILED)
         self.exchange = None
         return phase.name.lower()
 
 
 class EndOfBackward:
-    """What autograd calls at the end. It dies with its graph task, which is how an aborted backward shows.
+    """The callback that autograd calls at the end of a backward.
+
+    Autograd drops it with its graph task, also where the backward raises: a weak reference that is dead shows that.
 
     Args:
         then: Called with the backward that has ended.
@@ -174,6 +168,6 @@ class EndOfBackward:
         self.backward: Backward | None = None
 
     def __call__(self) -> None:
-        """The graph task is done."""
+        """Called by autograd: the graph task is done."""
         if self.backward is not None:
             self._then(self.backward)

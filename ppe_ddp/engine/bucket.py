@@ -1,15 +1,15 @@
-"""One bucket of a plan: everything that is known of it as long as the plan is kept, and its way through one backward.
+"""One bucket of a plan, kept as long as the plan, and its states in one backward.
 
-    hold        the gradients of this rank; .grad is None meanwhile
-    launch      brought together in memory, and handed to whoever reduces them
-    finish      waited for: one average a member
-    put_back    the communication has failed: the gradients of this rank again
-    release     whatever of this belongs to one backward is forgotten
+    hold        takes this rank's gradients; .grad is None meanwhile
+    launch      packs them into flat memory, and starts the reduction
+    finish      waits for the result: one average a member
+    put_back    after a failure: gives this rank's gradients back
+    release     drops what belongs to one backward
 
-Names, parameters and layout are made once. Memory is lent from launch to finish only, because averages may be views
-of it: another backward may have the same plan while those of the first are alive.
+Names, parameters and layout are computed once. Buffers are borrowed for one backward only, because averages may be
+views of them: another backward may use the same plan while the averages of the first are alive.
 
-A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that lands in the
+A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that arrives in the
 meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is under way.
 """
 
@@ -54,7 +54,7 @@ class BucketContext:
 
 
 class Bucket(ABC):
-    """A bucket, at rest or under way.
+    """A bucket of gradients that are reduced together.
 
     Args:
         plan: What it is.
@@ -68,7 +68,7 @@ class Bucket(ABC):
         names: Theirs.
         expected: The members of which some rank has a gradient.
         is_exact: Whether those are all members, as in any plan but one of fixed buckets.
-        gradients: What this rank has put in, one a member, or None; empty at rest.
+        gradients: This rank's gradients, one a member, or None; empty between backwards.
         nbytes: What this rank sends.
     """
 
@@ -86,11 +86,11 @@ class Bucket(ABC):
         self._pending: Waitable | None = None
 
     def hold(self, gradients: list[Tensor | None], *, views: bool = False) -> None:
-        """Own ``gradients`` from here on.
+        """Take this rank's gradients, to be reduced by :meth:`launch`.
 
         Args:
             gradients: One for each of :attr:`expected`: what this rank has, or None.
-            views: Whether the averages may be views of the memory that they are brought together in.
+            views: Whether the averages may be views of the memory that they are packed into.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
@@ -99,14 +99,14 @@ class Bucket(ABC):
         self.gradients = gradients
         self._views = views
 
-    def chosen(self, averages: list[Tensor]) -> list[Tensor]:
-        """Those of :attr:`expected`, of one average a member."""
+    def expected_of(self, averages: list[Tensor]) -> list[Tensor]:
+        """The averages of the parameters in :attr:`expected`, out of one average a member."""
         expected = set(self.expected)
         return [average for i, average in zip(self.plan.members, averages, strict=True) if i in expected]
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
-        """Bring the gradients together and start to reduce them.
+        """Pack the gradients and start to reduce them.
 
         Args:
             is_last: Whether no bucket that a function or hook gets comes after this one.
@@ -118,32 +118,32 @@ class Bucket(ABC):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something was sent that was not waited for."""
+        """Whether a reduction was started that was not waited for."""
         return self._pending is not None
 
     def probe(self) -> Probe | None:
-        """How to ask whether what was sent has come back; None where nobody can tell."""
+        """A probe of the pending reduction; None where it cannot be asked without waiting."""
         return probe(self._pending)
 
     def is_complete(self) -> bool:
-        """Whether nothing of it is under way any more."""
+        """Whether no reduction of it is under way any more."""
         is_done = self.probe()
         return not self.is_under_way or (is_done is not None and bool(is_done()))
 
     def check(self) -> None:  # noqa: B027  # most cannot know
-        """Raise what it is known to have failed with."""
+        """Raise the error of the reduction, if it is known to have failed."""
 
-    def settle(self) -> None:  # noqa: B027  # only a function of the user's needs it
-        """Wait until nothing of it is under way; the result is for :meth:`finish`."""
+    def wait(self) -> None:  # noqa: B027  # only a function of the user's needs it
+        """Wait for the pending reduction; :meth:`finish` takes its result."""
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Leave what is under way: the gradients by parameter index, as copies, into which nobody writes any more."""
+        """Abandon the pending reduction: copies of this rank's gradients, by parameter index."""
         pairs = zip(self.plan.members, self.gradients, strict=bool(self.gradients))
         kept = [(i, gradient.clone()) for i, gradient in pairs if gradient is not None]
         self.release()
         return kept
 
     def release(self) -> None:
-        """Forget what belongs to one backward."""
+        """Drop what belongs to one backward."""
         self.gradients = []
         self._pending = None

@@ -1,8 +1,8 @@
-"""Gradient memory: flat buffers for buckets, used again as soon as nobody else holds what lies in them.
+"""Flat buffers for buckets, reused as soon as nothing refers to their slots any more.
 
-Fresh memory costs page faults, and views of it cost more than what is copied into them where parameters are
-small; so buffers and their views are kept from step to step. A ``.grad`` may be one of these views: its buffer
-is then left alone for as long as anybody holds that view, whatever the next plan looks like.
+Fresh memory costs page faults, and where parameters are small, making views of it costs more than copying into them;
+so buffers and their views are kept from step to step. A ``.grad`` may be one of these views: its buffer is not reused
+for as long as anything refers to that view, whatever the next plan looks like.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of abou
 
 
 def sole_owner(tensor: Tensor) -> bool:
-    """Whether no other tensor, in Python or in autograd, uses the memory of ``tensor``, which torch itself lets go."""
+    """Whether ``tensor`` has only Python references, and no other tensor uses its memory."""
     return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
 
 
@@ -61,11 +61,11 @@ class BucketBuffer:
         self._at_rest = self._state()
 
     def is_free(self) -> bool:
-        """Whether nobody holds a slot, or a view of one, and nobody has made it into something else."""
+        """Whether nothing outside refers to a slot or a view of one, and no slot was changed into something else."""
         return self._state() == self._at_rest and self.is_intact()
 
     def is_intact(self) -> bool:
-        """Whether every slot still lies where it was laid out, and as it was: ``.data`` gives it other memory."""
+        """Whether every slot has its memory, shape and dtype as laid out, which setting ``.data`` changes."""
         slots = self.slots
         if not all(map(_LIES_AS, slots, self._originals)):  # of these properties one call a slot is the quickest
             return False
@@ -82,7 +82,7 @@ class BucketBuffer:
 
 
 class BucketBuffers:
-    """Owns the buffers and gives them out for one backward at a time.
+    """Owns the buffers, and lends each for one backward at a time.
 
     Args:
         allocate: Makes the memory of a buffer.
@@ -95,13 +95,13 @@ class BucketBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, by gradients that are views of a buffer or for the next backward."""
+        """Bytes of all buffers."""
         return sum(buffer.memory.nbytes for held in self._held.values() for buffer in held)
 
     def buffer(
         self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
     ) -> BucketBuffer:
-        """A buffer for ``bucket`` in which nothing lies, with these members; its contents are arbitrary."""
+        """A free buffer, laid out for ``bucket`` with these members; its contents are arbitrary."""
         held = self._held.setdefault((bucket.dtype, bucket.device), [])
         for buffer in held:
             if buffer.bucket is bucket and buffer.is_free():
@@ -125,7 +125,7 @@ class BucketBuffers:
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 
     def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> BucketBuffer | None:
-        """The buffer whose slots ``gradients`` still are, as the last step has left them; or None."""
+        """The buffer whose slots are these very ``gradients``, as the last step has left them; or None."""
         for buffer in self._held.get((bucket.dtype, bucket.device), ()):
             if buffer.bucket is bucket and all(map(is_, gradients, buffer.slots)) and buffer.is_intact():
                 self._used.add(id(buffer))
@@ -133,7 +133,7 @@ class BucketBuffers:
         return None
 
     def trim(self) -> None:
-        """Give up the buffers that were not used since the last trim; those in use by others stay theirs."""
+        """Drop the buffers that were not used since the last trim; gradients that are views keep their memory alive."""
         for key, held in self._held.items():
             self._held[key] = [buffer for buffer in held if id(buffer) in self._used]
         self._used.clear()

@@ -1,4 +1,4 @@
-"""The buckets of the plans that come along: made once a plan, used in every backward that has it."""
+"""A cache of the buckets of plans: made once for each plan, and used in every backward that has it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class BucketCache:
-    """Keeps the buckets of the last plans, as many as a planner keeps.
+    """Keeps the buckets of the most recently used plans.
 
     Args:
         context: What all buckets have in common.
         buffers: Memory for those that are packed.
-        scattered: Makes a bucket of dense gradients of which every rank gets its part; None to reduce them for all.
+        scattered: Makes a bucket of dense gradients that is reduce-scattered; None to all-reduce.
         capacity: The number of plans.
     """
 
@@ -43,7 +43,7 @@ class BucketCache:
 
     def buckets(self, plan: Plan) -> Sequence[Bucket]:
         """Those of ``plan``, in its order; the same objects as long as they are kept."""
-        key = id(plan)  # one of another plan only when this one is gone, and it is kept here
+        key = id(plan)  # unique while the plan lives, and it is kept here
         kept = self._kept.get(key)
         if kept is None:
             kept = self._kept[key] = plan, [self._made(bucket, plan.present) for bucket in plan.buckets]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_TICK_BYTES = 1 << 16
+_TRIGGER_BYTES = 1 << 16
 _BUCKET_CAP_MB = 4.0
 _GPU_BUCKET_CAP_MB = 25.0  # torch's
 _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
@@ -66,7 +66,7 @@ class ParameterSpec:
         return is_packed(zip(reversed(self.stride), reversed(self.shape), strict=True))
 
     def described(self) -> str:
-        """The agreed part as text, for fingerprints and messages."""
+        """The part that ranks must agree on as text, for fingerprints and messages."""
         # A scalar and a vector of one element are the same message, and programs for pytorch-pfn-extras mix them.
         shape, stride = self.shape or (1,), self.stride or (1,)
         layout = "sparse" if self.sparse else f"strides {stride}"
@@ -254,7 +254,7 @@ class Planner:
         """The number of plans kept."""
         return len(self._plans)
 
-    def unlearned(self, present: bytes) -> bool:
+    def has_unlearned(self, present: bytes) -> bool:
         """Whether ``present`` has a parameter whose place in the order is still a guess.
 
         Never for fixed buckets, which another order would fill with other parameters.
@@ -275,13 +275,13 @@ class Planner:
 
     def _set_order(self, order: list[int]) -> None:
         self.order = order
-        self.ticks: set[int] = set()
-        """Parameters at whose gradients' arrival to look for buckets to launch: about one every 64 KiB."""
+        self.launch_triggers: set[int] = set()
+        """The parameters at whose arrival the reducer launches the buckets that are ready: about one every 64 KiB."""
         size = 0
         for i in order:
             size += self.specs[i].nbytes
-            if size >= _TICK_BYTES:
-                self.ticks.add(i)
+            if size >= _TRIGGER_BYTES:
+                self.launch_triggers.add(i)
                 size = 0
 
 

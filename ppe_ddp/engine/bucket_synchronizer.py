@@ -1,12 +1,13 @@
-"""What one backward says to the other ranks: mask, buckets, vote, and if need be the buckets of a second round.
+"""The synchronizer of gradients in ``.grad``: exchanges the mask, the buckets, the vote, and a second round if needed.
 
-The :class:`~ppe_ddp.engine.reducer.Reducer` decides when; this is what. Every rank comes through the same calls
-in the same order, whatever its own graph does.
+The :class:`~ppe_ddp.engine.reducer.Reducer` decides when. Every rank makes the same calls in the same order, whatever
+its own graph does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.trace import span
-from ppe_ddp.engine.unused_forwards import Comparison, said
+from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import PeerAbortedError
 
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.streams import GradientStreams
 
 
-# More than a gradient has in one backward: several where reentrant checkpoints reach a parameter more than once.
-_MORE_LANDINGS = 200
+# More than one parameter has in a backward: several, where reentrant checkpoints reach it more than once.
+_MORE_ARRIVALS = 200
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Policy:
 
 
 class BucketSynchronizer(Synchronizer):
-    """Carries the gradients of one module_state from rank to rank.
+    """Synchronizes the gradients in ``.grad`` of one module, packed into buckets for each backward.
 
     Args:
         groups: Where to communicate.
@@ -89,7 +90,7 @@ class BucketSynchronizer(Synchronizer):
             with_buffers=policy.broadcast_buffers is not None,
             options=policy.agreed,
         )
-        self._comparison = Comparison(groups.rank)
+        self._dropped_forwards = DroppedForwards(groups.rank)
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
         self.sharded_parameters: ShardedParameters | None = None
@@ -97,126 +98,129 @@ class BucketSynchronizer(Synchronizer):
 
     @property
     def groups(self) -> Sequence[Groups]:
-        """Those of the wrapper."""
+        """The process groups of the wrapper: one of each kind."""
         return (self._groups,)
 
     @property
-    def idle(self) -> bool:
-        """Whether one rank is alone, with our own function."""
-        return self.reduction.idle
+    def sends_nothing(self) -> bool:
+        """Whether one rank is alone, with the default reduce function."""
+        return self.reduction.sends_nothing
 
     @property
-    def ticks(self) -> Collection[int]:
-        """Parameters at whose landing it is worth looking what may be launched."""
-        return self.negotiation.planner.ticks
+    def launch_triggers(self) -> Collection[int]:
+        """The parameters at whose arrival the reducer launches the buckets that are ready."""
+        return self.negotiation.planner.launch_triggers
 
     @property
     def nbytes(self) -> int:
-        """The size of the buffers."""
+        """Bytes of the bucket buffers."""
         return self.gradients.buffers.nbytes
 
-    def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Carry the gradients of ``module_state`` from now on, which land on these streams (None: on CPUs)."""
+    def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Synchronize the parameters of ``module_state`` from now on; gradients are accumulated on ``streams``."""
         if self.sharded_parameters is not None:
-            self.sharded_parameters.arm(module_state)
+            self.sharded_parameters.use_module(module_state)
         self._module_state = module_state
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
-        self.negotiation.arm(module_state)
+        self.negotiation.use_module(module_state)
         self._buckets = self._bucket_cache()
 
     def _bucket_cache(self) -> BucketCache:
         context = BucketContext(self._module_state.specs, self._module_state.parameters, self._groups, self.reduction)
-        # Somebody else's function makes whole averages.
+        # A function of the user's makes whole averages.
         is_scattered = self.sharded_parameters is not None and self.reduction.is_plain_average
         scattered = self.sharded_parameters.bucket if self.sharded_parameters is not None and is_scattered else None
         return BucketCache(context, self.gradients.buffers, scattered)
 
-    def use(self, reduction: Reduction, packing: Packing) -> None:
-        """Reduce by ``reduction`` from the next backward on. All ranks must do so together."""
+    def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
+        """Reduce by ``reduction`` from the next backward on. All ranks must call this together."""
         self.reduction, self._packing = reduction, packing
         self.negotiation.repack(
             packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
         )
         self._buckets = self._bucket_cache()
 
-    def broadcast_buffers_by(self, function: BroadcastFunction) -> None:
-        """Broadcast buffers by ``function`` from now on, if at all. All ranks must do so together."""
+    def use_broadcast(self, function: BroadcastFunction) -> None:
+        """Broadcast buffers by ``function`` from now on, if they are broadcast. All ranks must call this together."""
         if self._policy.broadcast_buffers is not None:
             self._policy = replace(self._policy, broadcast_buffers=function)
 
-    def scatter(self) -> ShardedParameters:
+    def shard(self) -> ShardedParameters:
         """Let every rank keep only its shards from now on. All ranks must call this together."""
         if self.sharded_parameters is None:
             self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
-            self.use(self.reduction, self._packing)
+            self.use_reduction(self.reduction, self._packing)
         return self.sharded_parameters
 
-    def forget(self, *, set_to_none: bool) -> None:
-        """Forget the shards that were kept."""
+    def clear_shards(self, *, set_to_none: bool) -> None:
+        """Clear the shards of the averages, as ``zero_grad()`` clears gradients."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
 
-    def ask(self, backward: Backward) -> None:
-        """Start to agree on the gradients: those that will land, and those that are in ``.grad`` already.
+    def start_negotiation(self, backward: Backward) -> None:
+        """Start to agree on which gradients exist: those that will arrive, and those that are in ``.grad`` already.
 
-        One rank alone has nothing to agree on: its own are averages as they land.
+        One rank alone has nothing to agree on: its gradients are the averages.
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
-        if self.reduction.idle:
-            landed = bytearray(self._nothing)
+        if self.reduction.sends_nothing:
+            arrived = bytearray(self._nothing)
             for i in backward.arrivals:
-                landed[i] = 1
-            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(landed)
+                arrived[i] = 1
+            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
             backward.recorder.agreed_at = perf_counter_ns()
             return
-        self._groups.renew(self.reduction.progress)
+        if self._groups.is_closed:
+            self._groups.renew(self.reduction.progress)
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
         backward.recorder.local = local
         if backward.waiting is not None:
-            for i in self.gradients.shared:  # what lands in one lands in the other: they leave when backward is over
-                backward.waiting[i] += _MORE_LANDINGS
+            for (
+                i
+            ) in self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
+                backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
-            backward.exchange = self.negotiation.ask(local, not backward.silent)
-        backward.buffers = self.negotiation.buffers()
-        backward.negotiate()
+            backward.buffers = self.negotiation.buffers()
+            backward.exchange = self.negotiation.start(local, not backward.silent, buffers=backward.buffers)
+        backward.start_negotiating()
 
-    def landed(self, indices: Sequence[int]) -> None:
-        """Leave them in ``.grad`` until their bucket leaves."""
+    def on_accumulated(self, indices: Sequence[int]) -> None:
+        """Do nothing: gradients stay in ``.grad`` until their bucket is launched."""
 
     def is_agreed(self, backward: Backward) -> bool:
-        """Whether the agreed mask is there."""
+        """Whether the agreed mask has arrived."""
         return backward.exchange is not None and backward.exchange.done()
 
-    def schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
-        """Take the agreed mask, waiting for it if need be, and make the schedule that sends what is in it."""
+    def make_schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
+        """Wait for the agreed mask, and make the schedule that launches its buckets."""
         assert backward.exchange is not None
         recorder = backward.recorder
-        answer = self.negotiation.answer(backward.exchange, recorder.local)
+        answer = self.negotiation.finish(backward.exchange, recorder.local)
         recorder.control_nbytes += backward.exchange.nbytes
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
         backward.active = sum(answer.extra)
         backward.source = max(answer.extra.find(1), 0)
-        views = self._policy.views and not self.gradients.stay
+        views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
-            # This rank may have become silent since the schedule was made.
+            # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
             bucket.hold(nothing if backward.silent else self.gradients.take(bucket.expected), views=views)
 
         plan = self.negotiation.planner.plan(answer.mask)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
-        backward.launch(schedule)
+        backward.start_launching(schedule)
         return schedule
 
     def complete(self, backward: Backward) -> Steps:
-        """Launch what is left, wait for everything, and hand the averages over."""
-        if not self.reduction.idle:
+        """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
+        if not self.reduction.sends_nothing:
             steps = self._complete(backward)
             return _ranged(steps) if self._policy.ranges else steps
         self._complete_alone()
@@ -226,22 +230,23 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             everything = range(len(self._module_state.parameters))
             taken = zip(everything, self.gradients.take(everything), strict=True)
-            self.sharded_parameters.keep({i: gradient for i, gradient in taken if gradient is not None})
+            present = {i: gradient for i, gradient in taken if gradient is not None}
+            self.sharded_parameters.hand_over(list(present), list(present.values()))
 
     def _complete(self, backward: Backward) -> Steps:
         if backward.schedule is None and backward.exchange is not None:
             yield backward.exchange.done
-        schedule = backward.schedule or self.schedule(backward)
+        schedule = backward.schedule or self.make_schedule(backward)
         yield from schedule.launch_all()
-        backward.finish()
-        backward.late = late = self._late(backward)
-        vote = self._vote(late, said(int(backward.aborted), backward.dropped))
+        backward.start_finishing()
+        backward.late = late = self._take_late(backward)
+        vote = self._vote(late, pack_status(int(backward.aborted), backward.dropped))
         yield from self._hand_over(backward, schedule)
         backward.schedule = None  # it holds the backward that holds it
         yield vote.done
-        outcome = self.negotiation.answer(vote, b"")
+        outcome = self.negotiation.finish(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
-        statuses = self._comparison.heard(outcome.extra)
+        statuses = self._dropped_forwards.unpack(outcome.extra)
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
@@ -252,24 +257,24 @@ class BucketSynchronizer(Synchronizer):
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn_order(arrivals, backward.recorder)
         yield from self._broadcast_buffers(backward)
-        if not backward.aborted:
-            self._raise_for_peers([rank for rank, gave_up in enumerate(statuses) if gave_up])
+        if any(statuses) and not backward.aborted:
+            raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers
-        if function is None:
+        if function is None or not backward.buffers:
             return
         if backward.aborted:  # and this rank's module may be another since then
-            past = [buffer.clone() for buffer in backward.buffers]
+            past = [buffer.clone() for buffer in backward.buffers.values()]
             yield from broadcasting(function, past, self._groups, source=backward.source)
             return
-        backward.buffers = []
+        backward.buffers = {}
         yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
 
     def put_back(self, backward: Backward) -> None:
-        """Give this rank's gradients back when the communication has failed: to parameters that have none.
+        """The communication has failed: put this rank's gradients back into ``.grad`` where there is none.
 
-        Those that came late are added: what they came after is in ``.grad``, or in the bucket that has failed.
+        Late gradients are added: what arrived before them is in ``.grad``, or in the bucket that has failed.
         """
         schedule, backward.schedule = backward.schedule, None
         late, backward.late = backward.late, {}
@@ -295,60 +300,54 @@ class BucketSynchronizer(Synchronizer):
             ranges=self._policy.ranges,
         )
 
-    def _late(self, backward: Backward) -> dict[int, Tensor]:
-        """Gradients that landed after their bucket had left, or that no rank expected; taken out of ``.grad``."""
-        if backward.silent:
+    def _take_late(self, backward: Backward) -> dict[int, Tensor]:
+        """Take the gradients that came after their bucket was launched, or that no rank expected, out of ``.grad``."""
+        if backward.silent or not backward.unexpected:
             return {}
         found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)
         return {i: gradient for i, gradient in found if gradient is not None}
 
     def _vote(self, late: dict[int, Tensor], status: int) -> MaskExchange:
-        """Ask all ranks, beside the last bucket, what came late and who gave up."""
+        """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
         mask = bytearray(self._nothing)
         for i in late:
             mask[i] = 1
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.negotiation.ask(mask, status, is_vote=True)
+        return self.negotiation.start(mask, status, is_vote=True)
 
     def _hand_over(self, backward: Backward, schedule: LaunchSchedule[Bucket]) -> Steps:
         world_size = self._groups.world_size
         scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
 
-        def hand_over(indices: Sequence[int], gradients: list[Tensor]) -> None:
-            if backward.silent:
-                return
-            if self.sharded_parameters is not None:
-                self.sharded_parameters.keep(dict(zip(indices, gradients, strict=True)), scale)
-            else:
-                self.gradients.hand_over(indices, gradients, scale)
-
-        return schedule.finish(hand_over)
+        if backward.silent:
+            return schedule.finish(lambda _indices, _averages: None)
+        owner = self.sharded_parameters or self.gradients
+        return schedule.finish(partial(owner.hand_over, scale=scale))
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
-        """Average what came late, in a second round, and add it: averaging is linear."""
-        views = self._policy.views and not self.gradients.stay
+        """Average the late gradients in a second round, and add them to the averages: averaging is linear."""
+        views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
             bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
 
         plan = self.negotiation.planner.plan(agreed)
         second = self._schedule(plan, prepare, self._nothing, repair=True)
-        backward.follow(second)
+        backward.add_round(second)
         yield from second.launch_all()
         yield from self._hand_over(backward, second)
         backward.schedule = None
 
-    def _raise_for_peers(self, aborted: list[int]) -> None:
-        if aborted:
-            raise PeerAbortedError(
-                f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, aborted))} raised an error, so "
-                "the gradients of this step lack its share; zero them and go on with the next step, or look at that "
-                "rank's traceback"
-            )
+    def _peers_aborted(self, ranks: list[int]) -> PeerAbortedError:
+        return PeerAbortedError(
+            f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the "
+            "gradients of this step lack its share; zero them and go on with the next step, or look at that rank's "
+            "traceback"
+        )
 
 
 def _ranged(steps: Steps) -> Steps:
-    """The same steps, each a range in torch's profiler; what lies between them is somebody else's."""
+    """The same steps, each marked as a range for torch's profiler."""
     while True:
         with span("finish", enabled=True):
             try:

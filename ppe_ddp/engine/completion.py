@@ -47,12 +47,12 @@ _ENDING_SECONDS = 1.0
 
 
 def probe(pending: object) -> Probe | None:
-    """How to ask a Work or a Future whether it is done; None where it cannot be asked."""
+    """The method that tells whether a Work or a Future is done; None if it has none."""
     return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
 def ends_soon(is_done: Probe) -> bool:
-    """Whether what this probe asks for ends, waiting for a second: after a failure, what it needs may never come."""
+    """Whether ``is_done`` becomes true within a second: after a failure, the other ranks' part may never come."""
     end = time.monotonic() + _ENDING_SECONDS
     try:
         while not is_done():
@@ -65,7 +65,7 @@ def ends_soon(is_done: Probe) -> bool:
 
 
 def run(steps: Steps) -> None:
-    """Go through all steps, waiting where they wait."""
+    """Run all steps, waiting where they wait."""
     # Not by a variable: the traceback of an error would keep it, a probe keeps its Work, and that the connection.
     deque(steps, maxlen=0)
 
@@ -91,23 +91,23 @@ class Completion:
         self._steps = steps
         self._lock = lock
         self._then = then
-        self._probe: Probe | None = _at_once
+        self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
         self.is_over = False
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
-        """Let every wait of this thread drive it along, until it is over."""
+        """Advance it in every wait of this thread, until it is over."""
         self._threads.open.add(self)
 
     def finish(self) -> None:
-        """Drive it to its end, and conclude it."""
+        """Run it to its end, and conclude it."""
         finish([self])
         self.conclude()
 
     def conclude(self) -> None:
-        """Raise what it has failed with; once it is over."""
+        """When it is over: raise its error, or call ``then``."""
         error, self._error = self._error, None
         if error is None:
             if self._then is not None:
@@ -152,7 +152,7 @@ class Completion:
         finally:
             self._is_running = False
             if self.is_over:
-                self._probe = _at_once  # a probe keeps its Work, and that the connection
+                self._probe = _always  # a probe keeps its Work, and that the connection
 
     def close(self) -> None:
         """Abandon it: the steps see a GeneratorExit where they are."""
@@ -169,8 +169,8 @@ class Completion:
             return True  # its own wait says what is wrong
 
     @property
-    def is_known(self) -> bool:
-        """Whether it can be asked so."""
+    def can_be_polled(self) -> bool:
+        """Whether :attr:`is_ready` can be found out without waiting."""
         return self._probe is not None
 
 
@@ -243,7 +243,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
                 left = [completion for completion in waiting if completion in completions]
                 # One that cannot be asked has to wait by itself. So has one whose transport keeps silent for longer
                 # than it may take: its own wait says why.
-                ready = [completion for completion in left if not completion.is_known or pause.is_over][:1]
+                ready = [completion for completion in left if not completion.can_be_polled or pause.is_over][:1]
             if not ready:
                 pause.sleep()
                 continue
@@ -280,5 +280,5 @@ class _Pause:
         self._nap = min(2 * self._nap, _LONGEST_NAP)
 
 
-def _at_once() -> bool:
+def _always() -> bool:
     return True

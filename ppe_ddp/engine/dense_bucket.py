@@ -31,10 +31,10 @@ _LARGE_BYTES = 16 << 10
 
 
 class DenseBucket(Bucket, ABC):
-    """Dense gradients in one flat memory; its kinds differ in which.
+    """Dense gradients in one flat tensor, reduced by a function or hook; subclasses decide where it lies.
 
     Attributes:
-        factor: What gradients are multiplied by as they are brought together.
+        factor: What gradients are multiplied by as they are packed.
     """
 
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
@@ -47,20 +47,20 @@ class DenseBucket(Bucket, ABC):
         self._tensors: list[Tensor] = []
 
     @abstractmethod
-    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
-        """The flat memory, and the views of it, one a member, that hold the gradients times :attr:`factor`."""
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
+        """The flat tensor, and views of it, one a member, that hold the gradients times :attr:`factor`."""
 
     @abstractmethod
-    def _results(self) -> list[Tensor]:
-        """One average a member, when the reduced ones are in the memory."""
+    def _averages(self) -> list[Tensor]:
+        """One average a member, after the reduction; each the tensor that ``.grad`` is set to."""
 
     def launch(self, *, is_last: bool) -> None:
-        """Bring the gradients together and hand them to the function or hook."""
-        self._flat, self._tensors = self._bring_together()
+        """Pack the gradients and pass them to the function or hook."""
+        self._flat, self._tensors = self._pack()
         if self.plan.numel == 0:
             return
         self._sent = GradBucket.of(
-            *self._given(self._flat),
+            *self._tensors_for_function(self._flat),
             parameters=self.parameters,
             names=self.names,
             index=self.plan.index,
@@ -69,8 +69,8 @@ class DenseBucket(Bucket, ABC):
         )
         self._pending = self._reduction.start(self._sent)
 
-    def _given(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What goes out: never our own tensors to a stranger, who may change their shapes."""
+    def _tensors_for_function(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The tensors to pass on: aliases or copies for a function of the user's, which may change their shapes."""
         if self._reduction.is_plain_average:
             return self._tensors, flat
         if not self._reduction.may_resize:
@@ -81,11 +81,11 @@ class DenseBucket(Bucket, ABC):
         return views, copy
 
     def finish(self) -> Averages:
-        """Wait for the result; one average a member, each the tensor that ``.grad`` shall be."""
+        """Wait for the result; one average a member, each the tensor that ``.grad`` is set to."""
         if self._pending is not None:
             yield probe(self._pending)
         self._take_result()
-        return self._results()
+        return self._averages()
 
     def _take_result(self) -> None:
         flat, sent = self._flat, self._sent
@@ -99,31 +99,31 @@ class DenseBucket(Bucket, ABC):
             flat.copy_(result)
 
     def check(self) -> None:
-        """Raise what it is known to have failed with."""
+        """Raise the error of the reduction, if it is known to have failed."""
         pending, sent = self._pending, self._sent
         if sent is None or not is_future(pending) or self.plan.device.type != "cpu":
             return
         if pending.done():
-            self._reduction.settle(sent, pending)
+            self._reduction.wait(sent, pending)
 
-    def settle(self) -> None:
-        """Wait until nothing of it is under way."""
+    def wait(self) -> None:
+        """Wait for the pending reduction."""
         if self._pending is not None and self._sent is not None:
-            self._reduction.settle(self._sent, self._pending)
+            self._reduction.wait(self._sent, self._pending)
 
     def release(self) -> None:
-        """Forget what belongs to one backward; what is held of a buffer shows that it is in use."""
+        """Drop what belongs to one backward; references to the slots of a buffer would mark it as in use."""
         self.gradients = []
         self._pending = self._sent = self._flat = None
         self._tensors = []
 
-    def _back_to_gradients(self) -> list[Tensor]:
-        """The gradients that this rank had put in, which hold the averages now, where they can."""
+    def _copy_to_gradients(self) -> list[Tensor]:
+        """Copy the averages into this rank's own gradient tensors, where these can hold them."""
         results: list[Tensor] = []
         moved_to, moved_from = [], []
         for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
             if gradient is None or not _can_hold(gradient, tensor):
-                results.append(self._kept(tensor))
+                results.append(self._as_gradient(tensor))
                 continue
             results.append(gradient)
             if gradient is not tensor:
@@ -133,19 +133,19 @@ class DenseBucket(Bucket, ABC):
             torch._foreach_copy_(moved_to, moved_from)
         return results
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """``tensor`` of the memory as a gradient that stays."""
+    def _as_gradient(self, tensor: Tensor) -> Tensor:
+        """``tensor``, a view of the flat tensor, as a gradient that may be kept."""
         return tensor.clone()
 
 
 class PackedBucket(DenseBucket):
-    """Gradients brought together in a buffer.
+    """Gradients packed into a buffer.
 
     Args:
         plan: What it is.
         context: What all buckets have in common.
         present: One byte a parameter: whether some rank has its gradient.
-        buffers: Lends the memory.
+        buffers: Lends the buffer.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class PackedBucket(DenseBucket):
         self._buffers = buffers
         self._is_fused = plan.nbytes >= _LARGE_BYTES * len(plan.members)
 
-    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
-        """Bring the gradients together in one buffer, unless they lie in one already."""
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
+        """Copy the gradients into one buffer, unless they are its slots already."""
         gradients, factor = self.gradients, self.factor
         if self._views and True in [gradient is not None and gradient.requires_grad for gradient in gradients]:
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
@@ -169,21 +169,21 @@ class PackedBucket(DenseBucket):
             fill(buffer.slots, gradients, factor if self._is_fused else 1.0)
             if factor != 1.0 and not self._is_fused:
                 buffer.flat.mul_(factor)
-        slots = list(buffer.slots)  # which shows that they are in use
-        if self._views:  # the slots are the gradients from here on; the memory of the old ones is free
+        slots = list(buffer.slots)  # these references mark the buffer as in use
+        if self._views:  # the slots are the gradients from here on, and the old ones can be freed
             self.gradients = [
                 None if gradient is None else slot for slot, gradient in zip(slots, gradients, strict=True)
             ]
         return buffer.flat, slots
 
-    def _results(self) -> list[Tensor]:
-        return self._tensors if self._views else self._back_to_gradients()
+    def _averages(self) -> list[Tensor]:
+        return self._tensors if self._views else self._copy_to_gradients()
 
 
 class AdoptedBucket(DenseBucket):
     """A single large gradient, reduced where it lies."""
 
-    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
         spec, gradient = self.specs[0], self.gradients[0]
         if gradient is not None and reducible_in_place(gradient, spec):
             memory = gradient
@@ -194,11 +194,11 @@ class AdoptedBucket(DenseBucket):
             fill([memory], [gradient], self.factor)
         return memory.as_strided((self.plan.numel,), (1,)), [memory]
 
-    def _results(self) -> list[Tensor]:
-        return self._back_to_gradients()
+    def _averages(self) -> list[Tensor]:
+        return self._copy_to_gradients()
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        return tensor  # whose memory is nobody else's
+    def _as_gradient(self, tensor: Tensor) -> Tensor:
+        return tensor  # nobody else uses its memory
 
 
 def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:

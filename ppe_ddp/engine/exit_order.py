@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Ending(Protocol):
-    """Something that can be ended."""
+    """Connections that can be ended."""
 
     def end(self) -> None:
         """End now what can be ended without waiting for other ranks."""
@@ -31,17 +31,17 @@ class Ending(Protocol):
 
 
 class User(Protocol):
-    """Who communicates in something that can be ended."""
+    """The object that communicates over such connections."""
 
     @property
     def is_running(self) -> bool:
-        """Whether something may be under way there, so that it must not be ended."""
+        """Whether a collective may be under way, so that the connections must not be ended."""
         ...
 
 
 @functools.cache
 def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
-    """What this process ends when Python exits, as far as it is still alive by then."""
+    """The set of objects that this process ends when Python exits, held weakly."""
     alive: weakref.WeakSet[Ending] = weakref.WeakSet()
     atexit.register(_end_all, alive)
     return alive

@@ -1,4 +1,4 @@
-"""Reports of ranks that failed alone, through the store: ranks that wait in one collective are not reached by another.
+"""Reports failures of single ranks through the store, which ranks that wait in a collective can still read.
 
 the rank that fails     reports, then closes its connections
 the others              leave their waits: the connection is closed, or they look here now and then
@@ -28,7 +28,7 @@ _LONGEST_REASON = 2000  # characters
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank has reported.
+    """The report of one rank that has failed.
 
     Attributes:
         rank: The rank that has failed.
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class HookProgress:
-    """How far one rank has come in groups that are not ours, and that nobody can make anew.
+    """The progress of one rank in process groups that are not ours, which cannot be made anew after a failure.
 
     Attributes:
         title: What communicates there.
@@ -79,7 +79,7 @@ class Failures:
         self._store.add(f"{self._key}/count", 1)
 
     def of_others(self) -> list[Failure]:
-        """What the other ranks have reported so far."""
+        """The reports of the other ranks so far."""
         if not self._store.check([f"{self._key}/count"]):
             return []
         count = self._store.add(f"{self._key}/begun", 0)

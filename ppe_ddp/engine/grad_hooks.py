@@ -1,8 +1,8 @@
-"""Hooks on parameters: ours, which says that a gradient has landed, and the user's, which have to wait for us.
+"""Post-accumulate-grad hooks on parameters: our own, and the deferral of the user's until the averages are there.
 
 A user's post-accumulate-grad hook that steps an optimizer as soon as a gradient is there would step with this
-rank's share of it, and only where there is one. While a backward is being synchronized such hooks are kept
-back, and called on every rank when the average is in ``.grad``; in ``no_sync()`` they are called at once, as
+rank's share of it, and only where there is one. While a backward is being synchronized such hooks are
+deferred, and called on every rank when the average is in ``.grad``; in ``no_sync()`` they are called at once, as
 without this library.
 """
 
@@ -26,7 +26,7 @@ PostHook = Callable[[nn.Parameter], object]
 
 
 class Owner(Protocol):
-    """Whoever wants to know when gradients land."""
+    """The object that hooks call when a gradient has been accumulated: the reducer of a wrapper."""
 
     def displaced(self) -> None:
         """Another owner has taken over some of the parameters."""
@@ -34,7 +34,7 @@ class Owner(Protocol):
 
 
 class GradHook(functools.partial[None]):
-    """Our own hook: ``landed(owner, index, parameter)``, with the owner held weakly.
+    """Our own hook: calls ``on_accumulated(owner, index, parameter)``, and holds the owner weakly.
 
     A parameter has one at a time: when a module is wrapped twice, or two wrapped modules share a parameter,
     the wrapper that was used last averages it, once. It is a ``partial`` because a call from autograd then
@@ -63,8 +63,11 @@ class GradHook(functools.partial[None]):
         return handle
 
 
-class _Notes(list[nn.Parameter]):
-    """The quiet parameters that have landed. Its ``append`` stands in hook tables, and is known there as ours."""
+class _Recorded(list[nn.Parameter]):
+    """The parameters whose gradients arrived while hooks were recording.
+
+    Its ``append`` is put into hook tables; :func:`_owner_of` recognizes it there.
+    """
 
     def __init__(self, owner: weakref.ref[Any]) -> None:
         super().__init__()
@@ -74,27 +77,27 @@ class _Notes(list[nn.Parameter]):
 class GradHooks:
     """Our hooks on the parameters of one module.
 
-    While a backward is known to be under way, most of them can be *quiet*: a landing is then noted by a C function,
-    a tenth of the cost of a Python one, and read later.
+    Once a backward is known to be under way, most of them need not call back: they can *record*. An arrival then costs
+    one call of a C function, a tenth of a Python one, and is read later.
 
     Args:
         parameters: The parameters.
-        landed: Called as ``landed(owner, index, parameter)``.
+        on_accumulated: Called as ``on_accumulated(owner, index, parameter)``.
         owner: Held weakly.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], landed: Callable[..., None], owner: weakref.ref[Any]
+        self, parameters: Sequence[nn.Parameter], on_accumulated: Callable[..., None], owner: weakref.ref[Any]
     ) -> None:
-        self._noted = _Notes(owner)
-        self._note = self._noted.append
+        self._recorded = _Recorded(owner)
+        self._record = self._recorded.append
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[int, tuple[dict[int, Any], int, GradHook]] = {}
-        self._quiet: list[int] = []
+        self._recording: list[int] = []
         for i, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                hook = GradHook(landed, owner, i)
+                hook = GradHook(on_accumulated, owner, i)
                 handle = hook.register(parameter)
                 self._handles.append(handle)
                 self._hooks[i] = _table(parameter), handle.id, hook
@@ -106,40 +109,40 @@ class GradHooks:
         self._handles.clear()
         self._hooks.clear()
 
-    def quieten(self, indices: Sequence[int]) -> None:
-        """Only note the landings of these parameters, until :meth:`wake`."""
-        self._noted.clear()
-        self._quiet = [i for i in indices if i in self._hooks]
-        for i in self._quiet:
+    def start_recording(self, indices: Sequence[int]) -> None:
+        """Only record the arrivals of these parameters, and call nothing, until :meth:`stop_recording`."""
+        self._recorded.clear()
+        self._recording = [i for i in indices if i in self._hooks]
+        for i in self._recording:
             table, key, _ = self._hooks[i]
             if key in table:
-                table[key] = self._note
+                table[key] = self._record
 
-    def wake(self, _dead: object = None) -> None:
-        """Call ``landed`` again for every landing."""
-        quiet, self._quiet = self._quiet, []
-        for i in quiet:
+    def stop_recording(self, _dead: object = None) -> None:
+        """Call ``on_accumulated`` again for every arrival."""
+        recording, self._recording = self._recording, []
+        for i in recording:
             entry = self._hooks.get(i)
             if entry is not None and entry[1] in entry[0]:
                 table, key, hook = entry
                 table[key] = hook
 
-    def noted(self) -> list[int]:
-        """The quiet parameters that have landed since the last call, in their order."""
-        count = len(self._noted)  # another thread may be at work
-        noted, self._noted[:count] = self._noted[:count], []
-        return [self._index[id(parameter)] for parameter in noted]
+    def take_recorded(self) -> list[int]:
+        """The parameters that were recorded since the last call, in order of arrival."""
+        count = len(self._recorded)  # another thread may be at work
+        recorded, self._recorded[:count] = self._recorded[:count], []
+        return [self._index[id(parameter)] for parameter in recorded]
 
 
-class _KeptBack:
-    """Stands in a parameter's hook table in the place of a user's hook, so that its handle still removes it."""
+class _DeferredHook:
+    """A user's hook, deferred: replaces it in the parameter's hook table, so that its handle still removes it."""
 
-    def __init__(self, hook: PostHook, waits: Callable[[], bool]) -> None:
+    def __init__(self, hook: PostHook, is_synchronizing: Callable[[], bool]) -> None:
         self.hook = hook
-        self._waits = waits
+        self._is_synchronizing = is_synchronizing
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        if not self._waits():
+        if not self._is_synchronizing():
             self.hook(parameter)
 
 
@@ -148,20 +151,20 @@ class UserGradHooks:
 
     Args:
         parameters: The parameters.
-        waits: Says whether a synchronization is under way, so that a hook has to wait.
+        is_synchronizing: Says whether a synchronization is under way, so that a hook has to wait.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], waits: Callable[[], bool]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], is_synchronizing: Callable[[], bool]) -> None:
         self._parameters = parameters
-        self._waits = waits
+        self._is_synchronizing = is_synchronizing
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
             (i, parameter) for i, parameter in enumerate(parameters) if hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
         ]
 
-    def keep_back(self) -> None:
-        """Find the hooks that were registered since we looked, and keep them back from now on."""
+    def defer(self) -> None:
+        """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
         with without_torch_function():  # so that parameters that are being gathered are not waited for
             tables = [post_accumulate_hooks(parameter) for parameter in self._parameters]
@@ -170,15 +173,15 @@ class UserGradHooks:
                 continue  # ours alone
             self._hooked.append((i, parameter))
             for key, hook in table.items():
-                if not isinstance(hook, _KeptBack) and _owner_of(hook) is None:
-                    table[key] = _KeptBack(hook, self._waits)
+                if not isinstance(hook, _DeferredHook) and _owner_of(hook) is None:
+                    table[key] = _DeferredHook(hook, self._is_synchronizing)
 
     def run(self, averaged: bytes) -> None:
         """Call the hooks of the parameters in ``averaged`` (one byte a parameter)."""
         for i, parameter in self._hooked:
             if averaged[i]:
                 for hook in list(_table(parameter).values()):
-                    if isinstance(hook, _KeptBack):
+                    if isinstance(hook, _DeferredHook):
                         hook.hook(parameter)
         for i, parameter in self._optimized:
             if averaged[i]:
@@ -188,12 +191,12 @@ class UserGradHooks:
 
 
 def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
-    """Who hears of landings by ``hook``; None where it is a user's."""
+    """The owner that ``hook`` calls; None for a user's hook."""
     if isinstance(hook, GradHook):
         owner: weakref.ref[Owner] = hook.args[0]
         return owner
-    notes = getattr(hook, "__self__", None)
-    return notes.owner if isinstance(notes, _Notes) else None
+    recorded = getattr(hook, "__self__", None)
+    return recorded.owner if isinstance(recorded, _Recorded) else None
 
 
 def _table(parameter: nn.Parameter) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""The ``.grad`` of the parameters: what is there, taken out for a bucket, handed back averaged."""
+"""Reads, takes and sets the ``.grad`` of the parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gradients:
     Args:
         module_state: The parameters.
         allocate: Makes the memory of buckets.
-        streams: Those that gradients land on; None on CPUs.
+        streams: Those that gradients arrive on; None on CPUs.
     """
 
     def __init__(self, module_state: ModuleState, allocate: Allocator, streams: GradientStreams | None) -> None:
@@ -38,34 +38,34 @@ class Gradients:
         self.buffers = BucketBuffers(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients were one piece of memory when the last backward began."""
-        self.stay = False
-        """Whether somebody else used the memory of a gradient then, and shall find the average there."""
+        self.stays_in_place = False
+        """Whether a gradient then lay in memory that the user holds as well: the average is to be written there."""
 
     def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already that is not averaged shards."""
         mask = bytearray(reached)
         grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
-        self.shared, self.stay = [], False
+        self.shared, self.stays_in_place = [], False
         if held:
-            self._look_at(held)
+            self._find_shared_memory(held)
         for i, _ in held:
             mask[i] = 1
         return bytes(mask)
 
-    def _look_at(self, held: list[tuple[int, Tensor]]) -> None:
-        """Find out what else uses the memory of gradients that are there before backward."""
+    def _find_shared_memory(self, held: list[tuple[int, Tensor]]) -> None:
+        """Find out which gradients from before this backward share their memory, and with whom."""
         dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]
         addresses = [gradient.data_ptr() for _, gradient in dense]
         bounds = self.buffers.bounds()
         others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
-        self.stay = any(storage_users(dense[k][1]) > 1 for k in others)
+        self.stays_in_place = any(storage_users(dense[k][1]) > 1 for k in others)
         if len(set(addresses)) < len(addresses):
             counts = Counter(filter(None, addresses))  # without elements there is no address
             self.shared = [i for (i, _), address in zip(dense, addresses, strict=True) if counts[address] > 1]
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Take gradients out of ``.grad``, which is None or averaged shards from then on; None where there is none."""
+        """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
         parameters = self._parameters
         taken: list[Tensor | None] = []
         for i in indices:
@@ -79,7 +79,7 @@ class Gradients:
                 gradient = gradient.clone()
             taken.append(gradient)
         if self._streams is not None:
-            self._streams.follow(taken)
+            self._streams.wait_for_gradients(taken)
         for k, i in enumerate(indices):
             gradient = taken[k]
             if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:
@@ -87,7 +87,7 @@ class Gradients:
         return taken
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor], scale: float = 1.0) -> None:
-        """Give averaged gradients to their parameters; add them where there is one already."""
+        """Set ``.grad`` to these averages; add them where there is a gradient already."""
         parameters = self._parameters
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
@@ -101,7 +101,7 @@ class Gradients:
                 there.add_(gradient)
 
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
-        """Give gradients back to parameters that have none."""
+        """Set ``.grad`` again to gradients that were taken, where it is still empty."""
         for i, gradient in gradients:
             there = self._parameters[i].grad
             if there is None:

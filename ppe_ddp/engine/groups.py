@@ -74,6 +74,8 @@ class Groups:
     user: Callable[[], User | None] = lambda: None
 
     def __post_init__(self) -> None:
+        self.is_duplicate = self.number > 0
+        """Whether there are duplicates, which can be closed and made anew."""
         self.name = self._name()
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self.failures = self._failures()
@@ -106,11 +108,6 @@ class Groups:
         made.count += 1
         buckets, control = _duplicates(parent, str(made.count))
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
-
-    @property
-    def is_duplicate(self) -> bool:
-        """Whether there are duplicates, which can be closed and made anew."""
-        return self.number > 0
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.

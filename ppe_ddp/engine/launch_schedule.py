@@ -1,4 +1,4 @@
-"""Launch schedule: counts which gradients are missing, and launches the buckets of a plan in order."""
+"""The launch schedule of one plan: counts the gradients that are missing, and launches its buckets in order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ B = TypeVar("B", bound=Bucket)
 
 
 class LaunchSchedule(Generic[B]):
-    """Each bucket of a plan leaves when it is complete here and the one before it has gone.
+    """Launches each bucket of a plan when its gradients are there and the one before it has been launched.
 
     Args:
         plan: What to send.
         buckets: Those of the plan.
-        waiting: One byte a parameter: whether its gradient is expected here and has not landed.
-        prepare: Called with a bucket right before it is launched: puts this rank's gradients in.
-        one_at_a_time: Whether a bucket must not leave before the one ahead of it has come back.
+        waiting: One byte a parameter: whether its gradient is expected here and has not arrived.
+        prepare: Called with a bucket right before it is launched: gives it this rank's gradients.
+        one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
 
@@ -60,8 +60,8 @@ class LaunchSchedule(Generic[B]):
         self._previous: B | None = None
         self._missing = [sum(map(waiting.__getitem__, bucket.members)) for bucket in plan.buckets]
 
-    def landed(self, index: int) -> None:
-        """Count the gradient of parameter ``index`` as there."""
+    def mark_arrived(self, index: int) -> None:
+        """Count the gradient of parameter ``index`` as arrived."""
         k = self.plan.bucket_of[index]
         self._missing[k] -= 1
         if self._missing[k] == 0:
@@ -76,13 +76,13 @@ class LaunchSchedule(Generic[B]):
                 self._launch()
 
     def launch_all(self) -> Steps:
-        """Launch what is left, step by step: no gradient will land any more."""
+        """Launch the remaining buckets, as steps: no gradient will arrive any more."""
         while self._gone < len(self.buckets):
             previous = self._previous
             if self._one_at_a_time and previous is not None:
                 if previous.is_under_way:
                     yield previous.probe()
-                previous.settle()
+                previous.wait()
             self._launch()
 
     def _launch(self) -> None:
@@ -103,11 +103,11 @@ class LaunchSchedule(Generic[B]):
         record.launched[k] = perf_counter_ns()
 
     def is_complete(self) -> bool:
-        """Whether nothing that was launched is under way any more."""
+        """Whether all launched buckets are complete."""
         return all(bucket.is_complete() for bucket in self.buckets[: self._gone])
 
     def finish(self, hand_over: Callable[[Sequence[int], list[Tensor]], None]) -> Steps:
-        """Wait for the buckets in order, step by step; hand over the parameters of each and their averages.
+        """Wait for the buckets in order, as steps; call ``hand_over(parameter indices, averages)`` for each.
 
         Sparse ones come last: they communicate only now.
         """
@@ -120,17 +120,17 @@ class LaunchSchedule(Generic[B]):
                 record.done[k] = perf_counter_ns()
                 record.nbytes[k] = bucket.nbytes
                 if not bucket.is_exact:
-                    averages = bucket.chosen(averages)
+                    averages = bucket.expected_of(averages)
                 hand_over(bucket.expected, averages)
         self.release()
 
     def put_back(self) -> Iterator[tuple[int, Tensor]]:
-        """Leave what is under way; yields the gradients that this rank had put in."""
+        """Abandon the launched buckets; yields this rank's gradients by parameter index."""
         for bucket in self.buckets[: self._gone]:
             yield from bucket.put_back()
 
     def release(self) -> None:
-        """Let the buckets forget this backward."""
+        """Let the buckets drop what belongs to this backward."""
         for bucket in self.buckets:
             bucket.release()
         self._previous = None

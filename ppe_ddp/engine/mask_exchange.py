@@ -35,7 +35,7 @@ _COMPLEMENT = bytes(255 - value for value in range(256))
 
 
 class AgreedMask(NamedTuple):
-    """What came out of one exchange.
+    """The result of one exchange.
 
     Attributes:
         same: Whether every rank sent the same digest.
@@ -68,7 +68,7 @@ class MaskExchanger:
         """
         return MaskExchange(self, digest, bytes(mask), extra)
 
-    def absent(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """The ranks that did not take part in the last exchange, as far as is known: for error messages.
 
         Every rank whose exchange failed writes that to the group's store; one that does not within some seconds is
@@ -99,8 +99,8 @@ class MaskExchanger:
             return _FailedWork(error)
         return work
 
-    def _filled(self, content: bytearray) -> Tensor:
-        """A message of this content, in memory that the transport prefers."""
+    def _message_of(self, content: bytearray) -> Tensor:
+        """A tensor with this content, in memory that the transport prefers."""
         while self._idle:
             message = self._idle.pop()
             if message.numel() == len(content):
@@ -111,7 +111,7 @@ class MaskExchanger:
 
 
 class MaskExchange:
-    """One exchange of masks in flight."""
+    """One mask exchange, in flight."""
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, mask: bytes, extra: bytes) -> None:
         self._exchanger = exchanger
@@ -124,14 +124,14 @@ class MaskExchange:
         message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
-        self._message = exchanger._filled(message)
+        self._message = exchanger._message_of(message)
         self._work = exchanger._send(self._message)
         self.nbytes = len(message)
 
     def done(self) -> bool:
-        """Whether the answer is there; a body that did not fit is sent as soon as it is known that it must be."""
+        """Whether the result has arrived; sends the body that did not fit, once the digests are known to agree."""
         try:
-            return not self._is_under_way() and not (self._goes_on() and self._is_under_way())
+            return not self._is_under_way() and (self._fits or not (self._send_body() and self._is_under_way()))
         except RuntimeError:
             return True  # result() says what is wrong
 
@@ -139,15 +139,14 @@ class MaskExchange:
         return self._work is not None and not self._work.is_completed()
 
     def result(self) -> AgreedMask:
-        """Wait for the answer.
+        """Wait for the result.
 
         Raises:
             CommunicationError: The all-reduce failed; names the ranks that are missing.
         """
-        while True:
+        self._wait(self._work)
+        if not self._fits and self._send_body():
             self._wait(self._work)
-            if not self._goes_on():
-                break
         self._work = None  # gloo's keeps the connection
         reply = self._message.numpy().tobytes()
         if self._is_body:
@@ -159,19 +158,19 @@ class MaskExchange:
             body = reply[_HEADER : _HEADER + len(self._body)]
         return AgreedMask(True, body[: self._mask_size], body[self._mask_size :])
 
-    def _goes_on(self) -> bool:
+    def _send_body(self) -> bool:
         """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
 
         All ranks have a body of this length then, and all of them send it next.
         """
-        if self._fits or self._is_body:
+        if self._is_body:
             return False
         if self._work is not None:
             self._work.wait()  # if it has failed, what came of it is no digest
         if not _are_same(self._message.numpy().tobytes()):
             return False
         self._is_body = True
-        self._message = self._exchanger._filled(bytearray(self._body))
+        self._message = self._exchanger._message_of(bytearray(self._body))
         self._work = self._exchanger._send(self._message)
         size = self._message.numel()
         self.nbytes += size
@@ -190,7 +189,7 @@ class MaskExchange:
         except RuntimeError as error:
             with suppress(dist.DistError):  # the store is gone as well
                 groups.failures.check()
-            absent = self._exchanger.absent()
+            absent = self._exchanger.missing_ranks()
             others = f"rank {', '.join(map(str, absent))}, which did not come" if absent else "the other ranks"
             raise CommunicationError(
                 f"rank {groups.rank} of {groups.world_size}: waiting for {others} to start a backward failed: "
@@ -201,7 +200,7 @@ class MaskExchange:
 
 
 class _FailedWork(dist.Work):
-    """A Work that could not be started: raises its error where it is waited for, as one that fails later."""
+    """Stands for a Work that could not be started, and raises the error in ``wait()``."""
 
     def __init__(self, error: CommunicationError) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def broadcasting_buffers(
     Args:
         function: How to broadcast.
         module_state: Whose buffers.
-        groups: Where to.
+        groups: The process groups to communicate in.
         source: Whose values; a rank of the group.
 
     Raises:
@@ -55,15 +55,15 @@ def broadcasting_buffers(
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
         if not torch.equal(buffers[k], received[k]):
-            _give(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
+            _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 
-def _give(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
-    """Let the modules at ``places`` have ``values`` where they have ``buffer``, which some graph needs.
+def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
+    """Replace ``buffer``, whose values an autograd graph needs, by ``values`` in the modules at ``places``.
 
     Args:
-        buffer: What they have.
-        values: What they shall have.
+        buffer: The tensor that they have.
+        values: The tensor, or the values, that they get.
         places: Modules, each with its name for the buffer.
         references: How many references to ``buffer`` the caller has.
     """
@@ -87,6 +87,6 @@ def _references(buffer: Tensor) -> int:
 
 
 def _is_special(buffer: Tensor) -> bool:
-    """Whether a plain copy would not be the same: it has more than values, or others share its memory or watch it."""
+    """Whether a plain copy cannot replace it: it has more than values, or others refer to it or share its memory."""
     has_more = type(buffer) is not torch.Tensor or bool(buffer.__dict__) or buffer.requires_grad
     return storage_users(buffer) > 1 or has_more or weakref.getweakrefcount(buffer) > 0

@@ -1,4 +1,4 @@
-"""Negotiation: the ranks check that they train the same model, and agree on present gradients and their order."""
+"""Negotiation: checks that all ranks train the same model, and agrees on which gradients exist and on their order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POSITIONS = 1_000_000
 
 
 class Negotiation:
-    """Keeps what must be the same on every rank, and finds out by messages which gradients exist on any rank.
+    """Holds what must be the same on every rank, and finds out by mask exchanges which gradients exist on any rank.
 
     Args:
         groups: The process groups to communicate in.
@@ -53,8 +53,8 @@ class Negotiation:
         self._count = 0
         self._generation = groups.generation
 
-    def arm(self, module_state: ModuleState) -> None:
-        """Negotiate about the parameters of ``module_state`` from now on."""
+    def use_module(self, module_state: ModuleState) -> None:
+        """Negotiate on the parameters of ``module_state`` from now on."""
         self._module_state = module_state
         self.planner = Planner(module_state.specs, self._packing)
         self._digest = fingerprint(self._lines())
@@ -86,39 +86,48 @@ class Negotiation:
                 "values of rank 0 cannot be written there: give it memory of its own, as .clone() of .expand() does"
             )
 
-    def buffers(self) -> list[Tensor]:
-        """The module's buffers, if the ranks must agree on them; else an empty list."""
-        return list(self._module_state.buffers().values()) if self._with_buffers else []
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers by name, if the ranks must agree on them; else none."""
+        return self._module_state.buffers() if self._with_buffers else {}
 
-    def ask(self, local: bytes | bytearray, status: int, *, is_vote: bool = False) -> MaskExchange:
+    def start(
+        self,
+        local: bytes | bytearray,
+        status: int,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        is_vote: bool = False,
+    ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
-            status: A byte about this rank, which all ranks will see.
+            status: A byte of this rank's, which all ranks get.
+            buffers: What :meth:`buffers` gives now.
             is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
                 where they do not negotiate.
         """
         groups = self._groups
         if self._generation != groups.generation:
-            self._begin_anew()
+            self._restart()
         if not is_vote:
             groups.step += 1
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
         bits = bytearray(groups.world_size)
         bits[groups.rank] = status
-        digest = fingerprint([self._current_digest(None if is_vote else local).hex(), self._place])
+        current = self._digest if is_vote else self._current_digest(local, buffers or {})
+        digest = fingerprint([current.hex(), self._place])
         return self._exchanger.exchange(digest, local, bytes(bits))
 
-    def _begin_anew(self) -> None:
-        """Forget the learned order: after a failure some ranks may have learned it and others not."""
+    def _restart(self) -> None:
+        """Start over without the learned order: after a failure only some ranks may have learned it."""
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
         self._count = 0
-        self.arm(self._module_state)
+        self.use_module(self._module_state)
 
-    def answer(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
-        """Wait for the result of :meth:`ask`.
+    def finish(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
+        """Wait for the result of :meth:`start`.
 
         Raises:
             DisagreementError: On every rank, if their modules or options differ by now.
@@ -137,7 +146,7 @@ class Negotiation:
         count = len(self._module_state.specs)
         if self._count & (self._count - 1) or self._groups.world_size == 1:
             return
-        if not self.planner.unlearned(recorder.agreed):
+        if not self.planner.has_unlearned(recorder.agreed):
             return
         # In memory that the transport prefers: others may block where they are given any other.
         sums = allocator(self._groups.control)(2 * count, torch.int64, torch.device("cpu")).zero_().view(2, count)
@@ -152,14 +161,11 @@ class Negotiation:
         self._digest = fingerprint(self._lines())
         recorder.control_nbytes += sums.nbytes
 
-    def _current_digest(self, local: bytes | bytearray | None) -> bytes:
-        if local is None:  # of a backward that has been agreed on
-            return self._digest
-        if self._with_buffers:
-            lines = _buffer_lines(self._module_state.buffers())
-            if lines != self._buffer_lines:
-                self._buffer_lines = lines
-                self._digest = fingerprint(self._lines())
+    def _current_digest(self, local: bytes | bytearray, buffers: Mapping[str, Tensor]) -> bytes:
+        lines = _buffer_lines(buffers)
+        if lines != self._buffer_lines:
+            self._buffer_lines = lines
+            self._digest = fingerprint(self._lines())
         if self._negotiate:
             return self._digest
         # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of

@@ -22,6 +22,7 @@ class ReachedParameters:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._nodes: dict[int, Node] = {}
+        self._is_executed = node_is_executed()
         self.refresh(range(len(parameters)))
 
     def refresh(self, indices: Iterable[int]) -> None:
@@ -38,8 +39,8 @@ class ReachedParameters:
         Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints).
         Empty for ``autograd.grad``, which accumulates nothing.
         """
-        executes = node_is_executed()
+        is_executed = self._is_executed
         try:
-            return [i for i, node in self._nodes.items() if executes(node)]
+            return [i for i, node in self._nodes.items() if is_executed(node)]
         except RuntimeError:
             return []  # autograd.grad on the parameters themselves

@@ -1,10 +1,10 @@
-"""The life of one backward: begin, negotiate, launch, finish, repair.
+"""The reducer: follows each backward by autograd's hooks, and decides when its synchronizer communicates.
 
-    a hook on an output, or the first gradient      begin: ask autograd what it will reach; send the mask
-    each gradient that lands                        answer there? then plan; launch buckets that are complete
-    the end of backward                             launch the rest; vote; wait; hand over; repair if voted
+    first hook, on an output or a parameter     begin: ask autograd what it will reach; start the mask exchange
+    each gradient that arrives                  mask agreed on? then plan; launch the buckets that are ready
+    end of backward                             launch the rest; vote; wait; set .grad; second round if voted
 
-Everything here is local and says when; what is said to the other ranks is in ``bucket_synchronizer.py``.
+Everything here is local; what is sent to the other ranks is in ``bucket_synchronizer.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppe_ddp.engine.reached_parameters import ReachedParameters
 from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
-from ppe_ddp.engine.unused_forwards import Forwards
+from ppe_ddp.engine.unused_forwards import ForwardCounter
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
@@ -45,15 +45,15 @@ class Reducer(Generic[C]):
     """Synchronizes the gradients of one module.
 
     Args:
-        groups: Where to communicate.
-        synchronizer: Talks to the other ranks.
+        groups: The process groups to communicate in.
+        synchronizer: Communicates with the other ranks.
         overlap: Whether to communicate while backward runs, or when it is over.
-        wrapper: Gives what is passed to the sync hooks.
+        wrapper: Returns the wrapper, which sync hooks are called with.
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
     """
 
     _begun: ClassVar[weakref.WeakSet[Reducer[Any]]] = weakref.WeakSet()
-    """Those that had a backward since they were last looked at: one error may have ended the backwards of several."""
+    """Those with a backward that has begun: one error may abort the backwards of several."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Reducer(Generic[C]):
         self._overlap = overlap
         self._wrapper = wrapper
         self._sync_hooks = sync_hooks
-        self._lock = threading.RLock()  # CUDA backwards land gradients from a thread a device
+        self._lock = threading.RLock()  # in a CUDA backward, hooks are called by one thread a device
         self._backward: Backward | None = None
-        self._standby: Callable[[], EndOfBackward | None] = lambda: None
+        self._end_callback: Callable[[], EndOfBackward | None] = lambda: None
         self._started: Completion | None = None
-        self._forwards = Forwards()
+        self._forwards = ForwardCounter()
         self._last: Recorder | None = None
         self._grad_hooks: GradHooks | None = None
         self._streams: GradientStreams | None = None
@@ -86,30 +86,30 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ what there is to synchronize
 
-    def arm(self, module_state: ModuleState) -> None:
-        """Take over the parameters of ``module_state`` and leave all others alone."""
-        self.disarm()
+    def use_module(self, module_state: ModuleState) -> None:
+        """Synchronize the parameters of ``module_state`` from now on, and no others."""
+        self.remove_hooks()
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
         self._reached_parameters = ReachedParameters(module_state.parameters)
         self._streams = GradientStreams.of(self._parameters)
-        self.synchronizer.arm(module_state, self._streams)
+        self.synchronizer.use_module(module_state, self._streams)
         self.is_displaced = False
         owner = weakref.ref(self)
-        self._grad_hooks = GradHooks(self._parameters, Reducer._landed, owner)
+        self._grad_hooks = GradHooks(self._parameters, Reducer._on_grad_accumulated, owner)
         self._user_grad_hooks = UserGradHooks(self._parameters, partial(_is_synchronizing, owner))
 
     def displaced(self) -> None:
-        """Another wrapper has taken over some of the parameters; :meth:`arm` takes them back."""
+        """Another wrapper has taken over some of the parameters; :meth:`use_module` takes them back."""
         self.is_displaced = True
 
     def __del__(self) -> None:
-        self.disarm()
+        self.remove_hooks()
         if self._backward is None:
             self.groups.release()
 
-    def disarm(self) -> None:
-        """Take our hooks off the parameters."""
+    def remove_hooks(self) -> None:
+        """Remove our hooks from the parameters."""
         if self._grad_hooks is not None:
             self._grad_hooks.remove()
 
@@ -119,42 +119,46 @@ class Reducer(Generic[C]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a synchronization may have something under way."""
+        """Whether a synchronization may be under way."""
         return self._backward is not None
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
     def recover(self) -> bool:
-        """Put right what an aborted backward has left. Whether none is under way now, so that much may change."""
+        """Finish what an aborted backward has left.
+
+        Returns:
+            Whether no backward is under way, so that parameters and functions may be replaced.
+        """
         backward = self._running()
         if self._grad_hooks is not None:
-            self._grad_hooks.wake()
+            self._grad_hooks.stop_recording()
         return backward is None
 
     def before_forward(self) -> None:
         """Find hooks that the user has added since the last forward."""
-        self._user_grad_hooks.keep_back()
+        self._user_grad_hooks.defer()
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
-        """Let backward begin when it gets to any of ``outputs``, those of one forward of the module."""
-        self._forwards.watch(outputs, self._sign, counts=is_training and self.enabled)
+        """Begin a backward when it reaches any of ``outputs``, those of one forward of the module."""
+        self._forwards.watch(outputs, self._on_output_gradient, counts=is_training and self.enabled)
 
-    def _sign(self) -> None:
+    def _on_output_gradient(self) -> None:
         if self.enabled:
             with self._lock:
-                if self._running() is None:
+                if self._backward is None or self._running() is None:
                     self._begin()
 
     @staticmethod
-    def _landed(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
-        """The gradient of parameter ``index`` has landed in its ``.grad``."""
+    def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
+        """Called by autograd: the gradient of parameter ``index`` was accumulated in its ``.grad``."""
         self = owner()
         if self is None:
             return
         if self._streams is not None:
-            self._streams.landed(index)
+            self._streams.note_stream(index)
         if not self.enabled:
-            self._landed_unsynchronized(index)
+            self._on_unsynchronized_grad(index)
             return
         with self._lock:
             backward = self._backward
@@ -163,55 +167,55 @@ class Reducer(Generic[C]):
             if backward is None or backward.phase is Phase.FAILED:
                 return
             if backward.is_manual:
-                self._refuse(index)
-            self._count(backward, index)
+                self._refuse_gradient(index)
+            self._count_arrived(backward, index)
             if backward.waiting is None:
                 return  # negotiated when backward is over
             try:
                 if backward.schedule is None:
-                    self._open_if_agreed(backward)
+                    self._launch_if_agreed(backward)
                 else:
                     backward.schedule.launch_ready()
             except BaseException as error:
-                if not self.synchronizer.put_off(backward, error):
+                if not self.synchronizer.postpone(backward, error):
                     self._fail(backward, error)
 
-    def _landed_unsynchronized(self, index: int) -> None:
+    def _on_unsynchronized_grad(self, index: int) -> None:
         with self._lock:
             if self._backward is not None:
                 self._running()
-            self.synchronizer.landed((index,))
+            self.synchronizer.on_accumulated((index,))
 
-    def _count(self, backward: Backward, *indices: int) -> None:
-        """Take note that the quiet gradients, and those of ``indices``, have landed."""
+    def _count_arrived(self, backward: Backward, *indices: int) -> None:
+        """Count the gradients that were recorded, and those of ``indices``, as arrived."""
         assert self._grad_hooks is not None
-        landed = [*self._grad_hooks.noted(), *indices]
-        backward.arrivals += landed
+        arrived = [*self._grad_hooks.take_recorded(), *indices]
+        backward.arrivals += arrived
         waiting = backward.waiting
         if waiting is None:
             return
         expected: list[int] = []
-        for i in landed:
+        for i in arrived:
             if not waiting[i]:
                 backward.unexpected.append(i)
                 continue
             waiting[i] -= 1
             expected.append(i)
             if backward.schedule is not None:
-                backward.schedule.landed(i)
-        self.synchronizer.landed(expected)
+                backward.schedule.mark_arrived(i)
+        self.synchronizer.on_accumulated(expected)
 
-    def _refuse(self, index: int) -> NoReturn:
+    def _refuse_gradient(self, index: int) -> NoReturn:
         between = "between start_grad_sync() and finish_grad_sync(); finish first"
         raise RuntimeError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
 
-    def _open_if_agreed(self, backward: Backward) -> None:
+    def _launch_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
             with torch.no_grad():
-                self.synchronizer.schedule(backward).launch_ready()
+                self.synchronizer.make_schedule(backward).launch_ready()
 
     def _running(self) -> Backward | None:
-        """The backward under way; one whose graph task died is cleared away first."""
+        """The backward under way; one whose graph task has died is finished first."""
         backward = self._backward
         if backward is None or backward.alive() is not None:
             return backward
@@ -221,53 +225,48 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ begin and launch
 
-    def _begin(self, landed: int | None = None) -> Backward | None:
-        """Begin with the backward that runs on this thread; None if it accumulates nothing of ours."""
+    def _begin(self, arrived: int | None = None) -> Backward | None:
+        """Begin the backward that runs on this thread; None if it reaches none of our parameters."""
         reached = self._reached_parameters.indices()
-        if landed is not None and not reached:  # our nodes were not those that autograd uses
-            self._look_up(range(len(self._parameters)))
+        if arrived is not None and not reached:  # our nodes were not those that autograd uses
+            self._refresh_nodes(range(len(self._parameters)))
             reached = self._reached_parameters.indices()
         assert self._grad_hooks is not None
-        callback = self._standby()
+        callback = self._end_callback()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
-            self._standby = weakref.ref(callback, self._grad_hooks.wake)
+            self._end_callback = weakref.ref(callback, self._grad_hooks.stop_recording)
             at_end_of_backward(callback)
         if not reached:
-            # or nothing yet: reentrant checkpoints have graph tasks of their own; the first begins, all end with this
+            # or none yet: reentrant checkpoints have graph tasks of their own; the first of them begins the backward
             return None
         self.groups.check()
-        if self._streams is not None and self._streams.are_captured():
+        if self._streams is not None and self._streams.is_capturing():
             raise UnusableError(
                 f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
                 "anew, which a replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
             )
         backward = Backward(self._names)
-        backward.alive = self._standby
+        backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
-        if self._overlap and not (self._sync_hooks or self.synchronizer.idle or self.synchronizer.is_closed):
+        if self._overlap and not (self._sync_hooks or self.synchronizer.sends_nothing or self.synchronizer.is_closed):
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
                 backward.waiting[i] = 1
-            self.synchronizer.ask(backward)
-            ticks = self.synchronizer.ticks
-            self._quieten([i for i in reached if i not in ticks])
-        else:
-            self._quieten(reached)
+            self.synchronizer.start_negotiation(backward)
+            launch_triggers = self.synchronizer.launch_triggers
+            reached = [i for i in reached if i not in launch_triggers]
+        if self._streams is not None:
+            reached = [i for i in reached if self._streams.knows_stream(i)]
+        self._grad_hooks.start_recording(reached)
         return backward
 
-    def _quieten(self, indices: Sequence[int]) -> None:
-        """Only note the landings of these, save those whose stream is still to be seen."""
-        assert self._grad_hooks is not None
-        known = indices if self._streams is None else [i for i in indices if self._streams.knows(i)]
-        self._grad_hooks.quieten(known)
-
-    def _look_up(self, indices: Sequence[int]) -> None:
+    def _refresh_nodes(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
         self._reached_parameters.refresh(indices)
         if self._streams is not None:
-            self._streams.forget(indices)
+            self._streams.forget_streams(indices)
 
     # ------------------------------------------------------------------ finish
 
@@ -280,43 +279,49 @@ class Reducer(Generic[C]):
         return Completion(self._finish(backward), self.groups, self._lock, then)
 
     def _finish(self, backward: Backward) -> Steps:
-        """Complete ``backward``; if that fails, put back what there was and let the error out."""
+        """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
         try:
-            self._wake(backward)
+            self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
                 self._call_sync_hooks(backward)
-                self.synchronizer.ask(backward)
+                self.synchronizer.start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
             if backward.phase is Phase.BEGUN and isinstance(error, Exception):
-                yield from self._let_go(backward)  # nothing was said to the other ranks yet
+                yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
             elif backward.phase is not Phase.OVER:
                 self._backward = None
                 self._fail(backward, error)
             raise
 
     def _complete(self, backward: Backward) -> Steps:
-        backward.dropped = self._forwards.settle(excuses=backward.is_manual)
+        """Complete ``backward``; with new connections if its own turn out to have been closed by an older failure."""
+        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
-            yield from self.synchronizer.finish(backward)
+            yield from self.synchronizer.complete(backward)
         except PeerAbortedError as error:
+            if self.synchronizer.postpone(backward, error):
+                self.synchronizer.start_negotiation(backward)
+                yield from self._complete(backward)
+                return
             if error.step is None:  # the ranks are in step
                 self._close(backward)
             raise
         self._close(backward)
 
     def _close(self, backward: Backward) -> None:
-        backward.conclude()
-        self._look_up(backward.unexpected)
+        backward.end()
+        if backward.unexpected:
+            self._refresh_nodes(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
 
-    def _wake(self, backward: Backward) -> None:
-        """Backward is over: count what has landed quietly, and listen to every landing again."""
+    def _end_arrivals(self, backward: Backward) -> None:
+        """Backward is over: count the arrivals that were recorded, and let every hook call again."""
         backward.recorder.backward_at = perf_counter_ns()
         if self._grad_hooks is not None and not backward.is_manual:
-            self._grad_hooks.wake()
-            self._count(backward)
+            self._grad_hooks.stop_recording()
+            self._count_arrived(backward)
 
     def _call_sync_hooks(self, backward: Backward) -> None:
         for hook in () if backward.silent else list(self._sync_hooks.values()):
@@ -328,7 +333,7 @@ class Reducer(Generic[C]):
         """Begin a synchronization of what is in ``.grad`` now; all ranks must take part, each in its own way.
 
         Args:
-            silent: Contribute nothing and take nothing, but let the other ranks go on.
+            silent: Contribute nothing and take nothing; only make the collectives that other ranks wait for.
         """
         with self._lock:
             if self._running() is not None or self._started is not None:
@@ -336,13 +341,13 @@ class Reducer(Generic[C]):
             self.groups.check()
             backward = Backward(self._names, is_manual=True, silent=silent)
             self._call_sync_hooks(backward)
-            self.synchronizer.ask(backward)
+            self.synchronizer.start_negotiation(backward)
             self._backward = backward
             self._started = self._completion(backward)
             self._started.keep_open()
 
     def finish(self, *, silent: bool = False) -> None:
-        """Finish what :meth:`start` began; begin it if it has not."""
+        """Finish the synchronization that :meth:`start` began, or do both."""
         with self._lock:
             backward = self._running()
             if self._started is None and backward is None:
@@ -356,30 +361,30 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ when something goes wrong
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
-        """End it on all ranks, put the gradients of this one back, and raise what is to be raised."""
-        heard = self.synchronizer.fail(backward, error)
-        if heard is None:
+        """End the synchronization on all ranks, put this rank's gradients back, and raise."""
+        peer_error = self.synchronizer.fail(backward, error)
+        if peer_error is None:
             raise error
-        raise heard from error
+        raise peer_error from error
 
     def _recover(self) -> None:
-        """Let the other ranks finish what one error has ended here, in this module and any other."""
+        """Finish, for the other ranks, the backwards that one error has aborted here, of this module and any other."""
         begun = [(other, other._backward) for other in list(self._begun)]
         dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
         self._begun.difference_update([other for other, _ in dead])
-        ends = [Completion(other._let_go(backward), other.groups, other._lock) for other, backward in dead]
+        ends = [Completion(other._finish_aborted(backward), other.groups, other._lock) for other, backward in dead]
         finish_and_conclude(ends)
 
-    def _let_go(self, backward: Backward) -> Steps:
-        """Let the other ranks finish a backward that raised here; this rank's part of it counts as zero."""
+    def _finish_aborted(self, backward: Backward) -> Steps:
+        """Finish a backward that raised here, for the other ranks; this rank's gradients count as zero."""
         if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
             self._backward = None
             return
         backward.abort()
         try:
-            self._wake(backward)
+            self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                self.synchronizer.ask(backward)
+                self.synchronizer.start_negotiation(backward)
             yield from self._complete(backward)
         except PeerAbortedError as error:
             self.synchronizer.fail(backward, error)  # this rank has an error already
@@ -390,7 +395,7 @@ class Reducer(Generic[C]):
 
 
 def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
-    """Whether the average of a gradient that has landed now is still to come."""
+    """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
     self = owner()
     backward = None if self is None or not self.enabled else self._backward
     return backward is not None and backward.phase is not Phase.FAILED

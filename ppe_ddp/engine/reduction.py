@@ -1,4 +1,4 @@
-"""Calls what the user plugged in to reduce a bucket, and holds it to its contract."""
+"""Calls the reduce function or communication hook on a bucket, and checks that it keeps its contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AVERAGING = ("nccl", "cupy_nccl")  # backends that divide before they add up: n
 
 
 class Reduction(ABC):
-    """Starts and finishes the reduction of buckets."""
+    """Starts and finishes the reduction of buckets, by a function or a hook."""
 
     keeps_state_by_index = False
     """Whether a bucket index has to mean the same parameters in every step."""
@@ -35,7 +35,7 @@ class Reduction(ABC):
     may_resize = False
     """Whether the flat buffer may be made larger meanwhile."""
     one_at_a_time = False
-    """Whether a bucket must not leave before the one ahead of it has come back."""
+    """Whether a bucket must not be launched before the previous one is complete."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -45,15 +45,12 @@ class Reduction(ABC):
 
     is_plain_average = False
     """Whether anything else that averages may take the place of what is called, and nothing of it is checked."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing has to be sent at all, since one rank alone has its average already."""
-        return False
+    sends_nothing = False
+    """Whether nothing is sent at all: one rank alone has its averages already."""
 
     @property
     def progress(self) -> HookProgress | None:
-        """How far it has come in groups that are not ours; None if it uses none."""
+        """Its progress in process groups that are not ours; None if it uses none."""
         return None
 
     def division(self, device: torch.device) -> Division:
@@ -63,7 +60,7 @@ class Reduction(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What to call it in messages."""
+        """Its name, for messages."""
 
     def start(self, bucket: GradBucket) -> Waitable | None:
         """Start the reduction of ``bucket``; None if it is done."""
@@ -73,10 +70,10 @@ class Reduction(ABC):
             self._annotate(error, bucket)
             raise
 
-    def settle(self, bucket: GradBucket, pending: Waitable) -> None:
+    def wait(self, bucket: GradBucket, pending: Waitable) -> None:
         """Wait for ``pending``; its result is for :meth:`finish`."""
         try:
-            self._wait(bucket, pending)
+            self._groups.failures.wait(pending, bucket.buffer().device)
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -90,12 +87,12 @@ class Reduction(ABC):
             memory: What the tensors of the bucket are aliases of.
         """
         try:
-            value = None if pending is None else self._wait(bucket, pending)
+            value = None if pending is None else self._groups.failures.wait(pending, bucket.buffer().device)
             self._accept(bucket, value)
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
                 raise FunctionError(
-                    f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.place(bucket)}); "
+                    f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.describe(bucket)}); "
                     "it must change values only"
                 )
         except Exception as error:
@@ -108,24 +105,21 @@ class Reduction(ABC):
     @abstractmethod
     def _accept(self, bucket: GradBucket, value: object) -> None: ...
 
-    def _wait(self, bucket: GradBucket, pending: Waitable) -> Any:
-        return self._groups.failures.wait(pending, bucket.buffer().device)
-
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"in {self.title} on {self.place(bucket)}")
+            error.add_note(f"in {self.title} on {self.describe(bucket)}")
 
     def abandon(self) -> None:
         """The communication has failed: nothing of it will be waited for any more."""
         return
 
-    def pass_over(self, name: str) -> None:
-        """Take note that the sparse gradient of parameter ``name`` does not come through here; warn once."""
+    def warn_of_sparse(self, name: str) -> None:
+        """Warn, once, that the sparse gradient of parameter ``name`` is averaged without this function or hook."""
         if not self.is_plain_average and not self._has_warned:
             self._has_warned = True
             logger.warning("sparse gradients (%s) are averaged by all-gather, not by %s", name, self.title)
 
-    def place(self, bucket: GradBucket) -> str:
+    def describe(self, bucket: GradBucket) -> str:
         """Rank, bucket and parameters, for messages."""
         names = bucket.names()
         some = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
@@ -141,11 +135,7 @@ class FunctionReduction(Reduction):
         self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
         self._takes_divided = bool(getattr(function, "takes_divided", False))
         self.is_plain_average = bool(getattr(function, "is_plain_average", False))
-
-    @property
-    def idle(self) -> bool:
-        """Whether one rank is alone, with nothing but an average to make."""
-        return self._groups.world_size == 1 and self.is_plain_average
+        self.sends_nothing = groups.world_size == 1 and self.is_plain_average
 
     def division(self, device: torch.device) -> Division:
         """As the function declares; a backend that can averages for the default one."""
@@ -165,12 +155,12 @@ class FunctionReduction(Reduction):
             return
         try:
             if pending is not None:
-                self._wait(bucket, pending)
+                self._groups.failures.wait(pending, bucket.buffer().device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
             raise CommunicationError(
-                f"{self.place(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
+                f"{self.describe(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
                 "here: look for the first traceback of all ranks."
             ) from error
 
@@ -179,8 +169,8 @@ class FunctionReduction(Reduction):
         if pending is None or isinstance(pending, Waitable):
             return pending
         raise FunctionError(
-            f"{self.title} returned {type(pending).__name__} ({self.place(bucket)}); it must change the gradients in "
-            "place and return None, or a Work or Future to wait for"
+            f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
+            "in place and return None, or a Work or Future to wait for"
         )
 
     def _accept(self, bucket: GradBucket, value: object) -> None:
@@ -211,11 +201,11 @@ class HookReduction(Reduction):
 
     @property
     def progress(self) -> HookProgress:
-        """How far it has come; no hook of torch's kind gets to know our group."""
+        """How often it was called, in a group of its own: no hook of torch's kind is given ours."""
         return HookProgress(self.title, self._calls, self._is_left)
 
     def abandon(self) -> None:
-        """Take note whether the last call will not end, as those of other ranks are missing."""
+        """Remember whether the last call is still under way: it may never end, as calls of other ranks are missing."""
         ended = probe(self._last)
         self._is_left = self._last is not None and not (ended is not None and ends_soon(ended))
         self._last = None
@@ -228,7 +218,7 @@ class HookReduction(Reduction):
             self._last = future
             return future
         raise FunctionError(
-            f"{self.title} returned {type(future).__name__} ({self.place(bucket)}); it must return a "
+            f"{self.title} returned {type(future).__name__} ({self.describe(bucket)}); it must return a "
             "torch.futures.Future of the reduced flat tensor"
         )
 
@@ -239,14 +229,14 @@ class HookReduction(Reduction):
             value = value[0]
         if not isinstance(value, Tensor):
             raise FunctionError(
-                f"the Future of {self.title} holds {type(value).__name__} ({self.place(bucket)}); it must hold the "
+                f"the Future of {self.title} holds {type(value).__name__} ({self.describe(bucket)}); it must hold the "
                 "reduced flat tensor"
             )
         total = sum(parameter.numel() for parameter in bucket.parameters())
         if value.numel() != total:
             raise FunctionError(
                 f"the Future of {self.title} holds {value.numel()} elements, the bucket has {total} "
-                f"({self.place(bucket)}); it must hold the reduced flat tensor"
+                f"({self.describe(bucket)}); it must hold the reduced flat tensor"
             )
         if value is not bucket.buffer():
             bucket.set_buffer(value)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SparseBucket(Bucket):
-    """A sparse gradient. It communicates when it is finished, and not before: by then no user's function is at work.
+    """A sparse gradient. It communicates in :meth:`finish`, and not before: no function of the user's runs then.
 
     The average is a coalesced sparse tensor over the rows that exist on any rank.
     """
@@ -34,11 +34,11 @@ class SparseBucket(Bucket):
         self._spec = self.specs[0]
 
     def launch(self, *, is_last: bool) -> None:
-        """Nothing: see :meth:`finish`."""
+        """Do nothing: see :meth:`finish`."""
 
     def finish(self) -> Averages:
         """All-gather indices and values over the ranks, and average."""
-        self._reduction.pass_over(self._spec.name)
+        self._reduction.warn_of_sparse(self._spec.name)
         groups = self._groups
         local = self._local()
         indices, values = local.indices(), local.values()

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class GradientStreams:
-    """Knows which stream each gradient is accumulated on, and keeps the rule above.
+    """Knows which stream each gradient is accumulated on, and applies the rule above.
 
     Args:
-        parameters: The parameters. Those on CPUs are passed over.
-        device: CUDA.
+        parameters: The parameters. Those on CPUs are ignored.
+        device: The functions of CUDA; tests pass a stand-in.
         kind: The type of its devices.
     """
 
@@ -39,17 +39,17 @@ class GradientStreams:
 
     @staticmethod
     def of(parameters: Sequence[Tensor]) -> GradientStreams | None:
-        """Those of ``parameters``; None where all of them are on CPUs, which have no streams."""
+        """The streams of ``parameters``; None where all of them are on CPUs, which have no streams."""
         return GradientStreams(parameters) if any(parameter.is_cuda for parameter in parameters) else None
 
-    def are_captured(self) -> bool:
-        """Whether a CUDA graph is being made of what happens now."""
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
         return self._api.is_capturing()
 
-    def landed(self, index: int) -> None:
+    def note_stream(self, index: int) -> None:
         """Note the current stream as that of parameter ``index``; called where and when its gradient arrives.
 
-        It stays the same until the parameter gets another node, see :meth:`forget`.
+        It stays the same until the parameter gets another node, see :meth:`forget_streams`.
         """
         device = self._devices[index]
         if device is None or index in self._stream_of:
@@ -58,17 +58,17 @@ class GradientStreams:
         if stream not in self._seen[device]:
             self._seen[device].append(stream)
 
-    def knows(self, index: int) -> bool:
+    def knows_stream(self, index: int) -> bool:
         """Whether the stream of parameter ``index`` is known, or there is none."""
         return self._devices[index] is None or index in self._stream_of
 
-    def forget(self, indices: Iterable[int]) -> None:
+    def forget_streams(self, indices: Iterable[int]) -> None:
         """The gradients of these parameters may arrive on other streams from now on."""
         for i in indices:
             self._stream_of.pop(i, None)
 
-    def follow(self, gradients: Sequence[Tensor | None]) -> None:
-        """Let this thread's current streams read ``gradients``, and whatever has been accumulated before."""
+    def wait_for_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let this thread's current streams wait for the streams of gradients, before they read ``gradients``."""
         for device, seen in self._seen.items():
             current = self._api.current_stream(device)
             others = [stream for stream in seen if stream != current]
@@ -78,4 +78,4 @@ class GradientStreams:
                 current.wait_stream(stream)
             for gradient in gradients:
                 if gradient is not None and gradient.device == device:
-                    self._api.hold(gradient, current)
+                    self._api.record_stream(gradient, current)

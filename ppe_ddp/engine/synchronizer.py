@@ -1,8 +1,9 @@
-"""What a :class:`~ppe_ddp.engine.reducer.Reducer` needs of whoever talks to the other ranks for it.
+"""The interface between a reducer, which follows autograd, and a synchronizer, which communicates.
 
-The reducer knows when: a backward begins, gradients land, it is over. A synchronizer knows what is said then, and where
-the gradients lie. It is apart because there are two: gradients in ``.grad``, packed anew for each backward
-(``bucket_synchronizer.py``), and gradients in buffers that stay (``ppe_ddp.megatron``).
+The :class:`~ppe_ddp.engine.reducer.Reducer` decides when to communicate: as a backward begins, gradients arrive, and it
+ends. A synchronizer decides what is sent, and owns the memory of gradients. There are two: for gradients in ``.grad``,
+which are packed anew for each backward (``bucket_synchronizer.py``), and for gradients in buffers that are laid out
+once (``ppe_ddp.megatron``).
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ if TYPE_CHECKING:
 
 
 class Synchronizer(ABC):
-    """Carries gradients from rank to rank. Every rank comes through ask, schedule and complete in this order."""
+    """Synchronizes gradients with the other ranks.
+
+    For each backward, every rank calls ``start_negotiation()``, ``make_schedule()`` and ``complete()``, in this order.
+    """
 
     @property
     @abstractmethod
-    def idle(self) -> bool:
-        """Whether nothing has to be sent at all."""
+    def sends_nothing(self) -> bool:
+        """Whether nothing is sent at all."""
 
     @property
     @abstractmethod
-    def ticks(self) -> Collection[int]:
-        """Parameters at whose landing it is worth looking what may be launched."""
+    def launch_triggers(self) -> Collection[int]:
+        """The parameters at whose arrival the reducer launches the buckets that are ready."""
 
     @property
     @abstractmethod
@@ -48,71 +52,70 @@ class Synchronizer(ABC):
     @property
     @abstractmethod
     def groups(self) -> Sequence[Groups]:
-        """Where it communicates."""
+        """The process groups that it communicates in."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connections were closed after a failure; :meth:`ask` makes others, and waits for all ranks."""
-        return any(groups.is_closed for groups in self.groups)
+        """Whether its connections were closed by a failure: :meth:`start_negotiation` makes new ones, collectively."""
+        return True in [groups.is_closed for groups in self.groups]
 
     @abstractmethod
-    def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Carry the gradients of ``module_state`` from now on, which land on these streams (None: on CPUs)."""
+    def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Synchronize the parameters of ``module_state`` from now on.
+
+        Args:
+            module_state: The parameters.
+            streams: The CUDA streams that gradients are accumulated on; None where all parameters are on CPUs.
+        """
 
     @abstractmethod
-    def landed(self, indices: Sequence[int]) -> None:
-        """These have landed in ``.grad``: expected ones, or in a backward that is not synchronized."""
+    def on_accumulated(self, indices: Sequence[int]) -> None:
+        """Called when the gradients of these parameters were accumulated in ``.grad``.
+
+        In a synchronized backward only for those that were expected.
+        """
 
     @abstractmethod
-    def ask(self, backward: Backward) -> None:
-        """Start to agree on which gradients there are; does not wait, unless the connections have to be made anew."""
+    def start_negotiation(self, backward: Backward) -> None:
+        """Start to agree on which gradients exist; waits only where the connections have to be made anew."""
 
     @abstractmethod
     def is_agreed(self, backward: Backward) -> bool:
-        """Whether the answer to :meth:`ask` is there."""
+        """Whether the result of :meth:`start_negotiation` has arrived."""
 
     @abstractmethod
-    def schedule(self, backward: Backward) -> LaunchSchedule[Any]:
-        """Wait for the answer, and make the schedule that sends what is in it."""
+    def make_schedule(self, backward: Backward) -> LaunchSchedule[Any]:
+        """Wait for the agreed mask, and make the schedule that launches its buckets."""
 
     @abstractmethod
     def complete(self, backward: Backward) -> Steps:
-        """Launch what is left, step by step: no gradient of this backward will land any more."""
+        """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more."""
 
     @abstractmethod
     def put_back(self, backward: Backward) -> None:
-        """The communication has failed: wait for what is in flight, and lose nothing that can be kept."""
-
-    def finish(self, backward: Backward) -> Steps:
-        """Complete ``backward``, in new connections where those that it has begun in turn out to be closed."""
-        try:
-            yield from self.complete(backward)
-        except PeerAbortedError as error:
-            if not self.put_off(backward, error):
-                raise
-            self.ask(backward)
-            yield from self.complete(backward)
+        """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
 
     def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
         """End the communication of ``backward`` after ``error``, for all ranks.
 
         Returns:
-            What is to be raised instead, where the error is what a failure of another rank looks like here.
+            The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
         phase = backward.fail()
-        heard = [groups.fail(error, phase) for groups in self.groups]
+        peer_errors = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
         backward.schedule = None
-        return next((one for one in heard if one is not None), None)
+        return next((one for one in peer_errors if one is not None), None)
 
-    def put_off(self, backward: Backward, error: BaseException) -> bool:
-        """Where ``error`` says that a rank had failed in the step before, when it was over here: begin again.
+    def postpone(self, backward: Backward, error: BaseException) -> bool:
+        """Negotiate again at the end of ``backward``, if ``error`` reports a failure in the step before.
 
-        That rank comes to this step, too, and all ranks agree in new connections when backward is over; not before,
-        since what is left of backward may have to communicate by itself.
+        The averages of that step were complete on this rank. The rank that failed takes part in this step, too, and
+        all ranks negotiate with new connections. Not before the end of backward, since what is left of it may have to
+        communicate by itself.
 
         Returns:
-            Whether it is so.
+            Whether ``error`` is such a report, and the negotiation was postponed.
         """
         if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError) or error.step is None:
             return False
@@ -121,5 +124,5 @@ class Synchronizer(ABC):
         for groups in self.groups:
             groups.fail(error, "")
         logger.warning("%s (Its averages of that step were complete here.)", error)
-        backward.begin_again()
+        backward.restart()
         return True

@@ -83,7 +83,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any] | None:
     """The hooks that autograd calls when a gradient has been accumulated, in this order, by the id of their handle.
 
-    The dictionary itself: autograd calls what is in it when a gradient lands. None where there never was a hook.
+    The dictionary itself: autograd calls what is in it when a gradient arrives. None where there never was a hook.
     """
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return hooks

@@ -1,7 +1,7 @@
-"""What happened when, in one backward: events for tests, benchmarks and pictures.
+"""Records when each bucket of a backward was ready, launched and done, for tests, benchmarks and pictures.
 
-The engine writes into a :class:`Recorder` (a few clock readings a bucket); a :class:`Trace` is made of it
-only when somebody asks.
+The engine writes into a :class:`Recorder` (a few clock readings a bucket); the readable :class:`Trace` is made from it
+on demand.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class BucketTrace:
     Attributes:
         parameters: The names of the parameters in it.
         nbytes: Bytes of its gradients, as sent by this rank (for a sparse one: indices and values).
-        ready_ns: When the last of its gradients that exist here had landed.
+        ready_ns: When the last of its gradients that exist here had arrived.
         launch_ns: When its launch began: packing its gradients, and handing them to the transport.
         launched_ns: When that was over and this thread went on. What lies between the two is the host's own time
-            for the bucket, and all of its communication where the function or the transport blocks.
+            for the bucket; where the function or the transport blocks, all of its communication.
         done_ns: When its result was in place.
         repair: Whether it belongs to the second round.
     """
@@ -83,7 +83,7 @@ class Trace:
         return self.total_ns - self.backward_ns
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """A summary of a few lines."""
         lines = [
             f"{len(self.agreed)} gradients on some rank, {len(self.local)} here; "
             f"{self.gradient_nbytes} bytes in {len(self.buckets)} buckets, {self.control_nbytes} bytes of masks",
@@ -101,7 +101,7 @@ class Trace:
 
 @dataclass
 class Recorder:
-    """Clock readings and references, cheap to take; indices instead of names."""
+    """The clock readings of one backward, cheap to take: by index, without names."""
 
     names: tuple[str, ...]
     begin: int = field(default_factory=perf_counter_ns)
@@ -114,7 +114,7 @@ class Recorder:
     rounds: list[RoundRecord] = field(default_factory=list)
 
     def trace(self) -> Trace:
-        """Make the readable form."""
+        """Convert to the readable form."""
         buckets = [bucket for record in self.rounds for bucket in record.buckets(self.names, self.begin)]
         repaired = {name for bucket in buckets if bucket.repair for name in bucket.parameters}
         return Trace(
@@ -153,7 +153,7 @@ class RoundRecord:
             BucketTrace(
                 parameters=tuple(names[i] for i in bucket.members),
                 nbytes=self.nbytes[k],
-                # a bucket without gradients of this rank was ready before it was thought of
+                # a bucket without gradients of this rank is ready from the beginning
                 ready_ns=(self.ready[k] or self.launch[k]) - begin,
                 launch_ns=self.launch[k] - begin,
                 # a launch that raised has no end

@@ -24,8 +24,8 @@ _STATUS_BITS = 2
 _MODULUS = 1 << (8 - _STATUS_BITS)
 
 
-class Forwards:
-    """Counts the forwards of one module on this rank, and those that no backward has reached."""
+class ForwardCounter:
+    """Counts the forwards of one module on this rank whose graph was freed before any backward reached it."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -33,13 +33,13 @@ class Forwards:
         self._count = 0
         self._excused = 0
 
-    def watch(self, outputs: Iterable[Tensor], sign: Callable[[], None], *, counts: bool) -> None:
-        """Call ``sign`` when a backward gets to any of ``outputs``, those of one forward.
+    def watch(self, outputs: Iterable[Tensor], on_backward: Callable[[], None], *, counts: bool) -> None:
+        """Call ``on_backward`` when a backward reaches any of ``outputs``, those of one forward.
 
         Args:
             outputs: Those that are not differentiable are passed over.
-            sign: Called with every gradient of them.
-            counts: Whether it is to be counted if none does.
+            on_backward: Called with every gradient of them.
+            counts: Whether the forward counts as dropped if none does.
         """
         hook = None
         for output in outputs:
@@ -48,14 +48,15 @@ class Forwards:
                     self._count += 1
                     # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
                     is_repeated = not counts or is_in_backward()
-                    hook = _OutputHook(self, self._count, sign, is_reached=is_repeated)
+                    hook = _OutputHook(self, self._count, on_backward, is_reached=is_repeated)
                 output.register_hook(hook)
 
-    def settle(self, *, excuses: bool) -> int:
-        """A synchronization comes; one without autograd (``excuses``) stands for all forwards before it.
+    def count_dropped(self, *, excuses: bool) -> int:
+        """The number of forwards so far that no backward has reached, nor can reach; called by each synchronization.
 
-        Returns:
-            How many forwards so far no backward has reached, and none can any more.
+        Args:
+            excuses: Whether the synchronization has no backward (``finish_grad_sync()``): then the forwards before it
+                do not count.
         """
         if excuses:
             self._excused = self._count
@@ -70,27 +71,29 @@ class Forwards:
 
 
 class _OutputHook:
-    """On the outputs of one forward; lives as long as their graph, or they themselves."""
+    """A hook on the outputs of one forward; lives as long as their graph, or they themselves."""
 
-    __slots__ = ("_forwards", "_is_reached", "_number", "_sign")
+    __slots__ = ("_forwards", "_is_reached", "_number", "_on_backward")
 
-    def __init__(self, forwards: Forwards, number: int, sign: Callable[[], None], *, is_reached: bool) -> None:
+    def __init__(
+        self, forwards: ForwardCounter, number: int, on_backward: Callable[[], None], *, is_reached: bool
+    ) -> None:
         self._forwards = forwards
         self._number = number
-        self._sign = sign
+        self._on_backward = on_backward
         self._is_reached = is_reached
 
     def __call__(self, _gradient: Tensor) -> None:
-        """A backward has come here."""
+        """Called by autograd: a backward has reached an output."""
         self._is_reached = True
-        self._sign()
+        self._on_backward()
 
     def __del__(self) -> None:
         if not self._is_reached:
             self._forwards._drop(self._number)
 
 
-class Comparison:
+class DroppedForwards:
     """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ.
 
     Args:
@@ -102,8 +105,8 @@ class Comparison:
         self._has_differed = False
         self._has_warned = False
 
-    def heard(self, extra: bytes) -> bytes:
-        """Unpack the bytes of :func:`said`, one a rank, and warn once where the counts stay different.
+    def unpack(self, extra: bytes) -> bytes:
+        """Unpack the bytes of :func:`pack_status`, one a rank, and warn once where the counts stay different.
 
         Returns:
             The statuses.
@@ -121,7 +124,7 @@ class Comparison:
         return bytes(byte % (1 << _STATUS_BITS) for byte in extra)
 
 
-def said(status: int, dropped: int) -> int:
+def pack_status(status: int, dropped: int) -> int:
     """Pack a rank's status (below 4) and its number of dropped forwards (modulo 64) into one byte."""
     return status | (dropped % _MODULUS) << _STATUS_BITS
 

@@ -2,7 +2,7 @@
 
 from ppe_ddp.megatron.config import DistributedDataParallelConfig
 from ppe_ddp.megatron.data_parallel_base import DistributedDataParallelBase
-from ppe_ddp.megatron.ddp import DistributedDataParallel
+from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.finalize import finalize_model_grads
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
 from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer

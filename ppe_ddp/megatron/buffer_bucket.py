@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer, at rest or under way.
+    """A range of a buffer that is reduced in place.
 
     Args:
-        extent: What it holds.
+        extent: The range, and the parameters in it.
         memory: The range of the buffer, padding included.
         context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
         gain: What the mean over the group is to be multiplied by.
@@ -103,13 +103,13 @@ class BufferBucket(DenseBucket):
             factor = self._gain * self._reduction.mean_factor
             self._pending = self._scatter.start(self.share, self._memory, factor=factor)
 
-    def _bring_together(self) -> tuple[Tensor, list[Tensor]]:
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
         factor = self._gain * self.factor
         if factor != 1.0:
             self._range.mul_(factor)
         return self._range, self.slots
 
-    def _results(self) -> list[Tensor]:
+    def _averages(self) -> list[Tensor]:
         return self.slots
 
     def finish(self) -> Averages:
@@ -145,9 +145,9 @@ class BufferBucket(DenseBucket):
             self._carried = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Forget what is still under way, in connections that were closed; what ends soon is waited for.
+        """Abandon the reduction, whose connections were closed; waits a moment for it to end.
 
-        Sums are lost, as they are made in place.
+        The gradients are lost, as they are reduced in place.
         """
         is_done = self.probe()
         if is_done is not None:

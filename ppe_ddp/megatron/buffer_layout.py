@@ -88,14 +88,14 @@ class BufferLayout:
         sizes: Elements of each buffer.
         buckets: Of all buffers, in the order in which every rank sends them.
         bucket_of: Parameter index to position in ``buckets``.
-        ticks: Parameters at whose gradients' arrival to look for buckets to launch.
+        launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
     """
 
     kinds: tuple[BufferKind, ...]
     sizes: tuple[int, ...]
     buckets: tuple[BucketRange, ...]
     bucket_of: dict[int, int]
-    ticks: frozenset[int]
+    launch_triggers: frozenset[int]
 
     def plan(self, present: bytes) -> Plan:
         """The buckets that have a gradient on some rank.

@@ -1,10 +1,10 @@
-"""Carries gradients that lie in buffers: mask, buckets, vote; and later, when somebody asks, results and repair.
+"""The synchronizer of gradients in buffers: results are waited for after backward, in ``finish_grad_sync()``.
 
-    backward        ask ── buckets leave ── vote            as the reducer says
-    afterwards      results ── repair ── what went wrong    in ``finish_grad_sync()``
+    backward                mask ── buckets ── vote             called by the reducer
+    finish_grad_sync()      results ── second round ── errors
 
-Several reduction groups (dense parameters, experts) are asked one after another, and all their buckets leave in one
-order that every rank has, so that no rank waits in one group for a rank that waits for it in another.
+Several reduction groups (dense parameters, experts) exchange masks one after another, and all their buckets are
+launched in one order that every rank has: no rank waits in one group for a rank that waits for it in another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.synchronizer import Synchronizer
-from ppe_ddp.engine.unused_forwards import Comparison, said
+from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.megatron.buffer_bucket import is_finite
 from ppe_ddp.megatron.step_status import RankStatus, StepStatus
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class BufferSynchronizer(Synchronizer):
-    """Carries the gradients of one module's buffers.
+    """Synchronizes the gradients in the buffers of one module.
 
     Args:
-        reduction_groups: Who averages which parameters.
-        layout: Where the gradients lie.
-        buckets: Those of the layout.
+        reduction_groups: The parameters that are averaged together, with their process groups.
+        layout: The layout of the buffers.
+        buckets: The buckets of the layout.
         gradients: The accumulated gradients.
         specs: Of all parameters, with the dtypes of ``main_grad``.
         parameters: All parameters of the module.
@@ -71,14 +71,14 @@ class BufferSynchronizer(Synchronizer):
         check_finite: bool,
     ) -> None:
         self._reduction_groups = reduction_groups
-        self._comparisons = [Comparison(reduction_group.groups.rank) for reduction_group in reduction_groups]
+        self._dropped_forwards = [DroppedForwards(reduction_group.groups.rank) for reduction_group in reduction_groups]
         self._layout = layout
         self._buckets = buckets
         self._specs = specs
         self._parameters = parameters
         self._check_finite = check_finite
         self._exchanges: list[MaskExchange] = []
-        self._settling: Completion | None = None
+        self._pending_results: Completion | None = None
         self._holds_averages = False
         self.gradients = gradients
         self.step_status = StepStatus(reduction_groups)
@@ -87,32 +87,32 @@ class BufferSynchronizer(Synchronizer):
 
     @property
     def groups(self) -> Sequence[Groups]:
-        """Those of all reduction_groups."""
+        """The process groups of all reduction groups."""
         return [reduction_group.groups for reduction_group in self._reduction_groups]
 
     @property
-    def idle(self) -> bool:
+    def sends_nothing(self) -> bool:
         """Never: also one rank alone has its reduce function called."""
         return False
 
     @property
-    def ticks(self) -> Collection[int]:
+    def launch_triggers(self) -> Collection[int]:
         """The last parameter of each bucket, and some in between."""
-        return self._layout.ticks
+        return self._layout.launch_triggers
 
     @property
     def nbytes(self) -> int:
         """The size of the gradient buffers."""
         return sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
 
-    def arm(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Only take the streams: the buffers are made for one module_state."""
+    def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Set the streams; the buffers belong to one module state."""
         self.gradients.streams = streams
 
-    def landed(self, indices: Sequence[int]) -> None:
-        """Add these to ``main_grad``; what is still on its way there comes back first."""
-        if self._settling is not None:
-            self.settle()
+    def on_accumulated(self, indices: Sequence[int]) -> None:
+        """Add these gradients to ``main_grad``; waits for pending results first."""
+        if self._pending_results is not None:
+            self.wait_for_results()
         if self._holds_averages:
             with torch.no_grad():
                 for i in indices:
@@ -120,25 +120,25 @@ class BufferSynchronizer(Synchronizer):
                         self._buckets[self._layout.bucket_of[i]].reopen()
         self.gradients.add(indices)
 
-    def ask(self, backward: Backward) -> None:
-        """Start to agree on the gradients: expected in this backward, or accumulated before."""
-        self.settle()
+    def start_negotiation(self, backward: Backward) -> None:
+        """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
+        self.wait_for_results()
         for reduction_group in self._reduction_groups:
             reduction_group.groups.renew()
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
         self._exchanges = [
-            reduction_group.negotiation.ask(reduction_group.local(local), RankStatus.FINE)
+            reduction_group.negotiation.start(reduction_group.local(local), RankStatus.FINE)
             for reduction_group in self._reduction_groups
         ]
-        backward.negotiate()
+        backward.start_negotiating()
 
     def is_agreed(self, backward: Backward) -> bool:
-        """Whether the answers of all reduction_groups are there."""
+        """Whether the agreed masks of all reduction groups have arrived."""
         return all(exchange.done() for exchange in self._exchanges)
 
-    def schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
-        """Take the agreed masks, waiting for them if need be, and make the schedule that sends what is in them."""
+    def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
+        """Wait for the agreed masks, and make the schedule that launches their buckets."""
         present = self._answers(self._exchanges, backward.recorder.local)
         backward.recorder.control_nbytes += sum(exchange.nbytes for exchange in self._exchanges)
         backward.recorder.agreed = bytes(present)
@@ -148,37 +148,41 @@ class BufferSynchronizer(Synchronizer):
         plan = self._layout.plan(bytes(present))
         buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
         schedule = LaunchSchedule(plan, buckets, waiting, self._prepare)
-        backward.launch(schedule)
+        backward.start_launching(schedule)
         return schedule
 
     def complete(self, backward: Backward) -> Steps:
-        """Launch what is left and send the vote; results are taken by :meth:`settle`."""
+        """Launch the remaining buckets and start the vote; :meth:`wait_for_results` does the rest."""
         if backward.schedule is None:
             for exchange in self._exchanges:
                 yield exchange.done
-        schedule = backward.schedule or self.schedule(backward)
+        schedule = backward.schedule or self.make_schedule(backward)
         yield from schedule.launch_all()
-        backward.finish()
+        backward.start_finishing()
         late = self.gradients.take(backward.unexpected)
         if self._check_finite:
-            self.step_status.found(self._specs[i].name for i, gradient in late.items() if not is_finite(gradient))
+            self.step_status.note_non_finite(
+                self._specs[i].name for i, gradient in late.items() if not is_finite(gradient)
+            )
         status = RankStatus.ABORTED if backward.aborted else self.step_status.status
         mask = bytearray(len(self._parameters))
         for i in late:
             mask[i] = 1
-        word = said(status, backward.dropped)
+        word = pack_status(status, backward.dropped)
         votes = [
-            reduction_group.negotiation.ask(reduction_group.local(mask), word, is_vote=True)
+            reduction_group.negotiation.start(reduction_group.local(mask), word, is_vote=True)
             for reduction_group in self._reduction_groups
         ]
-        way = _OnTheWay(backward, schedule, votes, late)
-        self._settling = Completion(self._settle(way), self._reduction_groups[0].groups, threading.RLock())
-        self._settling.keep_open()
+        pending = _PendingResults(backward, schedule, votes, late)
+        self._pending_results = Completion(
+            self._finish_results(pending), self._reduction_groups[0].groups, threading.RLock()
+        )
+        self._pending_results.keep_open()
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
     def put_back(self, backward: Backward) -> None:
-        """Wait for what is in flight. Sums that were on their way are lost, as they are reduced in place."""
+        """Abandon what is in flight. Those gradients are lost, as they are reduced in place."""
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
@@ -187,44 +191,46 @@ class BufferSynchronizer(Synchronizer):
     # ------------------------------------------------------------------ afterwards
 
     @property
-    def is_on_the_way(self) -> bool:
-        """Whether there are results that :meth:`settle` has to take."""
-        return self._settling is not None
+    def has_pending_results(self) -> bool:
+        """Whether there are results that :meth:`wait_for_results` has to wait for."""
+        return self._pending_results is not None
 
-    def settle(self) -> None:
-        """Wait for the results of the last synchronized backward, if there are any; repair if the ranks voted so.
+    def wait_for_results(self) -> None:
+        """Wait for the results of the last synchronized backward, with a second round if the ranks voted so.
 
-        What went wrong on some rank is noted in the step_status.
+        Errors of any rank are kept in ``step_status``.
         """
-        settling, self._settling = self._settling, None
-        if settling is not None:
-            settling.finish()
+        completion, self._pending_results = self._pending_results, None
+        if completion is not None:
+            completion.finish()
 
-    def _settle(self, way: _OnTheWay) -> Steps:
+    def _finish_results(self, pending: _PendingResults) -> Steps:
         try:
-            yield from self._take_results(way)
+            yield from self._take_results(pending)
         except BaseException as error:
-            heard = self.fail(way.backward, error)
-            if heard is None:
+            peer_error = self.fail(pending.backward, error)
+            if peer_error is None:
                 raise
-            raise heard from error
+            raise peer_error from error
 
-    def _take_results(self, way: _OnTheWay) -> Steps:
+    def _take_results(self, pending: _PendingResults) -> Steps:
         self.gradients.revision += 1
-        yield from way.schedule.finish(lambda _indices, _averages: None)  # they lie where they shall
-        for vote in way.votes:
+        yield from pending.schedule.finish(lambda _indices, _averages: None)  # they lie where they shall
+        for vote in pending.votes:
             yield vote.done
         outcomes = [
-            reduction_group.negotiation.answer(vote, b"")
-            for reduction_group, vote in zip(self._reduction_groups, way.votes, strict=True)
+            reduction_group.negotiation.finish(vote, b"")
+            for reduction_group, vote in zip(self._reduction_groups, pending.votes, strict=True)
         ]
         for reduction_group, outcome in zip(self._reduction_groups, outcomes, strict=True):
             if any(outcome.mask):
-                yield from self._repair(way, reduction_group, outcome.mask)
-        statuses = [heard.heard(outcome.extra) for heard, outcome in zip(self._comparisons, outcomes, strict=True)]
-        self.step_status.heard(statuses, aborted_here=way.backward.aborted)
+                yield from self._repair(pending, reduction_group, outcome.mask)
+        statuses = [
+            dropped.unpack(outcome.extra) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
+        ]
+        self.step_status.collect(statuses, aborted_here=pending.backward.aborted)
         self._holds_averages = True
-        way.backward.recorder.done_at = perf_counter_ns()
+        pending.backward.recorder.done_at = perf_counter_ns()
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffers were multiplied by ``factor``."""
@@ -243,15 +249,15 @@ class BufferSynchronizer(Synchronizer):
 
     def _prepare(self, bucket: BufferBucket) -> None:
         bucket.reopen()
-        # What landed here though no rank expected it waits for the second round, of which all ranks know.
+        # A gradient that no rank expected waits for the second round, in which all ranks take part.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._check_finite:
-            self.step_status.found(bucket.non_finite())
+            self.step_status.note_non_finite(bucket.non_finite())
 
     def _answers(self, exchanges: Sequence[MaskExchange], local: bytes) -> bytearray:
         present = bytearray(len(self._parameters))
         for reduction_group, exchange in zip(self._reduction_groups, exchanges, strict=True):
-            answer = reduction_group.negotiation.answer(exchange, reduction_group.local(local))
+            answer = reduction_group.negotiation.finish(exchange, reduction_group.local(local))
             for i, here in zip(reduction_group.indices, answer.mask, strict=True):
                 present[i] = here
         return present
@@ -261,11 +267,11 @@ class BufferSynchronizer(Synchronizer):
             if here:
                 self.gradients.averaged[i] = 1
 
-    def _repair(self, way: _OnTheWay, reduction_group: ReductionGroup, agreed: bytes) -> Steps:
-        """Average what came late, and add it: averaging is linear."""
+    def _repair(self, pending: _PendingResults, reduction_group: ReductionGroup, agreed: bytes) -> Steps:
+        """Average the late gradients in a second round, and add them: averaging is linear."""
 
         def prepare(bucket: Bucket) -> None:
-            taken = [way.late.pop(reduction_group.indices[j], None) for j in bucket.expected]
+            taken = [pending.late.pop(reduction_group.indices[j], None) for j in bucket.expected]
             bucket.hold([None if gradient is None else gradient * reduction_group.gain for gradient in taken])
 
         groups = reduction_group.groups
@@ -284,18 +290,18 @@ class BufferSynchronizer(Synchronizer):
 
         yield from schedule.launch_all()
         yield from schedule.finish(hand_over)
-        way.backward.recorder.rounds.append(schedule.record)
+        pending.backward.recorder.rounds.append(schedule.record)
 
 
 @dataclass(frozen=True, eq=False)
-class _OnTheWay:
-    """What :meth:`BufferSynchronizer.settle` has to wait for.
+class _PendingResults:
+    """The results that :meth:`BufferSynchronizer.wait_for_results` has to wait for.
 
     Attributes:
         backward: Whose gradients these are.
-        schedule: The buckets that have left.
-        votes: One a reduction_group: what came late and went wrong.
-        late: Gradients that landed after their bucket had left, or that no rank expected, by parameter index.
+        schedule: The buckets that were launched.
+        votes: One a reduction group: the late gradients and the status of each rank.
+        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
     """
 
     backward: Backward

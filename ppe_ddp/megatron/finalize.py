@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.megatron.ddp import DistributedDataParallel
+from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.shared_weights import position_embedding, word_embedding
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _sum(
             grad.copy_(total.view_as(grad) * factor if factor != 1.0 else total.view_as(grad))
         for (chunk, parameter), mark in zip(members, marks.tolist(), strict=True):
             if mark:
-                chunk.main_gradients.note(parameter)
+                chunk.main_gradients.mark_averaged(parameter)
 
 
 def main_grad_of(parameter: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""Allocates all gradient buffers of one module, and makes the objects that average what is in them."""
+"""Allocates the gradient buffers of one module, and builds its reduction groups, buckets and synchronizer."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GradientBuffers:
 
     def __del__(self) -> None:
         # The reducer gives back the first one, that of the dense parameters.
-        if hasattr(self, "synchronizer") and not self.synchronizer.is_on_the_way:
+        if hasattr(self, "synchronizer") and not self.synchronizer.has_pending_results:
             for groups in self.groups[1:]:
                 groups.release()
 
@@ -135,7 +135,7 @@ class GradientBuffers:
                 self.reduction_groups[extent.reduction_group],
                 self.buffers[extent.buffer].grads(extent),
             )
-            transport = ReduceScatter.fitting(reduction_group.groups, self._pool, memory.device) if scatter else None
+            transport = ReduceScatter.fastest(reduction_group.groups, self._pool, memory.device) if scatter else None
             groups, reduction = reduction_group.groups, reduction_group.reduction
             context = BucketContext(self.specs, self.module_state.parameters, groups, reduction)
             buckets.append(BufferBucket(extent, memory, context, gain=reduction_group.gain, scatter=transport))
@@ -151,7 +151,7 @@ class GradientBuffers:
             self.gradients,
             self.specs,
             self.module_state.parameters,
-            self.synchronizer.settle,
+            self.synchronizer.wait_for_results,
             self._pool,
         )
 

@@ -69,7 +69,7 @@ class MainGradients:
         """Whether some rank had a gradient of ``parameter``."""
         return bool(self.averaged[self._index[id(parameter)]])
 
-    def note(self, parameter: nn.Parameter) -> None:
+    def mark_averaged(self, parameter: nn.Parameter) -> None:
         """Mark the gradient of ``parameter`` as present: another dimension of parallelism had one."""
         self.averaged[self._index[id(parameter)]] = 1
 
@@ -90,7 +90,7 @@ class MainGradients:
             to.append(self._main[i])
             of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
         if self.streams is not None:
-            self.streams.follow(of)
+            self.streams.wait_for_gradients(of)
         if len(to) == 1:  # most often, in no_sync(): a third of the cost
             to[0].add_(of[0])
         elif True in [gradient.is_sparse for gradient in of]:
@@ -108,7 +108,7 @@ class MainGradients:
                 self._parameters[i].grad = None
                 taken[i] = gradient.detach()
         if self.streams is not None:
-            self.streams.follow(list(taken.values()))
+            self.streams.wait_for_gradients(list(taken.values()))
         for i, gradient in taken.items():
             taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._main[i].dtype)
         return taken

@@ -29,7 +29,7 @@ class ReductionGroup:
         groups: The wrapper's own duplicates of the user's group.
         module_state: The parameters.
         indices: Their numbers among all parameters of the module.
-        negotiation: Asks the ranks of the group.
+        negotiation: Agrees with the ranks of the group.
         reduction: Reduces a bucket.
         repairs: Plans the messages of a second round.
         gain: What a mean over the group is to be multiplied by. Experts see the tokens of all data-parallel ranks,
@@ -69,7 +69,7 @@ class ReductionGroup:
         """
         # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
         negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
-        negotiation.arm(module_state)
+        negotiation.use_module(module_state)
         return cls(
             groups,
             module_state,

@@ -61,7 +61,7 @@ class ShardedBuffers(ShardedModel):
         gradients: Knows which averages there are.
         specs: Of all parameters.
         parameters: All parameters.
-        settle: Waits for a reduction that is in flight.
+        wait_for_results: Waits for a reduction that is in flight.
         pool: Memory for messages.
     """
 
@@ -74,7 +74,7 @@ class ShardedBuffers(ShardedModel):
         gradients: MainGradients,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
-        settle: Callable[[], None],
+        wait_for_results: Callable[[], None],
         pool: MessagePool,
     ) -> None:
         self.group = reduction_group.groups.parent
@@ -83,7 +83,7 @@ class ShardedBuffers(ShardedModel):
         # What backward reaches last, a forward needs first.
         self._buckets = [bucket for bucket in reversed(buckets) if bucket.reduction_group == number]
         self._gradients = gradients
-        self._settle = settle
+        self._wait_for_results = wait_for_results
         self._pool = pool
         places = {i: (bucket, offset) for bucket in self._buckets for i, offset in _members(bucket)}
         self._indices = sorted(places)
@@ -114,7 +114,7 @@ class ShardedBuffers(ShardedModel):
     @property
     def is_synchronized(self) -> bool:
         """Whether every gradient in the buffers is an average."""
-        self._settle()
+        self._wait_for_results()
         return not self._gradients.is_dirty
 
     def gradients(self) -> list[Tensor | None]:
@@ -154,15 +154,15 @@ class ShardedBuffers(ShardedModel):
             if gradient is None:
                 weight.grad = None
                 self._assigned.pop(index, None)
-            elif self._is_news(index, weight, gradient):
+            elif self._has_changed(index, weight, gradient):
                 weight.grad = gradient.to(weight.dtype)
                 self._assigned[index] = _Assigned(
                     self._gradients.revision, version_of(gradient), weight.grad, version_of(weight.grad)
                 )
         return [gradient is not None for gradient in gradients]
 
-    def _is_news(self, index: int, weight: Tensor, gradient: Tensor) -> bool:
-        """Whether the average is another than the weight was given."""
+    def _has_changed(self, index: int, weight: Tensor, gradient: Tensor) -> bool:
+        """Whether the average has changed since the weight was given it."""
         assigned = self._assigned.get(index)
         if assigned is None or assigned.revision != self._gradients.revision:
             return True

@@ -27,10 +27,10 @@ class RankStatus(enum.IntEnum):
 
 
 class StepStatus:
-    """Collects the statuses of the ranks, and keeps an error until :meth:`raise_if_bad`.
+    """Collects the statuses of the ranks, and keeps the error until :meth:`raise_if_bad`.
 
     Args:
-        reduction_groups: The groups that are asked.
+        reduction_groups: The groups whose ranks exchange statuses.
     """
 
     def __init__(self, reduction_groups: Sequence[ReductionGroup]) -> None:
@@ -38,8 +38,8 @@ class StepStatus:
         self._non_finite: list[str] = []
         self._error: Exception | None = None
 
-    def found(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters are NaN or infinite here."""
+    def note_non_finite(self, names: Iterable[str]) -> None:
+        """Note that the gradients of these parameters are NaN or infinite on this rank."""
         self._non_finite.extend(names)
 
     @property
@@ -47,8 +47,8 @@ class StepStatus:
         """The status of this rank, as far as numbers are concerned."""
         return RankStatus.NON_FINITE if self._non_finite else RankStatus.FINE
 
-    def heard(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
-        """Take the statuses of all ranks, one byte a rank for each reduction group; every rank must call this.
+    def collect(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
+        """Evaluate the statuses of all ranks, one byte a rank for each reduction group; every rank must call this.
 
         Where a rank has found NaN or infinity, all ranks of the reduction group exchange the names.
         """

@@ -47,7 +47,7 @@ class MasterWeight:
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
     def refresh(self) -> None:
-        """Take over what was written to the parameter from outside since the last step."""
+        """Copy the parameter to the master weight, if it was written from outside since the last step."""
         parameter = self.shard.parameter
         if self.is_alias:
             if parameter.data_ptr() != self._address:
@@ -57,8 +57,8 @@ class MasterWeight:
             own = self._own()
             changed = own != self.weight.to(own.dtype)
             self.weight.data = torch.where(changed, own.to(self.dtype), self.weight)
-            self.keep()
+            self.note_written()
 
-    def keep(self) -> None:
-        """Note that the parameter has the values of the master weight now."""
+    def note_written(self) -> None:
+        """Note that the parameter has the values of the master weight."""
         self._version = version_of(self.shard.parameter)

@@ -100,7 +100,7 @@ class DistributedOptimizer(Optimizer):
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
             group["params"] = self._take_over(group["params"])
-        self._gather = ParameterGather([self._model], self._arrived())
+        self._gather = ParameterGather([self._model], self._on_installed())
         self._overlaps = overlap
         if overlap and modules is not None:
             self._gather.watch(modules)
@@ -132,7 +132,7 @@ class DistributedOptimizer(Optimizer):
                 self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
         return weights
 
-    def _arrived(self) -> Callable[[int], None]:
+    def _on_installed(self) -> Callable[[int], None]:
         """A callback for gathered units, which notes that parameters have the values of their master weights.
 
         It does not keep this optimizer alive.
@@ -143,7 +143,7 @@ class DistributedOptimizer(Optimizer):
         def arrived(unit: int) -> None:
             for index in units[unit]:
                 if index in masters:
-                    masters[index].keep()
+                    masters[index].note_written()
 
         return arrived
 

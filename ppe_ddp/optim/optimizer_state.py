@@ -22,7 +22,7 @@ from torch import nn
 
 from ppe_ddp.engine.torch_internals import take_off_step_hooks
 from ppe_ddp.engine.zero.chunks import bounds_of
-from ppe_ddp.optim.shared_errors import agree
+from ppe_ddp.optim.shared_errors import raise_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,13 +93,13 @@ def restore(
     Raises:
         ValueError: It does not fit, here or on another rank.
     """
-    found: _Found | None = None
+    found: _CheckpointPart | None = None
     error: Exception | None = None
     try:  # no collective in here: a rank that fails would leave the others in it
-        found = _Found(optimizer, masters, model, checkpoint)
+        found = _CheckpointPart(optimizer, masters, model, checkpoint)
     except Exception as failure:
         error = failure
-    agree(error, [] if found is None else found.collectives, model.group)
+    raise_together(error, [] if found is None else found.collectives, model.group)
     assert found is not None
     found.complete()
     for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
@@ -113,7 +113,7 @@ def restore(
     return [master for master in masters if master.index in found.weights]
 
 
-class _Found:
+class _CheckpointPart:
     """This rank's part of a checkpoint. All that can be wrong with it is found out when this is made.
 
     Attributes:
@@ -137,7 +137,7 @@ class _Found:
                     f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
                     "give it the shape and memory format with which it was saved"
                 )
-            fit = _Fit(master, rank, world_size, even=model.has_even_shards)
+            fit = _LocalShards(master, rank, world_size, even=model.has_even_shards)
             if int(checkpoint["exists"][name]):
                 self.state[master.index] = {}
                 for key, value in checkpoint["state"][name].items():
@@ -146,7 +146,7 @@ class _Found:
                 value = checkpoint["master"].get(name, master.weight.detach())
                 self._take(fit, self.weights, master.index, value)
 
-    def _take(self, fit: _Fit, table: dict[Any, Any], key: Any, value: Any) -> None:
+    def _take(self, fit: _LocalShards, table: dict[Any, Any], key: Any, value: Any) -> None:
         table[key] = fit.own(value)
         if fit.lies_elsewhere(value):
             self._others.append((table, key, value, fit.master))
@@ -201,7 +201,7 @@ class _Shards:
         return whole[start:stop].clone()
 
 
-class _Fit:
+class _LocalShards:
     """Takes the local shards out of a checkpoint, and refuses those of other ranks."""
 
     def __init__(self, master: MasterWeight, rank: int, world_size: int, *, even: bool) -> None:

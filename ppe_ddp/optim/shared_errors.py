@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def agree(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Return if no rank has an error and all of them are about to call the same collectives.
+def raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
+    """Raise on all ranks if one has an error, or if they are about to call different collectives.
 
     Args:
         error: What is wrong on this rank.

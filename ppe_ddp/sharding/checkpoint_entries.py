@@ -19,7 +19,7 @@ _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceEntry:
     """An entry of the checkpoint.
 
     Attributes:
@@ -38,7 +38,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedEntry:
     """An entry that a module has.
 
     Attributes:
@@ -56,7 +56,7 @@ class Expected:
     tie: str
 
 
-def describe(state_dict: Mapping[str, Any]) -> list[Found]:
+def describe(state_dict: Mapping[str, Any]) -> list[SourceEntry]:
     """What a checkpoint in memory, or one that can be asked for its tensors, has.
 
     Raises:
@@ -71,13 +71,13 @@ def describe(state_dict: Mapping[str, Any]) -> list[Found]:
         if isinstance(value, Tensor) and value.layout is torch.strided and not holds_tensors(value):
             if value.is_meta:
                 raise TypeError(f"{key!r} is on the meta device and has no values; pass real tensors")
-            found.append(Found(key, tuple(value.shape), value.dtype, "Tensor"))
+            found.append(SourceEntry(key, tuple(value.shape), value.dtype, "Tensor"))
         else:
-            found.append(Found(key, None, None, type(value).__name__, _pickled(key, value)))
+            found.append(SourceEntry(key, None, None, type(value).__name__, _pickled(key, value)))
     return found
 
 
-def expect(state_dict: Mapping[str, Any], rank: int) -> list[Expected]:
+def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
     """What a module expects, from its own state_dict of sharded tensors, meta tensors or real ones.
 
     Args:
@@ -92,10 +92,10 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[Expected]:
     expected = []
     for key, value in state_dict.items():
         if takes_anything(key, value):
-            expected.append(Expected(key, None, None, None, key))
+            expected.append(ExpectedEntry(key, None, None, None, key))
             continue
         tie = first.setdefault(_memory(value), key)
-        expected.append(Expected(key, tuple(value.shape), value.dtype, _layout(key, value, rank), tie))
+        expected.append(ExpectedEntry(key, tuple(value.shape), value.dtype, _layout(key, value, rank), tie))
     return expected
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ppe_ddp.engine.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint
-from ppe_ddp.sharding.distribution import Distribution, Terms
+from ppe_ddp.sharding.distribution import Distribution, LoadTerms
 from ppe_ddp.sharding.load_group import LoadGroup
 from ppe_ddp.sharding.load_options import LoadOptions
 
@@ -142,7 +142,7 @@ class DistModule(nn.Module):
         if self._options.dtype == "checkpoint" and not assign:
             raise ValueError("dtype='checkpoint' needs assign=True: without it the module keeps its tensors")
         module = self._wrapped
-        terms = Terms(fresh=assign, strict=strict, options=self._options, what=type(module).__name__, lends=lends)
+        terms = LoadTerms(fresh=assign, strict=strict, options=self._options, what=type(module).__name__, lends=lends)
         loaded = Distribution(checkpoint_of, lambda: module.state_dict(keep_vars=True), terms).run()
 
         def load() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.engine.torch_internals import metadata_of
-from ppe_ddp.sharding.checkpoint_entries import Expected, Found, describe, expect
+from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry, describe, expect
 from ppe_ddp.sharding.key_matching import Match, check, match
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.load_targets import LoadTargets, device_for, refuse_meta
@@ -41,7 +41,7 @@ class Distributed:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LoadTerms:
     """How a load is done; the same on every rank.
 
     Attributes:
@@ -78,8 +78,8 @@ class _Header:
         wire: The type of device whose tensors are sent.
     """
 
-    found: list[Found]
-    expected: list[Expected]
+    found: list[SourceEntry]
+    expected: list[ExpectedEntry]
     terms: dict[str, Any]
     what: str
     metadata: Any
@@ -99,7 +99,7 @@ class Distribution:
         self,
         checkpoint_of: Callable[[], Mapping[str, Any]],
         targets_of: Callable[[], Mapping[str, Any]],
-        terms: Terms,
+        terms: LoadTerms,
     ) -> None:
         self._checkpoint_of = checkpoint_of
         self._targets_of = targets_of
@@ -121,22 +121,22 @@ class Distribution:
             header, expectations = self._agree()
             matched = match(header.found, expectations)
             check(header.found, expectations, matched, strict=self._terms.strict, what=header.what)
-            result = self._carry(header, expectations, matched)
+            result = self._transfer(header, expectations, matched)
         return Distributed(result, matched.missing, matched.unexpected)
 
-    def _agree(self) -> tuple[_Header, list[list[Expected]]]:
+    def _agree(self) -> tuple[_Header, list[list[ExpectedEntry]]]:
         """What rank 0 has, and what each rank expects."""
         load_group = self._load_group
-        expected: list[Expected] = []
+        expected: list[ExpectedEntry] = []
         failure: Exception | None = None
         try:
             self._targets = self._targets_of()
             expected = expect(self._targets, load_group.ranks[load_group.rank])
         except Exception as error:  # raised below, on all ranks
             failure = error
-        header = load_group.from_source(lambda: self._head(expected))
+        header = load_group.from_source(lambda: self._make_header(expected))
 
-        def answer() -> list[Expected] | None:
+        def answer() -> list[ExpectedEntry] | None:
             if failure is not None:
                 raise failure
             terms = self._terms.compared()
@@ -148,7 +148,7 @@ class Distribution:
 
         return header, [header.expected if other is None else other for other in load_group.from_each(answer)]
 
-    def _head(self, expected: list[Expected]) -> _Header:
+    def _make_header(self, expected: list[ExpectedEntry]) -> _Header:
         self._checkpoint = self._checkpoint_of()
         device = device_for(self._targets, self._load_group, self._options)
         return _Header(
@@ -160,7 +160,7 @@ class Distribution:
             wire=self._load_group.wire_kind(device.type),
         )
 
-    def _carry(self, header: _Header, expectations: list[list[Expected]], matched: Match) -> dict[str, Any]:
+    def _transfer(self, header: _Header, expectations: list[list[ExpectedEntry]], matched: Match) -> dict[str, Any]:
         """What this rank's module gets."""
         load_group, options, fresh = self._load_group, self._options, self._terms.fresh
         load_targets = LoadTargets(self._targets, matched, header.found, load_group, options, fresh=fresh)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ppe_ddp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ppe_ddp.sharding.checkpoint_entries import Expected, Found
+    from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry
 
 # Wrappers put these into names; a checkpoint made without the wrapper, or with another one, lacks them.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -32,7 +32,7 @@ class Match:
     unexpected: list[str]
 
 
-def match(found: Sequence[Found], expectations: Sequence[Sequence[Expected]]) -> Match:
+def match(found: Sequence[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
     """Match the keys of a checkpoint with those of the modules of all ranks.
 
     Args:
@@ -63,7 +63,12 @@ def match(found: Sequence[Found], expectations: Sequence[Sequence[Expected]]) ->
 
 
 def check(
-    found: Sequence[Found], expectations: Sequence[Sequence[Expected]], matched: Match, *, strict: bool, what: str
+    found: Sequence[SourceEntry],
+    expectations: Sequence[Sequence[ExpectedEntry]],
+    matched: Match,
+    *,
+    strict: bool,
+    what: str,
 ) -> None:
     """Check the checkpoint against the expectations, and raise where it does not fit.
 
@@ -94,7 +99,7 @@ def check(
         raise CheckpointError("\n\t".join([f"Error(s) in loading state_dict for {what}:", *problems]))
 
 
-def _misfit(source: Found, entry: Expected) -> str:
+def _misfit(source: SourceEntry, entry: ExpectedEntry) -> str:
     if entry.shape is None:
         return ""
     if source.shape is None:

@@ -20,7 +20,7 @@ from ppe_ddp.sharding.regions import ShardLayout, shape_of
 from ppe_ddp.sharding.tensor_transfer import RegionMemory
 
 if TYPE_CHECKING:
-    from ppe_ddp.sharding.checkpoint_entries import Found
+    from ppe_ddp.sharding.checkpoint_entries import SourceEntry
     from ppe_ddp.sharding.key_matching import Match
     from ppe_ddp.sharding.load_group import LoadGroup
     from ppe_ddp.sharding.load_options import LoadOptions
@@ -46,7 +46,7 @@ class LoadTargets:
         self,
         targets: Mapping[str, Any],
         matched: Match,
-        found: Sequence[Found],
+        found: Sequence[SourceEntry],
         load_group: LoadGroup,
         options: LoadOptions,
         *,
@@ -79,7 +79,7 @@ class LoadTargets:
                     taken.add(value.data_ptr())
                     region_memory.target, region_memory.filled = value, True
 
-    def state_dict(self, found: Sequence[Found]) -> dict[str, Any]:
+    def state_dict(self, found: Sequence[SourceEntry]) -> dict[str, Any]:
         """What was loaded, by the keys of the module. Tied keys have one object, so that they stay tied."""
         others = {entry.key: entry.pickled for entry in found if entry.shape is None}
         made: dict[str, Any] = {}
@@ -101,7 +101,7 @@ class LoadTargets:
         except Exception as error:
             self.failure = self.failure or error
 
-    def _memory(self, key: str, entry: Found) -> Tensor | None:
+    def _memory(self, key: str, entry: SourceEntry) -> Tensor | None:
         """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
         target = self._targets[key]
         if takes_anything(key, target) or entry.shape is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.sharding.distribution import Distribution, Terms
+from ppe_ddp.sharding.distribution import Distribution, LoadTerms
 from ppe_ddp.sharding.load_group import LoadGroup
 from ppe_ddp.sharding.load_options import LoadOptions
 
@@ -82,5 +82,5 @@ def _fill(
     process_group: ProcessGroup | None,
     strict: bool,
 ) -> None:
-    terms = Terms(fresh=True, strict=strict, options=LoadOptions(process_group), what="state_dict", lends=True)
+    terms = LoadTerms(fresh=True, strict=strict, options=LoadOptions(process_group), what="state_dict", lends=True)
     result.update(Distribution(lambda: state_dict, lambda: targets, terms).run().state_dict)

@@ -11,13 +11,13 @@ from ppe_ddp.sharding.transfer_plan import RoutedTensor
 if TYPE_CHECKING:
     import torch
 
-    from ppe_ddp.sharding.checkpoint_entries import Expected, Found
+    from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry
     from ppe_ddp.sharding.key_matching import Match
 
 
 def route_tensors(
-    found: Sequence[Found],
-    expectations: Sequence[Sequence[Expected]],
+    found: Sequence[SourceEntry],
+    expectations: Sequence[Sequence[ExpectedEntry]],
     matched: Match,
     ranks: Sequence[int],
     *,
@@ -61,9 +61,9 @@ def route_tensors(
     ]
 
 
-def _alike(expectations: Sequence[Sequence[Expected]]) -> list[tuple[Sequence[Expected], set[int]]]:
+def _alike(expectations: Sequence[Sequence[ExpectedEntry]]) -> list[tuple[Sequence[ExpectedEntry], set[int]]]:
     """The different expectations, and the ranks that have each."""
-    groups: dict[int, tuple[Sequence[Expected], set[int]]] = {}
+    groups: dict[int, tuple[Sequence[ExpectedEntry], set[int]]] = {}
     for rank, expected in enumerate(expectations):
         groups.setdefault(id(expected), (expected, set()))[1].add(rank)
     return list(groups.values())

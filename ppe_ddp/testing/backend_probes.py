@@ -19,7 +19,7 @@ _MODULUS = 5
 
 
 def probe_backend(device: str) -> list[str]:
-    """Ask the default process group for everything that the engine uses. All ranks must call this together.
+    """Call every operation that the engine uses on the default process group. All ranks must call this together.
 
     Args:
         device: Of tensors.

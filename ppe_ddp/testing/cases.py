@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.errors import PpeDdpError
-from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
@@ -59,10 +59,10 @@ class Case:
     """A model, and what is done with it."""
 
     recipe: Recipe
-    steps: tuple[Step, ...] = (Step(), Step(zeroing=Zeroing.TO_ZERO))
+    steps: tuple[TrainingStep, ...] = (TrainingStep(), TrainingStep(zeroing=Zeroing.TO_ZERO))
 
-    def fits(self, variant: Variant) -> bool:
-        """Whether the law promises a result: without negotiation all ranks must have the same gradients."""
+    def supports(self, variant: Variant) -> bool:
+        """Whether the laws apply under ``variant``: without negotiation all ranks must have the same gradients."""
         if variant.negotiate:
             return True
         apart = {StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH}

@@ -26,7 +26,7 @@ from ppe_ddp.testing.models import Kind, Recipe
 from ppe_ddp.testing.probes import probe_broadcast, probe_reduction
 from ppe_ddp.testing.rank_error import RankError
 from ppe_ddp.testing.ranks import Ranks
-from ppe_ddp.testing.steps import Step, StepKind, Zeroing
+from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
@@ -43,10 +43,10 @@ _VARIANTS = (
     Variant(overlap=False, bucket_mb=0.0002),
 )
 _STEPS = (
-    (Step(), Step(StepKind.MICRO_BATCHES, Zeroing.TO_ZERO)),
-    (Step(StepKind.ABSENT), Step(zeroing=Zeroing.NOTHING)),
-    (Step(StepKind.TWO_BACKWARDS), Step(StepKind.TWO_FORWARDS)),
-    (Step(StepKind.LOOK), Step(StepKind.TWO_LOSSES)),
+    (TrainingStep(), TrainingStep(StepKind.MICRO_BATCHES, Zeroing.TO_ZERO)),
+    (TrainingStep(StepKind.ABSENT), TrainingStep(zeroing=Zeroing.NOTHING)),
+    (TrainingStep(StepKind.TWO_BACKWARDS), TrainingStep(StepKind.TWO_FORWARDS)),
+    (TrainingStep(StepKind.LOOK), TrainingStep(StepKind.TWO_LOSSES)),
 )
 
 

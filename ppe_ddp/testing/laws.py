@@ -27,7 +27,7 @@ from torch import nn
 
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
-from ppe_ddp.testing.recording import Collective, RecordedFunction, RecordedHook
+from ppe_ddp.testing.recording import RecordedBucket, RecordedFunction, RecordedHook
 from ppe_ddp.testing.steps import Expectation, Reference, perform
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class Observation:
     problems: list[str] = field(default_factory=list)
     digests: list[dict[str, str]] = field(default_factory=list)
     buckets: list[list[tuple[tuple[str, ...], bool]]] = field(default_factory=list)
-    collectives: list[list[Collective]] = field(default_factory=list)
+    collectives: list[list[RecordedBucket]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
 class _Observer:
-    """A wrapper of one case's module on this rank, and what is seen of it."""
+    """Wraps one case's module on this rank, and checks what each step leaves."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Observer:
         self._plugs = plugs
         self._rank = dist.get_rank(group)
         self._device = device
-        self._log: list[Collective] = []
+        self._log: list[RecordedBucket] = []
         self.seen = Observation(self._rank, f"{case} with {variant}")
         self.wrapper = self._wrap(group)
         self.module: nn.Module = self.wrapper.module
@@ -117,7 +117,7 @@ class _Observer:
             self.seen.problems.append(f"after wrapping, {', '.join(wrong)} should be those of rank 0")
 
     def check(self, expected: Expectation, when: str) -> None:
-        """Look at what a synchronized backward, the one of ``when``, has left."""
+        """Check the state after a synchronized backward, the one of ``when``."""
         first = len(self.seen.problems)
         self._check_gradients(expected)
         self._check_buffers(expected)
@@ -224,7 +224,7 @@ def observe(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     reference = Reference(observer.module, world_size)
     for number, step in enumerate(case.steps):
-        reference.follow(observer.module)
+        reference.copy_state(observer.module)
         expected = list(reference.expectations(step, case.recipe, number, device))
         run = perform(step, observer.wrapper, case.recipe, number, rank=rank, world_size=world_size, device=device)
         for k, (expectation, _) in enumerate(zip(expected, run, strict=True)):
@@ -244,7 +244,7 @@ def observe_all(
     device: torch.device | str = "cpu",
 ) -> list[Observation]:
     """:func:`observe` under each variant that fits, and law 4: they agree up to rounding."""
-    seen = [observe(case, variant, plugs, group=group, device=device) for variant in variants if case.fits(variant)]
+    seen = [observe(case, variant, plugs, group=group, device=device) for variant in variants if case.supports(variant)]
     tolerance = _drift(case.recipe.dtypes, plugs or Plugs())
     for other in seen[1:]:
         for name, gradient in seen[0].gradients.items():

@@ -1,7 +1,7 @@
 """Random modules whose graphs differ on every rank and change at every step, made from a description.
 
     Recipe  --build()-->  RandomModule        the same parameters on every rank
-    Recipe  --path()--->  Path                what one forward of one rank does: branches, exit, heads
+    Recipe  --path()--->  ForwardPath         what one forward of one rank does: branches, exit, heads
     Recipe  --batch()-->  a tensor            what it does it to
 
 A description is frozen and can be pickled, so ranks are sent a few numbers and make the module themselves; and
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Kind", "Layer", "Path", "RandomModule", "Recipe", "Record"]
+__all__ = ["ForwardPath", "Kind", "LayerRecipe", "RandomModule", "Recipe", "Record"]
 
 _ROWS = 2
 _WIDTHS = (3, 8)
@@ -65,7 +65,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRecipe:
     """One layer of a random module.
 
     Attributes:
@@ -78,7 +78,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Path:
+class ForwardPath:
     """What one forward does.
 
     Attributes:
@@ -115,7 +115,7 @@ class Recipe:
     """
 
     seed: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerRecipe, ...]
     width: int = 3
     heads: int = 1
     early_exit: bool = False
@@ -140,7 +140,7 @@ class Recipe:
             common_path: See the attribute.
         """
         draw = Random(f"recipe {seed}")
-        layers = [Layer(draw.choice(kinds), draw.choice(dtypes)) for _ in range(draw.randint(3, 8))]
+        layers = [LayerRecipe(draw.choice(kinds), draw.choice(dtypes)) for _ in range(draw.randint(3, 8))]
         return cls(
             seed,
             tuple(layers),
@@ -170,11 +170,11 @@ class Recipe:
         """The module; the same parameters and buffers at every call, and on every rank."""
         return RandomModule(self).to(device)
 
-    def path(self, step: int, rank: int, forward: int = 0) -> Path:
+    def path(self, step: int, rank: int, forward: int = 0) -> ForwardPath:
         """What ``rank`` does in its ``forward``-th forward of ``step``."""
         draw = self._draw("path", step, 0 if self.common_path else rank, forward)
         count = len(self.layers)
-        return Path(
+        return ForwardPath(
             tuple(draw.randrange(6) for _ in range(count)),
             draw.randint(0, count) if self.early_exit else count,
             tuple(sorted(draw.sample(range(self.heads), draw.randint(1, self.heads)))),
@@ -193,7 +193,7 @@ class Recipe:
 class _Affine(nn.Module):
     """A linear map of float32 activations, computed in the dtype of its parameters."""
 
-    def __init__(self, width: int, layer: Layer, generator: torch.Generator) -> None:
+    def __init__(self, width: int, layer: LayerRecipe, generator: torch.Generator) -> None:
         super().__init__()
         shape = (width, width)
         weight = torch.randn(shape, generator=generator, dtype=torch.float64) / width**0.5
@@ -216,10 +216,10 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
 
 
-class _Layer(nn.Module):
+class _RandomLayer(nn.Module):
     """A layer that is made from its description; ``shared`` is the linear map of an earlier one."""
 
-    def __init__(self, layer: Layer, width: int, generator: torch.Generator, shared: _Affine | None) -> None:
+    def __init__(self, layer: LayerRecipe, width: int, generator: torch.Generator, shared: _Affine | None) -> None:
         super().__init__()
         self.kind = layer.kind
         self.maps = nn.ModuleList()
@@ -274,18 +274,18 @@ class RandomModule(nn.Module):
         shared: _Affine | None = None
         self.layers = nn.ModuleList()
         for description in recipe.layers:
-            layer = _Layer(description, recipe.width, generator, shared)
+            layer = _RandomLayer(description, recipe.width, generator, shared)
             if shared is None and description.kind is Kind.LINEAR:
                 first = layer.maps[0]
                 assert isinstance(first, _Affine)
                 shared = first
             self.layers.append(layer)
-        head = Layer(Kind.LINEAR, recipe.head_dtype)
+        head = LayerRecipe(Kind.LINEAR, recipe.head_dtype)
         self.heads = nn.ModuleList(_Affine(recipe.width, head, generator) for _ in range(recipe.heads))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("running", torch.zeros(recipe.width))
 
-    def forward(self, batch: Tensor, path: Path) -> Any:
+    def forward(self, batch: Tensor, path: ForwardPath) -> Any:
         """Run ``path`` on ``batch``, of shape (rows, width); heads that the path leaves out are None."""
         with torch.no_grad():
             self.seen += 1

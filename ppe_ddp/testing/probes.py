@@ -48,7 +48,7 @@ def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
     given no group, so there it would not know.
 
     Args:
-        plugs: What to ask.
+        plugs: The functions and hooks to call.
         dtypes: Of buckets.
         device: Of buckets.
     """
@@ -83,7 +83,7 @@ def _reduced(
     reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
 ) -> Iterator[str]:
     division = reduction.division(torch.device(device))
-    asked = [_Question(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
+    asked = [_KnownBucket(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
         if reduction.one_at_a_time:
             for question in asked:
@@ -100,8 +100,8 @@ def _reduced(
         yield from (f"{where}: {problem}" for problem in question.problems(tolerance))
 
 
-class _Question:
-    """A bucket whose mean is known, in memory that has guards before and after it."""
+class _KnownBucket:
+    """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
     """Let a broadcast function copy known tensors, over all ranks and over parts of them.
 
     Args:
-        plugs: What to ask.
+        plugs: The functions and hooks to call.
         dtypes: Of tensors.
         device: Of tensors.
     """

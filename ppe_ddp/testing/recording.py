@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, Waitable
 
-__all__ = ["Collective", "RecordedFunction", "RecordedHook"]
+__all__ = ["RecordedBucket", "RecordedFunction", "RecordedHook"]
 
 
 @dataclass(frozen=True)
-class Collective:
+class RecordedBucket:
     """One bucket, as a function or hook got it."""
 
     index: int
@@ -25,7 +25,7 @@ class Collective:
     is_last: bool
 
     @classmethod
-    def of(cls, bucket: GradBucket) -> Collective:
+    def of(cls, bucket: GradBucket) -> RecordedBucket:
         """The description of ``bucket``."""
         shapes = tuple(tuple(gradient.shape) for gradient in bucket)
         return cls(bucket.index(), bucket.names(), shapes, bucket.buffer().dtype, bucket.is_last())
@@ -39,7 +39,7 @@ class RecordedFunction:
         log: Where it is written.
     """
 
-    def __init__(self, function: ReduceFunction, log: list[Collective]) -> None:
+    def __init__(self, function: ReduceFunction, log: list[RecordedBucket]) -> None:
         self._function = function
         self._log = log
         self.takes_divided = getattr(function, "takes_divided", False)
@@ -47,19 +47,19 @@ class RecordedFunction:
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
         """Log the bucket, and reduce it."""
-        self._log.append(Collective.of(gradients))
+        self._log.append(RecordedBucket.of(gradients))
         return self._function(gradients, group)
 
 
 class RecordedHook:
     """A communication hook that writes down what it is asked to do; otherwise as :class:`RecordedFunction`."""
 
-    def __init__(self, hook: CommHook, log: list[Collective]) -> None:
+    def __init__(self, hook: CommHook, log: list[RecordedBucket]) -> None:
         self._hook = hook
         self._log = log
         self.__qualname__ = getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:
         """Log the bucket, and reduce it."""
-        self._log.append(Collective.of(bucket))
+        self._log.append(RecordedBucket.of(bucket))
         return self._hook(state, bucket)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.testing.models import Recipe
 
-__all__ = ["Expectation", "Reference", "Step", "StepKind", "Zeroing", "perform"]
+__all__ = ["Expectation", "Reference", "StepKind", "TrainingStep", "Zeroing", "perform"]
 
 
 class StepKind(enum.Enum):
@@ -71,7 +71,7 @@ class Zeroing(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One training step.
 
     Attributes:
@@ -86,7 +86,7 @@ class Step:
 
 
 class Subject(Protocol):
-    """What a step is done with: the wrapper, or a copy of the module that does not communicate."""
+    """The interface that a step uses: of the wrapper, or of a copy of the module that does not communicate."""
 
     def __call__(self, *args: Any) -> Any: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
@@ -97,7 +97,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True)
-class _Actor:
+class _RankStep:
     """One rank in one step."""
 
     subject: Subject
@@ -124,7 +124,7 @@ class _Actor:
 
 
 def perform(
-    step: Step,
+    step: TrainingStep,
     subject: Subject,
     recipe: Recipe,
     number: int,
@@ -146,14 +146,14 @@ def perform(
     """
     if step.zeroing is not Zeroing.NOTHING:
         subject.zero_grad(set_to_none=step.zeroing is Zeroing.TO_NONE)
-    actor = _Actor(subject, recipe, number, rank, world_size, torch.device(device))
+    actor = _RankStep(subject, recipe, number, rank, world_size, torch.device(device))
     kind = step.kind
     if recipe.is_reentrant and kind in (StepKind.LOOK, StepKind.SOME_INPUTS):
         kind = StepKind.ONE_BACKWARD  # torch refuses both with reentrant checkpoints
     return _body(kind)(actor)
 
 
-def _body(kind: StepKind) -> Callable[[_Actor], Iterator[None]]:
+def _body(kind: StepKind) -> Callable[[_RankStep], Iterator[None]]:
     return {
         StepKind.ONE_BACKWARD: _one_backward,
         StepKind.MICRO_BATCHES: _micro_batches,
@@ -169,12 +169,12 @@ def _body(kind: StepKind) -> Callable[[_Actor], Iterator[None]]:
     }[kind]
 
 
-def _one_backward(actor: _Actor) -> Iterator[None]:
+def _one_backward(actor: _RankStep) -> Iterator[None]:
     actor.loss().backward()
     yield
 
 
-def _micro_batches(actor: _Actor) -> Iterator[None]:
+def _micro_batches(actor: _RankStep) -> Iterator[None]:
     with actor.subject.no_sync():
         for forward in (0, 1):
             actor.loss(forward).backward()
@@ -182,19 +182,19 @@ def _micro_batches(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _two_backwards(actor: _Actor) -> Iterator[None]:
+def _two_backwards(actor: _RankStep) -> Iterator[None]:
     for forward in (0, 1):
         actor.loss(forward).backward()
         yield
 
 
-def _two_forwards_two_backwards(actor: _Actor) -> Iterator[None]:
+def _two_forwards_two_backwards(actor: _RankStep) -> Iterator[None]:
     for loss in [actor.loss(0), actor.loss(1)]:
         loss.backward()
         yield
 
 
-def _two_losses(actor: _Actor) -> Iterator[None]:
+def _two_losses(actor: _RankStep) -> Iterator[None]:
     first, *others = actor.losses()
     first.backward(retain_graph=True)
     yield
@@ -202,19 +202,19 @@ def _two_losses(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _retained_graph(actor: _Actor) -> Iterator[None]:
+def _retained_graph(actor: _RankStep) -> Iterator[None]:
     loss = actor.loss()
     for retain in (True, False):
         loss.backward(retain_graph=retain)
         yield
 
 
-def _two_forwards(actor: _Actor) -> Iterator[None]:
+def _two_forwards(actor: _RankStep) -> Iterator[None]:
     (actor.loss(0) + 2 * actor.loss(1)).backward()
     yield
 
 
-def _absent(actor: _Actor) -> Iterator[None]:
+def _absent(actor: _RankStep) -> Iterator[None]:
     if actor.is_chosen:
         actor.subject.finish_grad_sync()
     else:
@@ -222,7 +222,7 @@ def _absent(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _absent_with_micro_batch(actor: _Actor) -> Iterator[None]:
+def _absent_with_micro_batch(actor: _RankStep) -> Iterator[None]:
     with actor.subject.no_sync():
         actor.loss(0).backward()
     if actor.is_chosen:
@@ -233,7 +233,7 @@ def _absent_with_micro_batch(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _look(actor: _Actor) -> Iterator[None]:
+def _look(actor: _RankStep) -> Iterator[None]:
     if actor.is_chosen:
         batch = actor.batch(1)
         torch.autograd.grad(actor.loss(1, batch), batch, allow_unused=True)
@@ -241,7 +241,7 @@ def _look(actor: _Actor) -> Iterator[None]:
     yield
 
 
-def _some_inputs(actor: _Actor) -> Iterator[None]:
+def _some_inputs(actor: _RankStep) -> Iterator[None]:
     loss = actor.loss()
     trained = [parameter for parameter in actor.subject.parameters() if parameter.requires_grad]
     # The heads come last, so that there is something to reach on every path.
@@ -249,8 +249,8 @@ def _some_inputs(actor: _Actor) -> Iterator[None]:
     yield
 
 
-class _Alone:
-    """A copy of a module as the subject of steps: nothing to synchronize with."""
+class _LocalSubject:
+    """A copy of a module that does not communicate."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -272,7 +272,7 @@ class _Alone:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What must be there after a synchronized backward.
+    """The expected gradients after a synchronized backward.
 
     Attributes:
         means: The mean gradient by name, in the widest dtype; None where no rank has one.
@@ -309,8 +309,8 @@ class Reference:
         """The module of each rank, to do something with before a step."""
         return self._copies
 
-    def follow(self, module: nn.Module) -> None:
-        """Take over the state of ``module``, with its gradients, for all ranks.
+    def copy_state(self, module: nn.Module) -> None:
+        """Copy the state of ``module``, with its gradients, for all ranks.
 
         Rounding does not pile up over steps if each step begins with this.
         """
@@ -323,12 +323,12 @@ class Reference:
                 _give_buffers(module_of_rank, buffers)
 
     def expectations(
-        self, step: Step, recipe: Recipe, number: int, device: torch.device | str = "cpu"
+        self, step: TrainingStep, recipe: Recipe, number: int, device: torch.device | str = "cpu"
     ) -> Iterator[Expectation]:
         """Do ``step`` as all ranks; yields after each synchronized backward."""
         count = len(self._copies)
         runs = [
-            perform(step, _Alone(twin), recipe, number, rank=rank, world_size=count, device=device)
+            perform(step, _LocalSubject(twin), recipe, number, rank=rank, world_size=count, device=device)
             for rank, twin in enumerate(self._copies)
         ]
         for _ in zip(*runs, strict=True):

@@ -1,9 +1,9 @@
-"""The stream that NCCL works on, and the rule by which it is synchronized with the caller's.
+"""The CUDA stream that NCCL works on, and the rule by which it is synchronized with the caller's stream.
 
-The rule: NCCL works on streams of its own. Such a stream waits for what the caller's stream has been given by then
-(`CommStream.wait_for_caller`), the caller's stream waits for it when the caller asks for the result (`Work.wait`), and
-the caller's tensors are not given to anybody else before it is through with them (`Device.hold`), whatever the caller
-does with his own references. Memory that is needed in between is taken and given back on NCCL's stream.
+The rule: NCCL works on a stream of its own. That stream waits for what the caller's stream has been given so far
+(`CommStream.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. The memory of the caller's tensors
+is not reused before NCCL is through with it (`Device.record_stream`), whatever the caller does with his references.
+Temporary memory is allocated and freed on NCCL's stream.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class CommStream:
     def __init__(self, device: Device, index: int, members: Members) -> None:
         self.index = index
         self.members = members
-        self.stream = device.fresh_stream(index)
+        self.stream = device.make_stream(index)
         self._device = device
 
     def wait_for_caller(self, tensors: Iterable[Tensor]) -> None:
         """Wait, on the stream, for what the caller's stream has now, and hold the caller's tensors."""
         self.stream.wait_event(self._device.current_stream(self.index).record_event())
         for tensor in tensors:
-            self._device.hold(tensor, self.stream)
+            self._device.record_stream(tensor, self.stream)

@@ -125,8 +125,8 @@ class NcclGroup(CollectiveGroup):
         """Wait until every rank is here and this one's current stream has come so far; the host waits."""
         ids = getattr(opts, "device_ids", None)
         index = ids[0] if ids else self._device.current()
-        with self._device.at(index):
-            sign = torch.zeros(1, dtype=torch.int32, device=self._device.room(index))
+        with self._device.make_current(index):
+            sign = torch.zeros(1, dtype=torch.int32, device=self._device.torch_device(index))
         return self._start("barrier", [(self._over.all_reduce, sign, _SUM)], None, blocks=True)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
@@ -230,7 +230,7 @@ class NcclGroup(CollectiveGroup):
         return comm_stream
 
     def _prepare(self, comm_stream: CommStream, steps: Steps) -> _Part:
-        with self._device.on(comm_stream.stream):
+        with self._device.use_stream(comm_stream.stream):
             return _Part(comm_stream, steps, next(steps))
 
     def _launch_posted(self) -> None:
@@ -256,7 +256,7 @@ class NcclGroup(CollectiveGroup):
             raise
         for operation, own in operations:
             for part in own:
-                with self._device.on(part.comm_stream.stream):
+                with self._device.use_stream(part.comm_stream.stream):
                     next(part.steps, None)
             comm_streams = dict.fromkeys(part.comm_stream for part in own)
             operation.events = [(comm_stream, comm_stream.stream.record_event()) for comm_stream in comm_streams]
@@ -266,7 +266,7 @@ class NcclGroup(CollectiveGroup):
         together = self._communicators.grouped() if len(calls) > 1 else contextlib.nullcontext()
         with self._communicators.translated_errors(what.rpartition(": ")[2]), together:
             for comm_stream, call in calls:
-                with self._device.at(comm_stream.index):
+                with self._device.make_current(comm_stream.index):
                     communicator = self._communicators.of(comm_stream.index, comm_stream.members)
                     call(communicator, comm_stream.stream.cuda_stream)
 
@@ -275,7 +275,7 @@ class NcclGroup(CollectiveGroup):
         for index, members in sorted(
             {(comm_stream.index, comm_stream.members) for comm_stream in comm_streams}, key=_sort_key
         ):
-            with self._device.at(index):
+            with self._device.make_current(index):
                 # Those two ranks may next meet with a message the other way, in the other order.
                 for way in sorted({members, members.reversed}) if members.purpose == "messages" else [members]:
                     self._communicators.of(index, way)

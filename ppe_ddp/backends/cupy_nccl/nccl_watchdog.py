@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Watchdog:
-    """What one group has on its way, and how it failed, if it did.
+    """The operations of one group that are on their way, and its failure, if it has failed.
 
     A thread looks for asynchronous errors of NCCL, and for calls that have taken longer than the timeout. Either
     breaks off the group's communicators, so that the device goes on, with wrong numbers; from then on every call and
@@ -68,18 +68,18 @@ class Watchdog:
             self.check()
 
     def watch(self, operation: NcclOperation) -> None:
-        """Take note of what is about to be given to NCCL, whose calls may wait for the other ranks, too."""
+        """Add an operation that is about to be given to NCCL, whose calls may wait for the other ranks, too."""
         # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
         while self._operations and self._operations[0][1].is_over():
             self._operations.popleft()
         self._operations.append((time.monotonic(), operation))
         if self._thread is None:
             args = (weakref.ref(self), self._ended)
-            self._thread = threading.Thread(target=_look, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
+            self._thread = threading.Thread(target=_poll, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
             self._thread.start()
 
     def forget(self, operation: NcclOperation) -> None:
-        """NCCL has not taken it."""
+        """Remove an operation that NCCL has refused."""
         self._operations = deque(entry for entry in self._operations if entry[1] is not operation)
 
     def drain(self) -> None:
@@ -95,8 +95,8 @@ class Watchdog:
             self._closed = True
         self._ended.set()
 
-    def look(self) -> None:
-        """Look once; fail the group if something is wrong."""
+    def poll(self) -> None:
+        """Check the operations once; fail the group if one has failed or takes too long."""
         with self._looking:
             if not self._closed and self._error is None:
                 error = self._reported_error() or self._timeout_error()
@@ -135,10 +135,10 @@ class Watchdog:
                 self._calls.release()
 
 
-def _look(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
+def _poll(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
     while not ended.wait(_LOOK_SECONDS):
         watchdog = reference()
         if watchdog is None:
             return
-        watchdog.look()
+        watchdog.poll()
         del watchdog

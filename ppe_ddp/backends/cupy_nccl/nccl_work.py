@@ -23,7 +23,7 @@ _NAP_SECONDS = 50e-6
 
 
 class NcclOperation:
-    """Calls that NCCL has been given together, or will be.
+    """NCCL calls that are launched together.
 
     Args:
         what: The call, for errors: ``"rank 0 of 2, group 'default': all_reduce"``.
@@ -41,7 +41,7 @@ class NcclOperation:
         """What gives it to NCCL before that would happen by itself."""
 
     def start(self) -> None:
-        """Give it to NCCL, if that is still to be done and can be done from here."""
+        """Launch it, if it was not launched yet and this thread may do so."""
         if not self.launched and self.launch is not None:
             self.launch()
 
@@ -135,7 +135,7 @@ class NcclWork(PythonWork):
             stream = self._operation.events[0][0].stream
             for _, event in self._operation.events[1:]:
                 stream.wait_event(event)
-            with self._device.on(stream):
+            with self._device.use_stream(stream):
                 future.set_result(self.outputs)
             self._future = future
         return self._future

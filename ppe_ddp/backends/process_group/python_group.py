@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``."""
 
 
-class _Options:
+class _GroupOptions:
     """The options of a group, as torch and this library read them from ``_get_backend(device).options``."""
 
     def __init__(self, timeout: timedelta) -> None:
@@ -133,9 +133,9 @@ class PythonGroup(ProcessGroup):
         return [device(kind) for kind in self._types] if is_registered(self) else []
 
     @property
-    def options(self) -> _Options:
+    def options(self) -> _GroupOptions:
         """The group's timeout, where torch's own backends have it."""
-        return _Options(self._timeout)
+        return _GroupOptions(self._timeout)
 
     def _get_backend(self, _device: device) -> Any:
         return self

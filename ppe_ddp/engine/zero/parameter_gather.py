@@ -75,25 +75,25 @@ class PendingParameter(nn.Parameter):
                 "start_param_sync(force_sync=True)), or do not let the gather overlap"
             )
         for parameter in parameters:
-            arrive(parameter)
+            wait_for(parameter)
         return function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Wait, then copy an ordinary parameter."""
-        arrive(self)
+        wait_for(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Wait, then pickle an ordinary parameter."""
-        arrive(self)
+        wait_for(self)
         return self.__reduce_ex__(protocol)
 
 
-def arrive(parameter: nn.Parameter) -> None:
+def wait_for(parameter: nn.Parameter) -> None:
     """Wait for the values of ``parameter``, if they are in flight."""
     gather: ParameterGather | None = vars(parameter).get(_OWNER)
     if gather is not None:
-        gather.arrive(parameter)
+        gather.wait_for(parameter)
 
 
 class ParameterGather:
@@ -103,12 +103,12 @@ class ParameterGather:
 
     Args:
         models: One for each group of ranks that shares parameters.
-        arrived: Called with the number of a unit of the first model when its parameters have their new values.
+        on_installed: Called with the number of a unit of the first model when its parameters have their new values.
     """
 
-    def __init__(self, models: Sequence[ShardedModel], arrived: Callable[[int], None] | None = None) -> None:
+    def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
         self._models = models
-        self._arrived = arrived
+        self._on_installed = on_installed
         self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
         self._unit_of = {id(parameter): key for key in self._units for parameter in self._members(key)}
         self._pending: dict[Unit, Waitable] = {}
@@ -138,7 +138,7 @@ class ParameterGather:
         for key in self._units if units is None else [(0, unit) for unit in units]:
             members = self._members(key)
             for parameter in members:
-                arrive(parameter)  # what another optimizer of the same model has sent
+                wait_for(parameter)  # what another optimizer of the same model has sent
             pending = self._models[key[0]].gather(key[1])
             if pending is None:
                 self._install(key)
@@ -146,11 +146,11 @@ class ParameterGather:
             with self._lock:
                 self._pending[key] = pending
                 if overlap:
-                    self._hide(key, members)
+                    self._mark_pending(key, members)
         if not overlap:
             self.finish()
 
-    def _hide(self, key: Unit, members: Sequence[Any]) -> None:
+    def _mark_pending(self, key: Unit, members: Sequence[Any]) -> None:
         """Let the first use of these parameters wait for them."""
         if any(type(parameter) is not nn.Parameter for parameter in members):
             self.finish([key])  # one has a class of its own, which we cannot take from it
@@ -165,7 +165,7 @@ class ParameterGather:
         """Whether anything is waited for."""
         return bool(self._pending)
 
-    def arrive(self, parameter: nn.Parameter) -> None:
+    def wait_for(self, parameter: nn.Parameter) -> None:
         """Wait for the unit of ``parameter``."""
         self.finish([self._unit_of[id(parameter)]])
 
@@ -216,24 +216,24 @@ class ParameterGather:
         # Other threads go on waiting for these parameters, while we use them.
         with torch.no_grad(), without_torch_function():
             self._models[key[0]].install(key[1])
-            if self._arrived is not None:
-                self._arrived(key[1])
+            if self._on_installed is not None:
+                self._on_installed(key[1])
 
     # ------------------------------------------------------------------ modules
 
     def watch(self, module: nn.Module) -> None:
-        """Let forwards in ``module`` wait before they begin, for C++ that reads parameters unseen.
+        """Let forwards in ``module`` wait before they begin, for C++ code that reads parameters without Python.
 
         A module waits for its own parameters, and if it has some itself also for all below it. Where something in
         ``module`` is compiled, or it is called from compiled code, it waits for everything.
         """
         if self._handles:
             return
-        self._handles.append(module.register_forward_pre_hook(_WaitWhereCompiled(self), prepend=True))
+        self._handles.append(module.register_forward_pre_hook(_CompiledWaitHook(self), prepend=True))
         for part in module.modules():
             if any(id(parameter) in self._unit_of for parameter in part.parameters(recurse=False)):
                 units = sorted({self._unit_of[id(p)] for p in part.parameters() if id(p) in self._unit_of})
-                self._handles.append(part.register_forward_pre_hook(_Wait(self, units), prepend=True))
+                self._handles.append(part.register_forward_pre_hook(_WaitHook(self, units), prepend=True))
 
     def unwatch(self) -> None:
         """Take the hooks off."""
@@ -242,7 +242,7 @@ class ParameterGather:
         self._handles.clear()
 
 
-class _Wait:
+class _WaitHook:
     """Waits for units, as a hook of a module. A copy of the module, or an unpickled one, waits for nothing."""
 
     def __init__(self, gather: ParameterGather | None = None, units: Sequence[Unit] | None = None) -> None:
@@ -256,12 +256,12 @@ class _Wait:
         if gather is not None:
             gather.finish(self._units)
 
-    def __reduce__(self) -> tuple[type[_Wait], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_WaitHook], tuple[()]]:
         return type(self), ()
 
 
-class _WaitWhereCompiled(_Wait):
-    """Waits for everything before compiled code looks at the parameters, whose class is among what it is made for."""
+class _CompiledWaitHook(_WaitHook):
+    """Waits for everything before compiled code runs, which is specialized on the class of the parameters."""
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
         if torch.compiler.is_compiling():

@@ -28,14 +28,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class ReduceScatterBucket(Bucket):
-    """A bucket of dense gradients of which every rank gets its part.
+    """A bucket of dense gradients that is reduce-scattered.
 
     Args:
         plan: What it is.
         context: What all buckets have in common.
         present: One byte a parameter: whether some rank has its gradient.
         pool: Memory for it.
-        transport: Scatters it.
+        transport: The reduce-scatter to use.
         rows: The layout of the bucket.
     """
 
@@ -59,15 +59,15 @@ class ReduceScatterBucket(Bucket):
         self._row: Tensor | None = None
 
     def launch(self, *, is_last: bool) -> None:
-        """Bring the gradients into rows and start the reduce-scatter."""
+        """Copy the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
-        rows = self._lying()
+        rows = self._gradient_as_rows()
         ours = rows is None
         if rows is None:
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
             rows = flat.view(self._groups.world_size, self._rows.width)
-            self._rows.fill(rows, self._flats())
+            self._rows.fill(rows, self._flat_gradients())
         self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
@@ -76,8 +76,8 @@ class ReduceScatterBucket(Bucket):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def _lying(self) -> Tensor | None:
-        """A single gradient whose memory is such rows already."""
+    def _gradient_as_rows(self) -> Tensor | None:
+        """The rows, if the bucket is a single gradient whose memory can be used as such; else None."""
         gradient, world_size = self.gradients[0], self._groups.world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
@@ -85,7 +85,7 @@ class ReduceScatterBucket(Bucket):
             return None
         return gradient.as_strided((world_size, self._rows.width), (self._rows.width, 1))
 
-    def _flats(self) -> list[Tensor]:
+    def _flat_gradients(self) -> list[Tensor]:
         dtype, specs = self.plan.dtype, self.specs
         present = [gradient for gradient in self.gradients if gradient is not None]
         if self.plan.row_major and len(present) == len(specs):  # which is faster
@@ -113,7 +113,7 @@ class ReduceScatterBucket(Bucket):
         return self._rows.parts(row)
 
     def release(self) -> None:
-        """Forget what belongs to one backward."""
+        """Drop what belongs to one backward."""
         super().release()
         self._message = self._row = None
 

@@ -35,13 +35,13 @@ class Weight(Protocol):
 
 
 class _Unclaimed:
-    """Holds the shard until an optimizer has taken the parameter over."""
+    """Holds the shard's gradient as long as no optimizer has attached a weight."""
 
     grad: Tensor | None = None
 
 
 class GradientShard:
-    """The average of one shard, and what was added to it since.
+    """The average of one shard, and this rank's gradients that were added since.
 
     It knows nothing of the parameter, whose ``.grad`` refers to it: such a circle would never be freed.
 
@@ -90,7 +90,7 @@ class GradientShard:
             local.add_(gradient)
 
     def update(self, change: Callable[[Tensor], object]) -> None:
-        """Do the same to all of it."""
+        """Apply ``change`` to both, as far as they exist."""
         for part in (self.value, self.local):
             if part is not None:
                 change(part)
@@ -126,7 +126,7 @@ class ShardedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do ``func`` to the shard, where that is the same as to do it to all of the gradient."""
+        """Apply ``func`` to the shard, where that is the same as applying it to the whole gradient."""
         first = args[0]
         if is_foreach_zero(func):
             for gradient in first:
@@ -179,7 +179,7 @@ class GradientSlot:
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether nothing is in ``.grad`` that is not averaged yet."""
+        """Whether everything in ``.grad`` is averaged."""
         return local_of(self._parameter.grad) is None
 
     def release(self) -> None:
@@ -195,7 +195,7 @@ class GradientSlot:
         self._content.add(average)
 
     def clear(self, *, set_to_none: bool) -> None:
-        """Forget what there is, as ``zero_grad()`` of any optimizer does."""
+        """Clear the gradient, as ``zero_grad()`` of any optimizer does."""
         gradient = self._parameter.grad
         if set_to_none:
             self._parameter.grad = None

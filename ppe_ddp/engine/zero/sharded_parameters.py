@@ -1,4 +1,4 @@
-"""The plain wrapper's gradients, reduce-scattered, and its parameters, brought together again.
+"""The shards of the plain wrapper: gradients are reduce-scattered, and updated parameters are gathered.
 
 A bucket is whatever exists in a step, so no buffer is laid out beforehand: each parameter is cut by itself (see
 ``chunks.py``), and every rank gets its chunks of any bucket in one message.
@@ -21,7 +21,7 @@ from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.engine.zero.unit_gather import UnitGather
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import Tensor
@@ -62,7 +62,7 @@ class ShardedParameters(ShardedModel):
         self._under_way: dict[int, tuple[UnitGather, Waitable | None]] = {}
         self._written: list[set[int]] = [set() for _ in self.units]
         self._gradients = [GradientSlot(shard) for shard in self.shards]
-        self.arm(module_state)
+        self.use_module(module_state)
 
     @staticmethod
     def packing(packing: Packing) -> Packing:
@@ -73,8 +73,8 @@ class ShardedParameters(ShardedModel):
 
     # ------------------------------------------------------------------ what the engine calls
 
-    def arm(self, module_state: ModuleState) -> None:
-        """Take the gradients of ``module_state``, in its order, from now on.
+    def use_module(self, module_state: ModuleState) -> None:
+        """Take gradients in the order of ``module_state`` from now on.
 
         Raises:
             ValueError: It has a trainable parameter that had no shard so far, or one that has become another.
@@ -98,23 +98,24 @@ class ShardedParameters(ShardedModel):
         return bytes([here and i in self._index for i, here in enumerate(mask)])
 
     def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
-        """The bucket of ``plan``, of which every rank gets its part."""
+        """A reduce-scattered bucket for ``plan``."""
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fitting(self._groups, self._pool, plan.device)
+            transport = ReduceScatter.fastest(self._groups, self._pool, plan.device)
             self._transports[plan.device] = transport
         specs = [context.specs[i] for i in plan.members]
         rows = Rows(specs, self._groups.rank, self._groups.world_size)
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
-    def keep(self, averages: Mapping[int, Tensor], scale: float = 1.0) -> None:
-        """Keep this rank's shards; add them to those that were not cleared.
+    def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor], scale: float = 1.0) -> None:
+        """Set the gradients of this rank's shards; add to those that were not cleared.
 
         Args:
-            averages: By parameter, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
+            indices: The parameters.
+            averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
             scale: What to multiply them by.
         """
-        for i, average in averages.items():
+        for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
                 average = self._cut(k, average)
@@ -129,12 +130,12 @@ class ShardedParameters(ShardedModel):
         return flat[self.shards[k].start : self.shards[k].stop].clone()  # the rest of it is not to live on
 
     def release(self) -> None:
-        """Give up the memory of gradients that were cleared."""
+        """Free the memory of gradients that were cleared."""
         for gradient in self._gradients:
             gradient.release()
 
     def trim(self) -> None:
-        """Give up memory that the last step had no use for."""
+        """Free message buffers that the last step has not used."""
         self._pool.trim()
 
     # ------------------------------------------------------------------ what the optimizer calls
@@ -165,7 +166,7 @@ class ShardedParameters(ShardedModel):
         return [gradient.value for gradient in self._gradients]
 
     def assign_gradients(self) -> list[bool]:
-        """Nothing to do but to forget what was cleared: averages come into ``.grad`` of the weights by themselves."""
+        """Free what was cleared; averages are written to ``.grad`` of the weights as they arrive."""
         self.gradients()
         return [gradient.exists for gradient in self._gradients]
 
@@ -190,7 +191,7 @@ class ShardedParameters(ShardedModel):
         parameter.copy_(flat.as_strided(spec.shape, spec.stride))
 
     def gather(self, unit: int) -> Waitable | None:
-        """Send what was written in ``unit`` since the last time; other parameters of it do not travel."""
+        """Start to gather the parameters of ``unit`` that were written since the last time."""
         self.install(unit)  # of another optimizer, whose parameters share the unit
         members = sorted(self._written[unit])
         self._written[unit].clear()
@@ -199,7 +200,7 @@ class ShardedParameters(ShardedModel):
                 increment_version(self.shards[k].parameter)
             return None
         gather = self._gathers.get(unit)
-        if gather is None or not gather.fits(members):
+        if gather is None or not gather.is_current(members):
             parameters = [self.shards[k].parameter for k in members]
             specs = [self._specs[k] for k in members]
             gather = self._gathers[unit] = UnitGather(members, parameters, specs, self._groups, self._pool)
@@ -208,7 +209,7 @@ class ShardedParameters(ShardedModel):
         return pending
 
     def install(self, unit: int) -> None:
-        """Bring what has come into the parameters."""
+        """Copy what was gathered into the parameters."""
         if unit in self._under_way:
             gather, pending = self._under_way.pop(unit)
             if pending is not None:

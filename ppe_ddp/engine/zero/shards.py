@@ -1,10 +1,10 @@
 """The contract between a distributed optimizer (ZeRO-1) and a model whose gradients are reduce-scattered.
 
-    parameters   |    A    |  B  |     C     |          laid out somehow by the model's wrapper
+    parameters   |    A    |  B  |     C     |          in the layout of the model's wrapper
     shards       | 0  |  1    |   2   |  3   |          each rank owns a range of each parameter, perhaps an empty one
 
 The optimizer knows neither buffers nor collectives: it asks for the gradients of this rank's shards, writes new
-values, and lets the wrapper bring the parameters together again, unit by unit.
+values, and lets the wrapper gather the parameters, unit by unit.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ShardedModel(ABC):
         """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
-        """Forget the gradients of these shards, as ``zero_grad`` of any optimizer does.
+        """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
 
         Here, only what has accumulated in ``.grad``; a wrapper that keeps gradients elsewhere clears those too,
         unless a call of its own is meant for that.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class UnitGather:
-    """Gathers some parameters of one dtype and device, each time they were updated.
+    """Gathers some parameters of one dtype and device, as often as they are updated.
 
     Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
 
@@ -71,7 +71,7 @@ class UnitGather:
     def _now(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]
 
-    def fits(self, members: Sequence[int]) -> bool:
+    def is_current(self, members: Sequence[int]) -> bool:
         """Whether this is for ``members``, at their current addresses."""
         return not self._loose and self.members == members and self._now() == self._addresses
 

@@ -136,7 +136,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self._reducer: Reducer[BufferSynchronizer] = Reducer(
             state.groups[0], state.synchronizer, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
         )
-        self._reducer.arm(state.module_state)
+        self._reducer.use_module(state.module_state)
         self._reducer.enabled = self.ddp_config.overlap_grad_reduce
         if self.ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -169,10 +169,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
             if not state.module_state.is_current():
                 module_state = ModuleState(self.module)
                 self._check_unchanged(state.module_state, module_state)
-                reducer.arm(module_state)
+                reducer.use_module(module_state)
                 state.module_state = module_state
             elif reducer.is_displaced:
-                reducer.arm(state.module_state)
+                reducer.use_module(state.module_state)
         reducer.before_forward()
         return reducer
 
@@ -214,7 +214,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
         """
         reducer = self._ready()
-        if not reducer.synchronizer.is_on_the_way:
+        if not reducer.synchronizer.has_pending_results:
             reducer.finish()
 
     def finish_grad_sync(self) -> None:
@@ -229,13 +229,13 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         self.start_grad_sync()
         synchronizer = self._reducer.synchronizer
-        synchronizer.settle()
+        synchronizer.wait_for_results()
         synchronizer.step_status.raise_if_bad()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients in the buffers by ``scaling_factor``."""
         synchronizer = self._ready().synchronizer
-        synchronizer.settle()
+        synchronizer.wait_for_results()
         for buffer in self._gradient_buffers.buffers:
             buffer.scale_gradients(scaling_factor)
         synchronizer.scale(scaling_factor)
@@ -247,7 +247,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             zero_buffer: Whether to. Without it what is in the buffers counts as accumulated.
         """
         state = self._gradient_buffers
-        self._ready().synchronizer.settle()
+        self._ready().synchronizer.wait_for_results()
         state.gradients.discard()
         if zero_buffer:
             for buffer in state.buffers:
