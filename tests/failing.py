@@ -300,10 +300,12 @@ def hold_megatron(way, *, turns=4, seed=0, **options):
     """The same over Megatron's buffers, whose sums are lost with the step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
+    plugs = WAYS[way](switch)
+    own = plugs.pop("own", None)
     module = seeded(FailingNet, None)
     expected = mean_gradients(module, square)
     config = DistributedDataParallelConfig(bucket_size=1, **options)
-    wrapper = MegatronDDP(None, config, module, **WAYS[way](switch))
+    wrapper = MegatronDDP(None, config, module, **plugs)
     buckets = 3 if config.overlap_grad_reduce else 1
 
     def step(model, _rank):
@@ -315,8 +317,9 @@ def hold_megatron(way, *, turns=4, seed=0, **options):
         culprit = generator.randrange(size)
         call = generator.randrange(buckets)
         switch.left = call if rank == culprit else -1
+        module.switch = own
         fail(wrapper, way, culprit, step)
-        switch.left = -1
+        switch.left, module.switch = -1, None
         step(wrapper, rank)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter.main_grad, expected[name])

@@ -1,9 +1,25 @@
 """Checks of ranks that fail alone, over the backend `mpi4py`; run by mpi_checks.py."""
 
 import failing
+import failing_shards
 from mpi_check_kit import check
 
 
 @check(*failing.WAYS, ranks=2)
 def one_rank_fails(way):
     failing.hold(way, turns=3)
+
+
+@check("before", *failing_shards.PATCHES, "in_backward", ranks=2)
+def one_rank_fails_beside_the_distributed_optimizer(way):
+    failing_shards.hold_optimizer(way, turns=3, overlap=way == "in_the_wait")
+
+
+@check("before", "on_a_thread", "in_backward", ranks=2)
+def one_rank_fails_beside_megatrons_buffers(way):
+    failing.hold_megatron(way, turns=3, overlap_grad_reduce=True)
+
+
+@check(*failing_shards.SCATTERS, "in_backward", ranks=2)
+def one_rank_fails_beside_megatrons_shards(way):
+    failing_shards.hold_megatron(way, turns=3, overlap_grad_reduce=True)

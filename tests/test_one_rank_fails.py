@@ -1,8 +1,11 @@
 """One rank alone fails in the communication: all ranks get an error, and the next step is right."""
 
+import itertools
+
 import pytest
 
 import failing
+import failing_shards
 from rank_tests import on_three_ranks, on_two_ranks
 
 each_way = pytest.mark.parametrize("way", list(failing.WAYS))
@@ -49,3 +52,37 @@ def test_megatrons_wrapper(way, overlap):
 @on_three_ranks
 def test_after_backward_of_three(way):
     failing.hold(way, turns=3, seed=3, overlap=False)
+
+
+@pytest.mark.parametrize(("way", "overlap"), [("before", False), ("in_the_middle", True), ("in_backward", True)])
+@on_three_ranks
+def test_megatrons_wrapper_on_three(way, overlap):
+    failing.hold_megatron(way, seed=1, overlap_grad_reduce=overlap)
+
+
+# Without overlap a backward that raises sends nothing: that rank has skipped one, see test_skipped_backwards.py.
+@pytest.mark.parametrize(
+    ("way", "overlap"), [*itertools.product(failing_shards.SCATTERS, (True, False)), ("in_backward", True)]
+)
+@on_two_ranks
+def test_megatrons_shards(way, overlap):
+    failing_shards.hold_megatron(way, overlap_grad_reduce=overlap)
+
+
+@pytest.mark.parametrize("way", [*failing_shards.SCATTERS, "in_backward"])
+@on_three_ranks
+def test_megatrons_shards_on_three(way):
+    failing_shards.hold_megatron(way, seed=1, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("way", [*failing_shards.PATCHES, *failing_shards.PLUGS])
+@on_two_ranks
+def test_the_distributed_optimizer(way, overlap):
+    failing_shards.hold_optimizer(way, overlap=overlap)
+
+
+@pytest.mark.parametrize("way", [*failing_shards.PATCHES, *failing_shards.PLUGS])
+@on_three_ranks
+def test_the_distributed_optimizer_on_three(way):
+    failing_shards.hold_optimizer(way, seed=1, overlap=True)

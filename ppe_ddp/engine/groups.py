@@ -35,6 +35,7 @@ from ppe_ddp.backends.group_internals import (
 )
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
+from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessG
     buckets = _new_group(parent, config, f"buckets/{name}", None if is_mixed else for_buckets())
     # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
     control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
+    end_on_threads_of_python([buckets, control])
     return buckets, control
 
 

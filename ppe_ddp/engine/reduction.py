@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.contracts import Division, Waitable
 from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.failures import HookProgress
+from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 
@@ -186,6 +190,7 @@ class HookReduction(Reduction):
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
+        end_on_threads_of_python(_groups_in(state))
         self._state = state
         self._hook = hook
         self._calls = 0
@@ -245,6 +250,12 @@ class HookReduction(Reduction):
 def _differ(tensor: Tensor, memory: Tensor) -> bool:
     """Whether ``tensor`` has another form than the memory behind it."""
     return tensor.shape != memory.shape or tensor.stride() != memory.stride()
+
+
+def _groups_in(state: object) -> list[ProcessGroup]:
+    """Where a hook of torch's kind with this state may communicate."""
+    found = [one for one in (state, *getattr(state, "__dict__", {}).values()) if isinstance(one, ProcessGroup)]
+    return found or ([default_group()] if dist.is_initialized() else [])
 
 
 def _name(function: object) -> str:

@@ -1,0 +1,41 @@
+"""Lets process groups end on threads of Python's only, wherever their last reference is dropped.
+
+The end of a group of gloo waits for gloo's threads. On those run the callbacks of Futures, which a function or hook may
+have made with the group at hand; where such a callback drops the last reference, the thread would wait for itself, and
+C++ ends the process: "Resource deadlock avoided".
+
+    group (what Python refers to)  ──►  backend (has the threads)  ◄──  held here until the group is gone
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ppe_ddp.backends.group_internals import backend_for, device_types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:
+    """Let each of ``groups`` end on a thread of Python's; those that are written in Python are left alone."""
+    for group in groups:
+        if type(group) is ProcessGroup:
+            backends = [backend_for(group, torch.device(kind)) for kind in device_types(group)]
+            weakref.finalize(group, _let_go, backends).atexit = False
+
+
+def _let_go(backends: list[Any]) -> None:
+    """Drop what is in ``backends``, the last references; by another thread, if this one may belong to one of them."""
+    if threading.get_ident() == threading.main_thread().ident:
+        backends.clear()
+        return
+    try:
+        threading.Thread(target=backends.clear, name="ppe_ddp-end", daemon=True).start()
+    except RuntimeError:  # Python is ending: nothing need end by itself any more
+        backends.append(backends)

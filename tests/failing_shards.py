@@ -1,0 +1,162 @@
+"""Steps in which one rank alone fails, where each rank has a shard: of gradients, of parameters, or of both."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from failing import WAYS, Net, Switch, fail, square
+from one_process import mean_gradients, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp.engine.zero.chunks import Rows
+from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig
+
+LEARNING_RATE = 0.05
+
+
+class Sometimes(Net):
+    """Leaves out the middle layer in some forwards: nothing waits for its parameters then."""
+
+    leaves_out = False
+
+    def forward(self, x):
+        if not self.leaves_out:
+            return super().forward(x)
+        kept = self.layers
+        self.layers = kept[::2]
+        try:
+            return super().forward(x)
+        finally:
+            self.layers = kept
+
+
+def in_packing(patches, switch):
+    fill = Rows.fill
+
+    def refuse(*arguments):
+        switch.refuse()
+        fill(*arguments)
+
+    patches.setattr(Rows, "fill", refuse)
+
+
+def before_the_scatter(patches, switch):
+    start = ReduceScatter.start
+
+    def refuse(*arguments, **keywords):
+        switch.refuse()
+        return start(*arguments, **keywords)
+
+    patches.setattr(ReduceScatter, "start", refuse)
+
+
+def in_the_wait(patches, switch):
+    start = ReduceScatter.start
+
+    class Pending:
+        def __init__(self, work):
+            self.work = work
+            self.is_completed = work.is_completed
+
+        def wait(self):
+            self.work.wait()
+            switch.refuse()
+
+    patches.setattr(ReduceScatter, "start", lambda *arguments, **keywords: Pending(start(*arguments, **keywords)))
+
+
+PATCHES = {way.__name__: way for way in (in_packing, before_the_scatter, in_the_wait)}
+SCATTERS = ("before_the_scatter", "in_the_wait")
+PLUGS = ("before", "in_the_middle", "in_the_broadcast", "in_a_sync_hook", "in_backward")
+
+
+def plugged(way, patches, switch):
+    """The wrapper's arguments that make it fail in this way."""
+    if way in PATCHES:
+        PATCHES[way](patches, switch)
+        return {}
+    return WAYS[way](switch)
+
+
+def updated(module, expected):
+    """The parameters after a step of plain SGD."""
+    parameters = dict(module.named_parameters())
+    return {name: parameters[name] - LEARNING_RATE * mean for name, mean in expected.items()}
+
+
+def assert_parameters(module, expected):
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def hold_optimizer(way, *, turns=4, seed=0, overlap=False, **options):
+    """Random steps in which a random rank fails in this way, and right steps of the optimizer after each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator, switch = random.Random(f"{way} {seed}"), Switch()
+    with pytest.MonkeyPatch.context() as patches:
+        plugs = plugged(way, patches, switch)
+        sync_hook, own = plugs.pop("sync_hook", None), plugs.pop("own", None)
+        module = seeded(Sometimes, None)
+        wrapper = DistributedDataParallel(module, bucket_cap_mb=4e-5, **plugs, **options)
+        if sync_hook is not None:
+            wrapper.register_comm_hook(sync_hook)
+        optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, overlap=overlap, lr=LEARNING_RATE)
+        for turn in range(turns):
+            culprit = generator.randrange(size)
+            calls = 1 if way in ("in_a_sync_hook", "in_the_broadcast") else 2
+            call = generator.randrange(calls)
+            # of a failing step right after an optimizer's, whose parameters may still be under way
+            module.leaves_out, module.switch = turn % 2 == 1, own
+            switch.left = call if rank == culprit else -1
+            fail(wrapper, way, culprit)
+            switch.left, module.switch = -1, None
+            for leaves_out in (False, turn % 3 == 1):
+                module.leaves_out = leaves_out
+                optimizer.zero_grad()
+                optimizer.synchronize()
+                expected = {
+                    name: torch.zeros(()) if mean is None else mean
+                    for name, mean in mean_gradients(module, square).items()
+                }
+                wanted = updated(module, expected)
+                square(wrapper, rank)
+                optimizer.step()
+                if not leaves_out:
+                    assert_parameters(module, wanted)
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert_parameters(module, wanted)
+
+
+def hold_megatron(way, *, turns=4, seed=0, **options):
+    """The same over Megatron's buffers, whose shards an optimizer updates."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator, switch = random.Random(f"{way} {seed}"), Switch()
+    with pytest.MonkeyPatch.context() as patches:
+        own = plugged(way, patches, switch).get("own")
+        module = seeded(Net, None)
+        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=True, **options)
+        wrapper = MegatronDDP(None, config, module)
+        optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=LEARNING_RATE)
+        buckets = 3 if config.overlap_grad_reduce else 1
+
+        def step(model, _rank):
+            model.zero_grad_buffer()
+            square(model, rank)
+            model.finish_grad_sync()
+
+        for _ in range(turns):
+            culprit = generator.randrange(size)
+            call = generator.randrange(3 if way == "in_backward" else buckets)
+            switch.left = call if rank == culprit else -1
+            module.switch = own
+            fail(wrapper, way, culprit, step)
+            switch.left, module.switch = -1, None
+            for _ in range(2):
+                wanted = updated(module, mean_gradients(module, square))
+                step(wrapper, rank)
+                optimizer.step()
+                assert_parameters(module, wanted)
