@@ -114,6 +114,15 @@ def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
     return group._end_coalescing(device)
 
 
+def premul_factor(op: Any, device: torch.device) -> float | torch.Tensor:
+    """By what a PREMUL_SUM multiplies each rank's numbers before it adds them: a number, or a tensor on ``device``.
+
+    Read from what is pickled of a ReduceOp, since no version of torch before 2.13 has an attribute for it.
+    """
+    factor: float | torch.Tensor = op.__getstate__()[1]
+    return factor.to(device) if isinstance(factor, torch.Tensor) else factor
+
+
 # ---------------------------------------------------------------------- making groups
 
 NAMING = "_process_group_name"
