@@ -188,8 +188,12 @@ def backends_being_made() -> dict[str, str]:
 def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
     """What was registered with torch to make groups over ``backend`` from (arguments, options); None for nothing.
 
-    torch has registered its own in this form since 2.15; those that take other arguments count as nothing.
+    torch registers its own in this form since 2.15, when they are first asked for; those that take other arguments
+    count as nothing.
     """
+    register: Callable[[str], None] | None = getattr(Backend, "_ensure_backend_registered", None)
+    if register is not None:
+        register(backend)
     plugin = Backend._plugins.get(backend.upper())
     return plugin.creator_fn if plugin is not None and plugin.extended_api else None
 

@@ -63,12 +63,19 @@ def _in_job_of_one(trial: Callable[[ProcessGroup], bool]) -> bool:
 _SECONDS = timedelta(seconds=17)
 
 
+class _Tables(SimpleNamespace):
+    """What torch keeps of its groups, in tables that are empty at first: which there are depends on the version."""
+
+    def __getattr__(self, name: str) -> dict[Any, Any]:
+        table = self.__dict__[name] = {}
+        return table
+
+
 @contextmanager
 def _job_of_one() -> Iterator[ProcessGroup]:
     """Let torch.distributed look as in a job of one process; the default group of that comes back."""
     kept = c10d._world
-    tables = "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"
-    world: Any = SimpleNamespace(**{name: {} for name in tables}, comms=[], group_count=1)
+    world: Any = _Tables(comms=[], group_count=1)
     store = HashStore()
     group = process_group_over(
         dist.ProcessGroupGloo(store, 0, 1, timeout=_SECONDS), "gloo", "ppe_ddp/trial", PrefixStore("trial", store)
@@ -143,7 +150,7 @@ def _coalescing(_group: ProcessGroup) -> bool:  # gloo cannot do it
 def _premul_factor(_group: ProcessGroup) -> bool:
     made = [dist._make_nccl_premul_sum(factor) for factor in (2.0, torch.tensor([3.0]))]  # type: ignore[attr-defined]
     number, tensor = (premul_factor(op, torch.device("cpu")) for op in made)
-    return number == 2.0 and isinstance(tensor, torch.Tensor) and tensor.tolist() == [3.0]
+    return bool(number == 2.0 and isinstance(tensor, torch.Tensor) and tensor.tolist() == [3.0])
 
 
 def _new_group_named(_group: ProcessGroup) -> bool:
