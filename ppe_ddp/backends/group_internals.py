@@ -114,6 +114,15 @@ def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
     return group._end_coalescing(device)
 
 
+def premul_factor(op: Any, device: torch.device) -> float | torch.Tensor:
+    """By what a PREMUL_SUM multiplies each rank's numbers before it adds them: a number, or a tensor on ``device``.
+
+    Read from what is pickled of a ReduceOp, since no version of torch before 2.13 has an attribute for it.
+    """
+    factor: float | torch.Tensor = op.__getstate__()[1]
+    return factor.to(device) if isinstance(factor, torch.Tensor) else factor
+
+
 # ---------------------------------------------------------------------- making groups
 
 NAMING = "_process_group_name"
@@ -179,8 +188,12 @@ def backends_being_made() -> dict[str, str]:
 def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
     """What was registered with torch to make groups over ``backend`` from (arguments, options); None for nothing.
 
-    torch has registered its own in this form since 2.15; those that take other arguments count as nothing.
+    torch registers its own in this form since 2.15, when they are first asked for; those that take other arguments
+    count as nothing.
     """
+    register: Callable[[str], None] | None = getattr(Backend, "_ensure_backend_registered", None)
+    if register is not None:
+        register(backend)
     plugin = Backend._plugins.get(backend.upper())
     return plugin.creator_fn if plugin is not None and plugin.extended_api else None
 

@@ -28,6 +28,7 @@ from ppe_ddp.backends.group_internals import (
     kept_with,
     nccl_options,
     new_group_named,
+    premul_factor,
     process_group_over,
     registered_groups,
     start_coalescing,
@@ -62,12 +63,19 @@ def _in_job_of_one(trial: Callable[[ProcessGroup], bool]) -> bool:
 _SECONDS = timedelta(seconds=17)
 
 
+class _Tables(SimpleNamespace):
+    """What torch keeps of its groups, in tables that are empty at first: which there are depends on the version."""
+
+    def __getattr__(self, name: str) -> dict[Any, Any]:
+        table = self.__dict__[name] = {}
+        return table
+
+
 @contextmanager
 def _job_of_one() -> Iterator[ProcessGroup]:
     """Let torch.distributed look as in a job of one process; the default group of that comes back."""
     kept = c10d._world
-    tables = "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"
-    world: Any = SimpleNamespace(**{name: {} for name in tables}, comms=[], group_count=1)
+    world: Any = _Tables(comms=[], group_count=1)
     store = HashStore()
     group = process_group_over(
         dist.ProcessGroupGloo(store, 0, 1, timeout=_SECONDS), "gloo", "ppe_ddp/trial", PrefixStore("trial", store)
@@ -139,6 +147,12 @@ def _coalescing(_group: ProcessGroup) -> bool:  # gloo cannot do it
     return callable(ProcessGroup._start_coalescing) and callable(ProcessGroup._end_coalescing)
 
 
+def _premul_factor(_group: ProcessGroup) -> bool:
+    made = [dist._make_nccl_premul_sum(factor) for factor in (2.0, torch.tensor([3.0]))]  # type: ignore[attr-defined]
+    number, tensor = (premul_factor(op, torch.device("cpu")) for op in made)
+    return bool(number == 2.0 and isinstance(tensor, torch.Tensor) and tensor.tolist() == [3.0])
+
+
 def _new_group_named(_group: ProcessGroup) -> bool:
     torchs = c10d.__dict__[NAMING]
     made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
@@ -188,6 +202,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (backend_for, _backend_for),
     (timeout_of, _timeout_of),
     (start_coalescing, _coalescing),
+    (premul_factor, _premul_factor),
     (new_group_named, _new_group_named),
     (backends_being_made, _backends_being_made),
     (creator_of, _creator_of),

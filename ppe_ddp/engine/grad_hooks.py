@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import IN_BACKWARD_OPTIMIZERS, post_accumulate_hooks, without_torch_function
+from ppe_ddp.engine.torch_internals import in_backward_optimizers, post_accumulate_hooks, without_torch_function
 
 if TYPE_CHECKING:
     import weakref
@@ -160,7 +160,7 @@ class UserGradHooks:
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
-            (i, parameter) for i, parameter in enumerate(parameters) if hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
+            (i, parameter) for i, parameter in enumerate(parameters) if in_backward_optimizers(parameter)
         ]
 
     def defer(self) -> None:
@@ -185,7 +185,7 @@ class UserGradHooks:
                         hook.hook(parameter)
         for i, parameter in self._optimized:
             if averaged[i]:
-                for optimizer in getattr(parameter, IN_BACKWARD_OPTIMIZERS):
+                for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None
 

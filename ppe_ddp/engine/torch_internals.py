@@ -52,9 +52,6 @@ CALL_ATTRIBUTES = frozenset(
 )
 """The attributes of a module that ``nn.Module.__call__`` looks at to find its hooks."""
 
-IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
-"""Where ``torch.distributed.optim._apply_optimizer_in_backward`` leaves a parameter's optimizers."""
-
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """Where torch's ``_set_params_and_buffers_to_ignore_for_model`` leaves names on a module."""
 
@@ -134,8 +131,11 @@ def version_of(tensor: Tensor) -> int:
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` in the shapes of ``like``, row-major, one after another: a third of the time of ``view()``."""
-    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+    """Views of ``flat`` in the shapes of ``like``, row-major, one after another: half the time of ``view()``."""
+    views = list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+    if not all(map(Tensor.numel, views)):  # an empty one is (0,), whatever its shape, before torch 2.10
+        return [view if view.numel() else flat[:0].view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
+    return views
 
 
 def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
@@ -228,6 +228,12 @@ def take_off_step_hooks(optimizer: Optimizer) -> None:
     """Let ``optimizer``, a shallow copy, have no hooks of its own, while those of the original stay."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def in_backward_optimizers(parameter: Tensor) -> Sequence[Optimizer]:
+    """The optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` has left with a parameter."""
+    optimizers: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
+    return optimizers
 
 
 def is_in_join(joinable: Joinable) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from copy import copy
+from inspect import signature
 from types import CodeType
 from typing import TYPE_CHECKING, Any, cast
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from ppe_ddp.backends.trials import problems_of
 from ppe_ddp.engine.torch_internals import (
     CALL_ATTRIBUTES,
+    IGNORED_NAMES,
+    BufferCommHookLocation,
     IncompatibleKeys,
     at_end_of_backward,
     buffer_table,
@@ -21,9 +26,11 @@ from ppe_ddp.engine.torch_internals import (
     child_table,
     chunk_cat,
     holds_tensors,
+    in_backward_optimizers,
     is_cast,
     is_compiled,
     is_foreach_zero,
+    is_future,
     is_in_backward,
     is_in_join,
     is_marked_ignored,
@@ -42,6 +49,7 @@ from ppe_ddp.engine.torch_internals import (
     tensor_users,
     uncompiled,
     unflatten,
+    users_of_tensors,
     version_of,
     without_memory,
     without_torch_function,
@@ -126,18 +134,24 @@ def _tensor_users() -> bool:
     parameter, gradient = nn.Parameter(torch.ones(2)), torch.ones(2)
     counts = [tensor_users(gradient)]
     parameter.grad = gradient
-    counts.append(tensor_users(gradient))
+    counts += [tensor_users(gradient), *users_of_tensors([gradient])]
     parameter.grad = None
     # Who holds it in Python shows in Python's own count.
     references = sys.getrefcount(gradient)
     held = [gradient]
-    return [*counts, tensor_users(gradient)] == [1, 2, 1] and sys.getrefcount(gradient) == references + len(held)
+    return [*counts, tensor_users(gradient)] == [1, 2, 2, 1] and sys.getrefcount(gradient) == references + len(held)
 
 
 def _unflatten() -> bool:
     flat = torch.arange(7.0)
-    first, second = unflatten(flat, [torch.empty(2, 2), torch.empty(3)])
-    return first.tolist() == [[0.0, 1.0], [2.0, 3.0]] and second.data_ptr() == flat[4:].data_ptr()
+    first, empty, second = unflatten(flat, [torch.empty(2, 2), torch.empty(0, 3), torch.empty(3)])
+    placed = second.data_ptr() == flat[4:].data_ptr()
+    return first.tolist() == [[0.0, 1.0], [2.0, 3.0]] and empty.shape == (0, 3) and placed
+
+
+def _is_future() -> bool:
+    future = torch.futures.Future[Any]()
+    return is_future(future) and is_future(torch.futures.collect_all([future])) and not is_future(torch.ones(1))
 
 
 def _chunk_cat() -> bool:
@@ -158,10 +172,13 @@ def _is_scaler_check() -> bool:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
-    found = torch.zeros(())
-    gradient = torch.tensor([float("inf")]).as_subclass(Recorded)
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, torch.ones(()))
-    return any(map(is_scaler_check, seen)) and bool(found)
+    weight = nn.Parameter(torch.ones(1))
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1.0), torch.optim.SGD([weight])
+    scaler.scale(weight.sum())
+    weight.grad = torch.tensor([float("inf")]).as_subclass(Recorded)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    return any(map(is_scaler_check, seen)) and weight.item() == 1.0
 
 
 def _is_in_backward() -> bool:
@@ -213,8 +230,9 @@ def _is_cast() -> bool:
 
 
 def _is_foreach_zero() -> bool:
-    shell = _shell()
-    torch._foreach_zero_([shell])
+    shell, weight = _shell(), nn.Parameter(torch.ones(2, 4, dtype=torch.float64))
+    weight.grad = shell
+    torch.optim.SGD([weight], foreach=True).zero_grad(set_to_none=False)
     return [is_foreach_zero(operator) for operator in shell.operators] == [True]
 
 
@@ -269,10 +287,11 @@ def _only_writes_buffers() -> bool:
     return all(map(only_writes_buffers, kinds)) and not any(map(only_writes_buffers, others))
 
 
-def _is_compiled() -> bool:  # compiling itself takes seconds
-    module = nn.Linear(1, 1)
-    compiled = nn.ModuleDict({"_orig_mod": module})
-    return not is_compiled(module) and is_compiled(compiled) and "_compiled_call_impl" in vars(nn.Module)
+def _is_compiled() -> bool:  # compiling itself, at the first call, takes seconds
+    module, in_place = nn.Linear(1, 1), nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    compiled: Any = torch.compile(module, backend="eager")
+    return [is_compiled(one) for one in (module, compiled, in_place)] == [False, True, True]
 
 
 def _incompatible_keys() -> bool:
@@ -317,11 +336,28 @@ def _is_in_join() -> bool:
     return not is_in_join(One())
 
 
+def _in_backward_optimizers() -> bool:
+    with catch_warnings():
+        simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
+        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    with_one, without = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    _apply_optimizer_in_backward(torch.optim.SGD, [with_one], {"lr": 0.1}, register_hook=False)
+    (optimizer,) = in_backward_optimizers(with_one)
+    return isinstance(optimizer, torch.optim.SGD) and not in_backward_optimizers(without)
+
+
 def _marks() -> bool:
-    tensor = torch.ones(1)
-    found = [is_marked_ignored(tensor)]
-    mark_ignored(tensor)
-    return [*found, is_marked_ignored(tensor)] == [False, True]
+    module, own = nn.Linear(1, 1), torch.ones(1)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
+    mark_ignored(own)
+    found = [is_marked_ignored(tensor) for tensor in (module.weight, own, module.bias)]
+    return found == [True, True, False] and getattr(module, IGNORED_NAMES) == ["weight"]
+
+
+def _buffer_comm_hook_location() -> bool:
+    register = DistributedDataParallel._register_buffer_comm_hook
+    locations = {BufferCommHookLocation.PRE_FORWARD, BufferCommHookLocation.POST_FORWARD}
+    return signature(register).parameters["comm_hook_location"].default in locations
 
 
 def _uncompiled() -> bool:
@@ -338,6 +374,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (is_in_backward, _is_in_backward),
     (version_of, _version_of),
     (unflatten, _unflatten),
+    (is_future, _is_future),
     (chunk_cat, _chunk_cat),
     (without_memory, _without_memory),
     (is_cast, _is_cast),
@@ -353,7 +390,9 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (metadata_of, _metadata),
     (take_off_step_hooks, _take_off_step_hooks),
     (is_in_join, _is_in_join),
+    (in_backward_optimizers, _in_backward_optimizers),
     (is_marked_ignored, _marks),
+    (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),
     (is_scaler_check, _is_scaler_check),
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ppe_ddp.backends.cupy_nccl.nccl_datatypes import BYTE, reduction_of
+from ppe_ddp.backends.group_internals import premul_factor
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
 
 if TYPE_CHECKING:
@@ -193,8 +194,7 @@ class NcclCollectives:
         reduction = reduction_of(tensor.dtype, op.op, self._version)
         source = _input_memory(tensor)
         if reduction.scales:
-            factor = op.factor
-            source = source * (factor.to(source.device) if isinstance(factor, Tensor) else factor)
+            source = source * premul_factor(op, source.device)
         return source, (reduction.datatype, source.nbytes // reduction.itemsize, reduction.op)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
+from ppe_ddp.backends.group_internals import premul_factor
 from ppe_ddp.backends.mpi.collective_queue import CollectiveQueue
 from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, byte_buffer, reduction_of, typed_buffer
 from ppe_ddp.backends.mpi.progress_engine import progress_engine
@@ -327,8 +328,7 @@ class MpiCollectives:
 
     def _premultiply(self, wire: Tensor, op: Any) -> None:
         if op.op == op.RedOpType.PREMUL_SUM:
-            factor = op.factor
-            wire.mul_(factor.to(wire.device) if isinstance(factor, torch.Tensor) else factor)
+            wire.mul_(premul_factor(op, wire.device))
 
     def _divide(self, wire: Tensor, reduction: MpiReduction) -> None:
         if reduction.divides:
