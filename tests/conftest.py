@@ -1,5 +1,6 @@
 """Fixtures: ranks that all test files share, started when the first test needs them."""
 
+import functools
 import os
 from multiprocessing import forkserver
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ppe_ddp.testing import Ranks
+from ppe_ddp.testing import Ranks, nodes_missing
 
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -19,19 +20,28 @@ IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesi
 
 
 # Two runs under mpirun beside each other would spin in each other's way: these are one after another.
-UNDER_MPIRUN = ["test_mpi_backend", "test_sharding", "test_mpi_laws"]
+UNDER_MPIRUN = ["test_mpi_backend", "test_sharding", "test_mpi_laws", "test_nodes"]
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = ["test_laws", "test_cli", "test_examples", "test_conformance", "test_bad_input", "test_torch_hooks"]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--long-on-nodes", action="store_true", help="also the tests on nodes that take long")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long-on-nodes"):
+        long = [item for item in items if any(mark.kwargs.get("long") for mark in item.iter_markers("nodes"))]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     first = {name: place for place, name in enumerate([*UNDER_MPIRUN, *LONGEST])}
     items.sort(key=lambda item: first.get(item.path.stem, len(first)))
-    if torch.cuda.is_available():
-        return
+    missing = {"gpu": functools.partial(str, "" if torch.cuda.is_available() else "needs a CUDA device")}
+    missing["nodes"] = functools.cache(functools.partial(nodes_missing, mbit=100))
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name, reason in missing.items():
+            if item.get_closest_marker(name) and reason():
+                item.add_marker(pytest.mark.skip(reason=reason()))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -296,18 +296,17 @@ def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def allocator(group: ProcessGroup) -> Allocator:
-    """Makes buckets for ``group``: in memory that its backend offers for them, where it does."""
+    """Makes buckets for ``group``: in memory that its backend offers for them, as long as it does."""
     cpu = torch.device("cpu")
-    is_offered = cpu.type in device_types(group) and offers_memory(group, cpu)
-    backend: Any = backend_for(group, cpu) if is_offered else None
+    backend: Any = backend_for(group, cpu) if cpu.type in device_types(group) else None
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if backend is not None and device.type == "cpu":
-            try:
+        # Asked each time: ranks on several nodes, or where memory is short, may have found out that they share none.
+        if backend is not None and device.type == "cpu" and offers_memory(group, device):
+            # A backend may refuse with whatever error it likes; any memory will do.
+            with contextlib.suppress(MemoryError, ValueError, RuntimeError):
                 memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
                 return memory
-            except MemoryError:
-                pass  # any memory will do
         return torch.empty(numel, dtype=dtype, device=device)
 
     return allocate

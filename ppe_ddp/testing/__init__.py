@@ -1,4 +1,4 @@
-"""Tools to test backends, functions and hooks of one's own: a launcher of ranks, and conformance checks."""
+"""Tools to test backends, functions and hooks of one's own: ranks, nodes for them, and conformance checks."""
 
 from ppe_ddp.testing.cases import ConformanceError
 from ppe_ddp.testing.conformance import (
@@ -8,11 +8,17 @@ from ppe_ddp.testing.conformance import (
     check_comm_hook,
     check_reduce_function,
 )
+from ppe_ddp.testing.job_starter import JobStarter
+from ppe_ddp.testing.nodes import Finished, Nodes, NodesError, nodes_missing
 from ppe_ddp.testing.rank_error import Outcome, RankError, RankFailure
 from ppe_ddp.testing.ranks import Ranks, run_ranks
 
 __all__ = [
     "ConformanceError",
+    "Finished",
+    "JobStarter",
+    "Nodes",
+    "NodesError",
     "Outcome",
     "RankError",
     "RankFailure",
@@ -22,5 +28,6 @@ __all__ = [
     "check_broadcast_function",
     "check_comm_hook",
     "check_reduce_function",
+    "nodes_missing",
     "run_ranks",
 ]

@@ -8,24 +8,24 @@ is sent as plain pickles over pipes, so a tensor arrives as a copy that does not
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppe_ddp.testing.rank_error import Outcome, RankError, RankFailure
-from ppe_ddp.testing.rank_process import RETURNED, join_group, serve, set_up
+from ppe_ddp.testing.rank_process import RETURNED, join_group, set_up
+from ppe_ddp.testing.rank_starter import ForkStarter
 
 if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
+    from ppe_ddp.testing.rank_starter import RankProcess, RankStarter
 
 __all__ = ["Outcome", "RankError", "RankFailure", "Ranks", "run_ranks"]
 
@@ -36,9 +36,6 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 _DUMP_SECONDS = 2.0
-
-
-_PRELOADED = "ppe_ddp.testing.rank_process"
 
 
 class Ranks:
@@ -63,6 +60,8 @@ class Ranks:
             of `timeout`, so that a hanging collective raises before its rank is killed.
         prepare: Called without arguments in each new process before it joins the group, for example to
             register a backend. A function of a module, as it is pickled by name.
+        starter: Starts the processes elsewhere than on this machine, such as
+            :class:`~ppe_ddp.testing.job_starter.JobStarter` on nodes.
 
     Raises:
         ValueError: `world_size` or a timeout is not positive.
@@ -76,6 +75,7 @@ class Ranks:
         timeout: float = 60.0,
         group_timeout: float | None = None,
         prepare: Callable[[], object] | None = None,
+        starter: RankStarter | None = None,
     ) -> None:
         group_timeout = timeout / 2 if group_timeout is None else group_timeout
         if world_size < 1 or timeout <= 0 or group_timeout <= 0:
@@ -88,7 +88,8 @@ class Ranks:
         self._timeout = timeout
         self._group_timeout = group_timeout
         self._prepare = prepare
-        self._processes: list[ForkServerProcess] = []
+        self._starter = starter or ForkStarter()
+        self._processes: list[RankProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._groups = 0
@@ -181,19 +182,16 @@ class Ranks:
         """
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="ppe_ddp_ranks_")
-        # Forked from a process that has imported torch and done nothing else: started in no time, and as good as new.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_PRELOADED])
-        with _one_thread():
-            for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
-                self._stack_file(rank).touch()
-                args = (theirs, str(self._stack_file(rank)), dict(os.environ))
-                process = context.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
-                process.start()
-                theirs.close()
+        files = [self._stack_file(rank) for rank in range(self.world_size)]
+        for file in files:
+            file.touch()
+        try:
+            for process, pipe in self._starter.start(files):
                 self._processes.append(process)
-                self._pipes.append(ours)
+                self._pipes.append(pipe)
+        except BaseException:
+            self._kill()
+            raise
         # Not in one call with the group: its timeout may be shorter than the import of torch.
         self._call_or_kill([_pickle_call(set_up, (self._prepare,))] * self.world_size)
         self._join()
@@ -278,7 +276,8 @@ class Ranks:
     def _death(self, rank: int) -> RankFailure:
         process = self._processes[rank]
         process.join(_STOP_SECONDS)
-        return RankFailure.died(rank, process.exitcode, self._stack_file(rank).read_text())
+        stacks = self._stack_file(rank).read_text()
+        return RankFailure.died(rank, process.exitcode, stacks + self._starter.errors())
 
     def _give_up(self, ranks: Sequence[int], seconds: float) -> list[RankFailure]:
         for rank in ranks:
@@ -297,6 +296,7 @@ class Ranks:
             process.join()
             process.close()
         self._pipes, self._processes = [], []
+        self._starter.end()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -351,17 +351,3 @@ def _settled_text(path: Path) -> str:
         before, text = text, path.read_text()
     # The thread that waits for this process to end is in every rank and tells nothing.
     return "\n\n".join(stack for stack in text.split("\n\n") if " in end_with_parent" not in stack)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    # OpenMP reads it while torch is imported, before any code of ours runs in the process.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before

@@ -1,0 +1,220 @@
+"""Several nodes on one machine: each with a network, processes, shared memory and a host name of its own.
+
+    with Nodes(2, mbit=1000) as nodes:
+        nodes.launch("mpirun", [sys.executable, "/path/train.py"], ranks=(2, 2), timeout=60)
+
+                 hub, where mpirun runs: a bridge
+        10.0.0.254 ┬──────────────────┬─── ...
+              eth0 │ 10.0.0.1    eth0 │ 10.0.0.2
+                 node n0            node n1
+
+Nothing on one node can reach the memory or the processes of another, and only the file system is common, as by NFS.
+Linux, as root. Nothing has a name outside of its namespaces, so several programs may make nodes at a time; and
+nothing is left when this process ends, however it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from ppe_ddp.testing.namespaces import Namespaces, NodesError
+from ppe_ddp.testing.node_job import Finished, Job
+from ppe_ddp.testing.node_launchers import Place, commands
+
+__all__ = ["Finished", "Nodes", "NodesError", "nodes_missing"]
+
+_PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
+_FIRST_PORT = 29500
+_MOST = 200
+_BRIDGE = "lan0"
+_REMOTE_SHELL = "/dev/shm/remote_shell"
+# A bucket of tokens that holds the largest packet that a virtual device sends, and a queue that drops none of ours.
+_SHAPE = "tbf rate {mbit}mbit burst 128kb latency 400ms"
+
+# $1: host name; $2: what /etc/hosts says. The file is gone, but for where it is mounted.
+_MACHINE = """
+mount -t tmpfs tmpfs /dev/shm
+echo "$1" > /proc/sys/kernel/hostname
+printf '%s' "$2" > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
+rm /dev/shm/hosts
+"""
+
+
+class Nodes:
+    """Nodes that are made at once and end with :meth:`close`, or with the ``with`` block.
+
+    They are for one job at a time: what is started ends with all of its processes before the next is.
+
+    Args:
+        count: How many.
+        mbit: What each node's link carries in each direction, in Mbit/s; None for no limit.
+        latency_ms: How long a packet takes from a node to another; None for no delay. Needs the kernel's netem.
+
+    Raises:
+        NodesError: They cannot be made here; :func:`nodes_missing` says it beforehand.
+        ValueError: A number is out of range.
+    """
+
+    def __init__(self, count: int = 2, *, mbit: float | None = None, latency_ms: float | None = None) -> None:
+        if not 1 <= count <= _MOST or (mbit or 1) <= 0 or (latency_ms or 0) < 0:
+            raise ValueError(f"there are 1 to {_MOST} nodes, with positive mbit: not {count}, {mbit}, {latency_ms}")
+        missing = _programs_missing(is_shaped=bool(mbit or latency_ms))
+        if missing:
+            raise NodesError(missing)
+        self.names = tuple(f"n{node}" for node in range(count))
+        self.addresses = tuple(f"10.0.0.{node + 1}" for node in range(count))
+        self._launches = 0
+        self._job: Job | None = None
+        self._stack = contextlib.ExitStack()
+        with self._stack:  # whatever has been made is ended if the next cannot be
+            self._nodes = [self._namespaces(("net", "mount", "pid", "ipc", "uts"), name) for name in self.names]
+            self._hub = self._namespaces(("net", "mount", "uts"), "hub")
+            self._hub.do(["sh", "-c", f"cat > {_REMOTE_SHELL}; chmod +x {_REMOTE_SHELL}"], text=self._remote_shell())
+            self._connect()
+            if mbit or latency_ms:
+                self._shape(mbit, latency_ms)
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the nodes with all of their processes."""
+        if self._job is not None:
+            self._job.end()
+        self._stack.close()
+
+    def run(
+        self, node: int, words: Sequence[str], *, timeout: float, environment: Mapping[str, str] | None = None
+    ) -> Finished:
+        """Run one command on a node; what is still running after the timeout is killed.
+
+        Args:
+            node: Its number.
+            words: The command.
+            timeout: Seconds.
+            environment: What it has besides this process's own.
+        """
+        return self._started([(self.entering(words, node=node), environment or {})]).wait(timeout)
+
+    def launch(
+        self,
+        launcher: str,
+        words: Sequence[str],
+        *,
+        ranks: Sequence[int],
+        timeout: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> Finished:
+        """Start a job and wait for its end; what is still running after the timeout is killed.
+
+        Args:
+            launcher: ``"mpirun"``, ``"torchrun"`` or ``"ranks"``, as in :mod:`~ppe_ddp.testing.node_launchers`.
+            words: The command of each rank, with absolute paths.
+            ranks: How many of them on each node.
+            timeout: Seconds.
+            environment: What they have besides this process's own.
+
+        Raises:
+            NodesError: There is no mpirun, or not MPICH's.
+            ValueError: The launcher is unknown, or these are not ranks for every node.
+        """
+        return self.start(launcher, words, ranks=ranks, environment=environment).wait(timeout)
+
+    def start(
+        self, launcher: str, words: Sequence[str], *, ranks: Sequence[int], environment: Mapping[str, str] | None = None
+    ) -> Job:
+        """Start a job, as :meth:`launch`, and do not wait for it."""
+        self._launches += 1
+        place = Place(self.names, self.addresses[0], _BRIDGE, _REMOTE_SHELL, _FIRST_PORT + self._launches)
+        starts = commands(launcher, words, ranks, place)
+        own = environment or {}
+        return self._started([(self.entering(one.words, node=one.node), {**own, **one.environment}) for one in starts])
+
+    def entering(self, words: Sequence[str], *, node: int | None = None) -> list[str]:
+        """The command that does ``words`` on a node, or on the hub, in the current folder."""
+        return self._at(node).entering(words, folder=os.getcwd())
+
+    def _at(self, node: int | None) -> Namespaces:
+        return self._hub if node is None else self._nodes[node]
+
+    def _started(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> Job:
+        if self._job is not None:
+            self._job.end()
+        self._job = Job(commands, self._nodes)
+        return self._job
+
+    def _namespaces(self, kinds: Sequence[str], name: str) -> Namespaces:
+        lines = ["127.0.0.1 localhost", *map(" ".join, zip(self.addresses, self.names, strict=True)), "10.0.0.254 hub"]
+        made = Namespaces(kinds, _MACHINE, name, "".join(f"{line}\n" for line in lines))
+        self._stack.callback(made.close)
+        return made
+
+    def _remote_shell(self) -> str:
+        """What Hydra calls in the place of ssh: with -x, a host and a command line."""
+        cases = "\n".join(
+            f'{name}) exec {" ".join(node.entering(["sh", "-c"]))} "$*";;'
+            for name, node in zip(self.names, self._nodes, strict=True)
+        )
+        return f'#!/bin/sh\n[ "$1" = -x ] && shift\nhost=$1\nshift\ncase $host in\n{cases}\nesac\nexit 255\n'
+
+    def _connect(self) -> None:
+        lines = [f"link add {_BRIDGE} type bridge", f"addr add 10.0.0.254/24 dev {_BRIDGE}"]
+        lines += ["link set lo up", f"link set {_BRIDGE} up"]
+        for number, node in enumerate(self._nodes):
+            lines += [f"link add v{number} type veth peer name eth0 netns {node.pid}"]
+            lines += [f"link set v{number} master {_BRIDGE} up"]
+        self._hub.do(["ip", "-batch", "-"], text="\n".join(lines))
+        for node, address in zip(self._nodes, self.addresses, strict=True):
+            lines = [f"addr add {address}/24 dev eth0", "link set lo up", "link set eth0 up"]
+            node.do(["ip", "-batch", "-"], text="\n".join(lines))
+
+    def _shape(self, mbit: float | None, latency_ms: float | None) -> None:
+        for number, node in enumerate(self._nodes):
+            if mbit:
+                _add_queue(node, "eth0", f"root handle 1: {_SHAPE.format(mbit=mbit)}")
+                _add_queue(self._hub, f"v{number}", f"root {_SHAPE.format(mbit=mbit)}")
+            if latency_ms:  # where a packet leaves a node, and not once more where it arrives
+                _add_queue(node, "eth0", f"{'parent 1:1' if mbit else 'root'} netem delay {latency_ms}ms limit 100000")
+
+
+def nodes_missing(*, mbit: float | None = None, latency_ms: float | None = None) -> str:
+    """Why :class:`Nodes` of this kind cannot be made here; empty where they can. It makes one and ends it, in 0.1 s.
+
+    Args:
+        mbit: As for the nodes.
+        latency_ms: As for the nodes.
+    """
+    try:
+        Nodes(1, mbit=mbit, latency_ms=latency_ms).close()
+    except NodesError as error:
+        return str(error)
+    return ""
+
+
+def _add_queue(where: Namespaces, device: str, queue: str) -> None:
+    try:
+        where.do(["tc", "qdisc", "add", "dev", device, *queue.split()])
+    except NodesError as error:
+        raise NodesError(f"links cannot be shaped here: {error}") from None
+
+
+def _programs_missing(*, is_shaped: bool) -> str:
+    if platform.system() != "Linux":
+        return f"nodes are made of Linux namespaces, and this is {platform.system()}"
+    if os.geteuid() != 0:
+        return "nodes are made of namespaces, which only root may make"
+    needed = _PROGRAMS | ({"tc": "iproute2"} if is_shaped else {})
+    missing = [f"{program} (of {package})" for program, package in needed.items() if shutil.which(program) is None]
+    return f"there is no {' and no '.join(missing)}" if missing else ""

@@ -1,0 +1,80 @@
+"""Memory for messages: from the group's backend as long as it has some, and any memory where it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppe_ddp.engine import groups
+from ppe_ddp.engine.groups import allocator
+
+CPU = torch.device("cpu")
+
+
+class Offering:
+    """A backend that finds out with the first allocation what it can offer, as where ranks connect late."""
+
+    def __init__(self, refusal=None, *, gives_up=False):
+        self.refusal = refusal
+        self.gives_up = gives_up
+        self.offers = True
+        self.given = []
+
+    def supports_tensor_alloc(self, device):
+        return self.offers
+
+    def allocate_tensor(self, size, *, dtype, device):
+        self.offers = not self.gives_up
+        if self.refusal is not None:
+            raise self.refusal
+        self.given.append(torch.zeros(size, dtype=dtype, device=device))
+        return self.given[-1]
+
+
+@pytest.fixture
+def allocator_over(monkeypatch):
+    def made(backend, kinds=("cpu",)):
+        monkeypatch.setattr(groups, "device_types", lambda group: [*kinds])
+        monkeypatch.setattr(groups, "backend_for", lambda group, device: backend)
+        return allocator(SimpleNamespace())
+
+    return made
+
+
+def test_what_a_group_offers_is_taken(allocator_over):
+    backend = Offering()
+    made = allocator_over(backend)(5, torch.float64, CPU)
+    assert made is backend.given[0]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [MemoryError(), ValueError("no shared memory for tensors on cpu"), RuntimeError("no pool"), NotImplementedError()],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_any_memory_will_do_where_the_group_refuses(allocator_over, refusal):
+    made = allocator_over(Offering(refusal))(5, torch.float64, CPU)
+    assert (made.shape, made.dtype, made.device) == ((5,), torch.float64, CPU)
+
+
+def test_a_group_is_asked_each_time(allocator_over):
+    backend = Offering(gives_up=True)
+    allocate = allocator_over(backend)
+    first, second = (allocate(5, torch.float32, CPU) for _ in range(2))
+    assert [made is backend.given[0] for made in (first, second)] == [True, False]
+    assert len(backend.given) == 1
+    backend.offers = True
+    assert allocate(5, torch.float32, CPU) is backend.given[1]
+
+
+def test_a_mistake_in_a_backend_is_no_refusal(allocator_over):
+    with pytest.raises(TypeError, match="numbers"):
+        allocator_over(Offering(TypeError("numbers")))(5, torch.float32, CPU)
+
+
+def test_a_group_for_another_device_is_not_asked(allocator_over):
+    backend = Offering()
+    allocate = allocator_over(backend, kinds=("cuda",))
+    assert allocate(5, torch.float32, CPU).shape == (5,)
+    assert allocator_over(backend)(5, torch.float32, torch.device("meta")).device.type == "meta"
+    assert backend.given == []
