@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored
-from ppe_ddp.state_dict_names import add_prefix, without_prefix
+from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored, rename_in_checkpoints
+from ppe_ddp.state_dict_names import add_prefix, without_prefix, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -35,6 +36,12 @@ class ModuleWrapper(nn.Module):
         if any(key.startswith("module.") for key in state_dict):
             state_dict = without_prefix(state_dict, self.module.state_dict(keep_vars=True).keys())
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What ``torch.distributed.checkpoint.state_dict`` asks for: which names lie in ``module``, unnamed."""
+        rename_in_checkpoints(partial(without_wrappers, ModuleWrapper))
+        names = [name for name in self.module.state_dict(keep_vars=True)]
+        return {name.split(".")[0]: "module" for name in names}
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -10,7 +10,7 @@ from torch import nn
 from ppe_ddp.engine.torch_internals import metadata_of, set_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
 
 _EXTRA = "_extra_state"
@@ -51,3 +51,33 @@ def without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mappi
             plain[""] = metadata[prefix.rstrip(".")]
         set_metadata(result, plain)
     return result
+
+
+def without_wrappers(wrapper: type[nn.Module], model: nn.Module, name: str) -> str:
+    """The name in ``model.state_dict()`` of what ``named_parameters()`` calls ``name``.
+
+    Args:
+        wrapper: The class whose ``module`` has no place in names of state dicts; it may be anywhere in ``model``.
+        model: The module.
+        name: A name of either kind.
+    """
+    kept: list[str] = []
+    parts, here = name.split("."), model
+    while parts:
+        if isinstance(here, wrapper):
+            if parts[0] == "module" and _has(here, parts):
+                parts = parts[1:]
+            here = here.get_submodule("module")
+        else:
+            kept.append(parts[0])
+            here, parts = getattr(here, parts[0], here), parts[1:]
+    return ".".join(kept)
+
+
+def _has(module: nn.Module, parts: Sequence[str]) -> bool:
+    """Whether there is such an attribute: a submodule of the user's may be called ``module`` too."""
+    missing = object()
+    found: Any = module
+    for part in parts:
+        found = getattr(found, part, missing)
+    return found is not missing

@@ -32,7 +32,7 @@ def test_connections_end_before_python(tmp_path, how):
     try:
         for process in ranks:
             output, errors = process.communicate(timeout=60)
-            assert (process.returncode, output.split()) == (0, ["ended"]), errors
+            assert (process.returncode, output.split(), errors) == (0, ["ended"], "")
     finally:
         for process in ranks:
             process.kill()

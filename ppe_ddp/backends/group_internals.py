@@ -90,6 +90,11 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def backends_named(config: str) -> dict[str, str]:
+    """The backends by type of device that torch makes of ``config``, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    return dict(c10d.BackendConfig(dist.Backend(config)).get_device_backend_map())
+
+
 def timeout_of(group: ProcessGroup) -> timedelta | None:
     """After which time collectives of ``group`` fail, which a group made beside it does not inherit by itself.
 

@@ -20,6 +20,7 @@ from ppe_ddp.backends.group_internals import (
     PrefixStore,
     backend_for,
     backends_being_made,
+    backends_named,
     creator_of,
     default_group,
     device_types,
@@ -137,6 +138,10 @@ def _backend_for(group: ProcessGroup) -> bool:
     return bool(backend_for(group, tensor.device).size() == 1)
 
 
+def _backends_named(_group: ProcessGroup) -> bool:
+    return backends_named("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"} and "cpu" in backends_named("gloo")
+
+
 def _timeout_of(group: ProcessGroup) -> bool:
     made = new_group_named("ppe_ddp/trial/made", [0], 2 * _SECONDS, "gloo", None)
     bare = ProcessGroup(HashStore(), 0, 1)
@@ -200,6 +205,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (kept_with, _kept_with),
     (device_types, _device_types),
     (backend_for, _backend_for),
+    (backends_named, _backends_named),
     (timeout_of, _timeout_of),
     (start_coalescing, _coalescing),
     (premul_factor, _premul_factor),

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group_internals import (
     HashStore,
     backend_for,
+    backends_named,
     default_group,
     device_types,
     is_registered,
@@ -234,12 +235,22 @@ def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessG
     for_control = getattr(options, "for_control", lambda: options)
     # torch would give them to every backend of a mixed group, and no other understands them.
     is_mixed = len(set(backends.values())) > 1
-    config = dist.get_backend_config(parent)
-    buckets = _new_group(parent, config, f"buckets/{name}", None if is_mixed else for_buckets())
+    config = str(dist.get_backend_config(parent))
+    buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
     # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
     control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
     end_on_threads_of_python([buckets, control])
     return buckets, control
+
+
+def _config(backends: dict[str, str], config: str) -> str:
+    """The name alone of the backend that serves all devices, where it stands for the same; else ``config``.
+
+    For a config of several entries torch sets no default backend once any backend is registered, save for NCCL and the
+    one that was registered first, and warns of that when the group is destroyed.
+    """
+    name = backends.get("cpu", "")
+    return name if name and backends_named(name) == backends else config
 
 
 def _close(groups: list[ProcessGroup]) -> None:

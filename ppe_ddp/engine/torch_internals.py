@@ -224,6 +224,30 @@ def set_metadata(state_dict: OrderedDict[str, Any], metadata: dict[str, Any]) ->
     state_dict._metadata = metadata  # type: ignore[attr-defined]
 
 
+CHECKPOINT_NAMES = "_fqn_modifiers"
+"""The method of a module by which ``torch.distributed.checkpoint.state_dict`` learns of names that are left out."""
+
+
+def rename_in_checkpoints(rename: Callable[[nn.Module, str], str]) -> None:
+    """Let ``torch.distributed.checkpoint.state_dict`` call a parameter by what ``rename(module, name)`` gives.
+
+    It names the state of optimizers by ``named_parameters()``, and takes the prefix of a wrapper off only where that is
+    torch's own class; what a module says by :data:`CHECKPOINT_NAMES` is not asked there. There is one such function in
+    a process: calling this again changes nothing.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    names = state_dict.__dict__
+    torchs: Callable[..., set[str]] = names["_get_fqns"]
+    if "ppe_ddp_renames" in names:
+        return
+
+    def names_of(model: nn.Module, name: str, *arguments: Any, **keywords: Any) -> set[str]:
+        return torchs(model, rename(model, name), *arguments, **keywords)
+
+    names["_get_fqns"], names["ppe_ddp_renames"] = names_of, rename
+
+
 def take_off_step_hooks(optimizer: Optimizer) -> None:
     """Let ``optimizer``, a shallow copy, have no hooks of its own, while those of the original stay."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()

@@ -42,6 +42,7 @@ from ppe_ddp.engine.torch_internals import (
     parameter_table,
     post_accumulate_hooks,
     preserve_versions,
+    rename_in_checkpoints,
     set_metadata,
     split_by,
     storage_users,
@@ -309,6 +310,28 @@ def _metadata() -> bool:
     return found == {"": {"version": 2}} and nn.BatchNorm1d(1).load_state_dict(state).missing_keys == []
 
 
+class _Renamed(nn.Module):
+    """Has its tensors in a submodule that its state dict says nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(1, 1))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.state_dict(*args, **kwargs)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"0": "inner"}
+
+
+def _rename_in_checkpoints() -> bool:
+    from torch.distributed.checkpoint import state_dict
+
+    # Only what is said by the method is tried: renaming is for good, and so the wrapper's.
+    found = state_dict.get_model_state_dict(_Renamed())
+    return list(found) == ["0.weight", "0.bias"] and callable(state_dict.__dict__["_get_fqns"])
+
+
 def _take_off_step_hooks() -> bool:
     calls: list[str] = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
@@ -388,6 +411,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (is_compiled, _is_compiled),
     (IncompatibleKeys, _incompatible_keys),
     (metadata_of, _metadata),
+    (rename_in_checkpoints, _rename_in_checkpoints),
     (take_off_step_hooks, _take_off_step_hooks),
     (is_in_join, _is_in_join),
     (in_backward_optimizers, _in_backward_optimizers),
