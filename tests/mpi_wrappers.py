@@ -25,6 +25,7 @@ def on_two_ranks():
         yield lambda options=options: tests.test_another_order_on_each_rank.__wrapped__(options)
         yield lambda options=options: tests.test_one_rank_uses_only_one_of_them.__wrapped__(options)
         yield lambda options=options: own.test_a_collective_in_a_hook_of_one_parameter.__wrapped__(options)
+        yield lambda options=options: own.test_a_flag_is_reduced_after_an_error_that_was_caught.__wrapped__(options)
     yield tests.test_hooks_that_take_one_bucket_at_a_time.__wrapped__
     yield tests.test_repairs.__wrapped__
     yield tests.test_started_by_hand_in_another_order.__wrapped__

@@ -89,7 +89,7 @@ def test_on_one_rank_alone_the_others_are_told(place, options):
             with pytest.raises(Broken, match="blown"):
                 step(wrapper, rank, place=place)
         else:
-            with pytest.raises(PeerAbortedError, match=f"rank {rank}: the backward of rank {turn} raised"):
+            with pytest.raises(PeerAbortedError, match=f"rank {rank}: rank {turn} failed in the .* of its backward"):
                 step(wrapper, rank)
         for _ in range(2):
             wrapper.zero_grad()
@@ -235,7 +235,7 @@ def test_a_module_that_is_changed_before_the_others_go_on(change):
             with pytest.raises(Broken, match="blown"):
                 step(wrapper, rank, place=place)
         else:
-            with pytest.raises(PeerAbortedError, match=f"rank {turn} raised"):
+            with pytest.raises(PeerAbortedError, match=f"rank {turn} failed in"):
                 step(wrapper, rank)
         wrapper.zero_grad()
         change(wrapper)

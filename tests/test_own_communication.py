@@ -1,4 +1,4 @@
-"""Communication of the user's own, in forward, in backward and around them: no deadlock, whatever the ranks' speeds."""
+"""Communication of the user's own, in forward, in backward and after an error: no deadlock, whatever the ranks' speeds."""
 
 import copy
 
@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
-from test_graphs_broken import Fused
+from test_graphs_broken import Broken, Fused
 from test_graphs_broken import step as one_step
 from test_two_wrappers import Busy
 
@@ -102,6 +102,28 @@ def test_a_collective_in_a_hook_of_one_parameter(options):
         assert_gradients(module, want)
         handle.remove()
     assert sums == [2.0] * 3
+
+
+@each_variant
+@on_two_ranks
+def test_a_flag_is_reduced_after_an_error_that_was_caught(options):
+    """Does any rank skip this step? All do, and the next one is right; by the group that the wrapper was given."""
+    rank, module = dist.get_rank(), seeded(Fused)
+    wrapper = DistributedDataParallel(module, **options)
+    want = mean_gradients(module, one_step)
+    for step in range(4):
+        wrapper.zero_grad()
+        breaks = {1: 0, 2: 1}.get(step)
+        flag = torch.zeros(1)
+        try:
+            one_step(wrapper, rank, place=2 if rank == breaks else None)
+        except (Broken, PeerAbortedError) as error:
+            assert isinstance(error, Broken) == (rank == breaks)
+            flag += 1
+        dist.all_reduce(flag)
+        assert flag.item() == (0 if breaks is None else 2)
+        if breaks is None:
+            assert_gradients(module, want)
 
 
 @pytest.mark.parametrize("slow", [0, 1])

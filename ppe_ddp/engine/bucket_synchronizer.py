@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.bucket_plan import Packing, Plan
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.failures import HookProgress
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
@@ -95,6 +96,11 @@ class BucketSynchronizer(Synchronizer):
         """Whether to divide by the ranks that take part instead of by all."""
         self.sharded_parameters: ShardedParameters | None = None
         """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
+
+    @property
+    def hook_progress(self) -> HookProgress | None:
+        """How far a hook has come that communicates in groups of its own; None if there is none."""
+        return self.reduction.progress
 
     @property
     def groups(self) -> Sequence[Groups]:
@@ -173,7 +179,7 @@ class BucketSynchronizer(Synchronizer):
             backward.recorder.agreed_at = perf_counter_ns()
             return
         if self._groups.is_closed:
-            self._groups.renew(self.reduction.progress)
+            self.renew()
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=_LOOK_SECONDS)
 _LONGEST_REASON = 2000  # characters
+_READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,23 @@ class Failures:
         keys = [key for key in (f"{self._key}/{number + 1}" for number in range(count)) if self._store.check([key])]
         failures = [Failure(**json.loads(self._store.get(key))) for key in keys]
         return [failure for failure in failures if failure.rank != self._rank]
+
+    def announce(self, attempt: int, reason: str) -> None:
+        """Say to the others whether this rank will make new connections; ``reason`` is empty if so.
+
+        Args:
+            attempt: How often it has said so before: once for each synchronized backward, on every rank.
+            reason: Why not.
+        """
+        self._store.set(f"{self._key}/renewal/{attempt}/{self._rank}", reason or _READY)
+
+    def announced(self, attempt: int, world_size: int) -> list[str] | None:
+        """What all ranks have said to this attempt: reasons, empty where they are ready; None while one has not."""
+        keys = [f"{self._key}/renewal/{attempt}/{rank}" for rank in range(world_size)]
+        if not self._store.check(keys):
+            return None
+        words = [self._store.get(key).decode() for key in keys]
+        return ["" if word == _READY else word for word in words]
 
     def compare(self, progress: HookProgress, world_size: int, timeout: timedelta) -> str:
         """Tell the others how far this rank has come, and wait for what they say; all ranks must call this.

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,8 @@ from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedErr
 
 if TYPE_CHECKING:
     from ppe_ddp.engine.exit_order import User
+
+_LOOK_SECONDS = 0.001  # at the store, while the others come to connect again
 
 
 @dataclass(eq=False)
@@ -82,6 +85,7 @@ class Groups:
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self.failures = self._failures()
         self._unusable = ""
+        self._attempts = 0  # to renew, since the last failure
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
 
@@ -118,6 +122,7 @@ class Groups:
             progress: Of a hook that communicates in groups of its own; None on every rank where there is none.
 
         Raises:
+            PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
             CommunicationError: Not all ranks have come within the group's timeout.
             UnusableError: On all ranks: the hook has not come equally far on all of them.
         """
@@ -125,6 +130,7 @@ class Groups:
             return
         self.check()
         timeout = timedelta(seconds=self.timeout_seconds)
+        self._await_renewal()
         try:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             if not reason:
@@ -139,8 +145,37 @@ class Groups:
             self._unusable = f"rank {self.rank}: {reason}"
             raise UnusableError(self._unusable)
         self.failures = self._failures()
-        self.step = 0
+        self.step = self._attempts = 0
         self.is_closed = False
+
+    def skip_step(self, reason: str) -> None:
+        """This rank's backward has raised before it has sent anything, or has made new connections in :meth:`renew`."""
+        if self.is_closed:
+            self.failures.announce(self._attempts, reason)
+            self._attempts += 1
+        else:
+            self.step += 1
+
+    def _await_renewal(self) -> None:
+        """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        self.failures.announce(attempt, "")
+        end = monotonic() + self.timeout_seconds
+        advance = getattr(self.parent, "progress", lambda: None)
+        while (reasons := self.failures.announced(attempt, self.world_size)) is None:
+            if monotonic() > end:
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.world_size}: not all ranks have come to connect again after a failure "
+                    f"within the group's timeout of {self.timeout_seconds:g} s. Every rank must go on with its next step"
+                )
+            advance()
+            sleep(_LOOK_SECONDS)
+        absent = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        if absent:
+            raise PeerAbortedError(
+                f"rank {self.rank}: another rank has failed again before the ranks were connected: {'; '.join(absent)}. "
+                "The gradients of this step are not averages: zero them and go on with the next step"
+            )
 
     def fail(self, error: BaseException, phase: str) -> PeerAbortedError | None:
         """End the communication of this step after ``error``: tell the other ranks, and close the duplicates.

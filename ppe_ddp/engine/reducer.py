@@ -235,7 +235,7 @@ class Reducer(Generic[C]):
         callback = self._end_callback()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
-            self._end_callback = weakref.ref(callback, self._grad_hooks.stop_recording)
+            self._end_callback = weakref.ref(callback, partial(_on_end_of_graph_task, weakref.ref(self)))
             at_end_of_backward(callback)
         if not reached:
             # or none yet: reentrant checkpoints have graph tasks of their own; the first of them begins the backward
@@ -287,7 +287,8 @@ class Reducer(Generic[C]):
                 self.synchronizer.start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
-            if backward.phase is Phase.BEGUN and isinstance(error, Exception):
+            is_unknown_to_others = backward.phase is Phase.BEGUN and not isinstance(error, PeerAbortedError)
+            if is_unknown_to_others and isinstance(error, Exception):
                 yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
             elif backward.phase is not Phase.OVER:
                 self._backward = None
@@ -367,8 +368,22 @@ class Reducer(Generic[C]):
             raise error
         raise peer_error from error
 
+    def _abort_if_unfinished(self, end_callback: object) -> None:
+        """A graph task has ended: tell the other ranks at once if that is because this rank's backward has raised."""
+        assert self._grad_hooks is not None
+        self._grad_hooks.stop_recording()
+        with self._lock:
+            backward = self._backward
+            if backward is None or backward.alive is not end_callback or backward.phase is Phase.FAILED:
+                return
+            if self.synchronizer.abort(backward):
+                self._backward = None
+
     def _recover(self) -> None:
-        """Finish, for the other ranks, the backwards that one error has aborted here, of this module and any other."""
+        """Finish, for the other ranks, the backwards that one error has aborted here, of this module and any other.
+
+        Only those whose synchronizer could not end them at once.
+        """
         begun = [(other, other._backward) for other in list(self._begun)]
         dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
         self._begun.difference_update([other for other, _ in dead])
@@ -392,6 +407,12 @@ class Reducer(Generic[C]):
             self._fail(backward, error)
         finally:
             self._backward = None
+
+
+def _on_end_of_graph_task(owner: weakref.ref[Reducer[C]], end_callback: object) -> None:
+    self = owner()
+    if self is not None:
+        self._abort_if_unfinished(end_callback)
 
 
 def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.failures import HookProgress
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.module_state import ModuleState
@@ -58,6 +59,11 @@ class Synchronizer(ABC):
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`start_negotiation` makes new ones, collectively."""
         return True in [groups.is_closed for groups in self.groups]
+
+    @property
+    def hook_progress(self) -> HookProgress | None:
+        """How far a hook has come that communicates in groups of its own; None if there is none."""
+        return None
 
     @abstractmethod
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
@@ -106,6 +112,36 @@ class Synchronizer(ABC):
         self.put_back(backward)
         backward.schedule = None
         return next((one for one in peer_errors if one is not None), None)
+
+    def abort(self, backward: Backward) -> bool:
+        """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
+
+        Returns:
+            Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
+        """
+        if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
+            return False
+        error = RuntimeError("its backward has raised an error; look at that rank's traceback")
+        if backward.phase is Phase.BEGUN:
+            for groups in self.groups:
+                groups.skip_step(str(error))
+        self.fail(backward, error)
+        return True
+
+    def renew(self) -> None:
+        """Make new connections where a failure has closed them; every rank must call this together.
+
+        Raises:
+            PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
+        """
+        errors = []
+        for groups in self.groups:
+            try:
+                groups.renew(self.hook_progress)
+            except PeerAbortedError as error:
+                errors.append(error)  # the others must be tried all the same, as on the other ranks
+        if errors:
+            raise errors[0]
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:
         """Negotiate again at the end of ``backward``, if ``error`` reports a failure in the step before.

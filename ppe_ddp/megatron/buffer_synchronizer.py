@@ -123,8 +123,7 @@ class BufferSynchronizer(Synchronizer):
     def start_negotiation(self, backward: Backward) -> None:
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
-        for reduction_group in self._reduction_groups:
-            reduction_group.groups.renew()
+        self.renew()
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
         self._exchanges = [

@@ -210,6 +210,10 @@ class MpiProcessGroup(CollectiveGroup):
         if not MPI.Is_finalized():
             self._waits.give_up("it has called abort()")
 
+    def progress(self) -> None:
+        """Move all that is outstanding on all groups of this process, without waiting."""
+        self._waits.progress()
+
     monitoredBarrier = monitored_barrier
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
