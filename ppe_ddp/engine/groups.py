@@ -165,16 +165,17 @@ class Groups:
         while (reasons := self.failures.announced(attempt, self.world_size)) is None:
             if monotonic() > end:
                 raise CommunicationError(
-                    f"rank {self.rank} of {self.world_size}: not all ranks have come to connect again after a failure "
-                    f"within the group's timeout of {self.timeout_seconds:g} s. Every rank must go on with its next step"
+                    f"rank {self.rank} of {self.world_size}: not all ranks have come within the group's timeout of "
+                    f"{self.timeout_seconds:g} s to connect again after a failure. Every rank must go on with its next "
+                    "step"
                 )
             advance()
             sleep(_LOOK_SECONDS)
         absent = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if absent:
             raise PeerAbortedError(
-                f"rank {self.rank}: another rank has failed again before the ranks were connected: {'; '.join(absent)}. "
-                "The gradients of this step are not averages: zero them and go on with the next step"
+                f"rank {self.rank}: a rank has failed again before the ranks were connected: {'; '.join(absent)}. The "
+                "gradients of this step are not averages: zero them and go on with the next step"
             )
 
     def fail(self, error: BaseException, phase: str) -> PeerAbortedError | None:
