@@ -19,6 +19,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "errors",
     "nested_tensors",
+    "scaling",
     "contracts",
     "functions",
     "backends",
