@@ -85,14 +85,12 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_the_timeout():
     assert 'File "<string>"' in errors
 
 
-# Exit handlers run in the reverse order: this one after all others of the rank. Each rank waits for the next one's.
+# Exit handlers run in the reverse order: this one right before that of the backend, which waits for the other ranks.
 IN_TURN = """
 import atexit, os
-leave = lambda: rank and open(os.path.join({folder!r}, str(rank)), "w").close()
-atexit.register(leave)
-{start}
+atexit.register(lambda: rank and open(os.path.join({folder!r}, str(rank)), "w").close())
 if rank < 2:
-    open(os.path.join({folder!r}, str(rank + 1))).read()
+    open(os.path.join({folder!r}, str(rank + 1))).read()  # returns when the next rank is about to leave
 """
 
 
@@ -100,7 +98,7 @@ def test_ranks_may_leave_one_after_another_in_any_good_way(tmp_path):
     for rank in (1, 2):
         os.mkfifo(tmp_path / str(rank))
     ends = "try:\n sys.exit((4, 0, None)[rank])\nexcept SystemExit:\n if rank: raise\nprint('rank', rank)"
-    script = IN_TURN.format(folder=str(tmp_path), start=START.format(timeout=60)) + ends
+    script = START.format(timeout=60) + IN_TURN.format(folder=str(tmp_path)) + ends
     code, output, errors = mpirun(3, script, by=("-m", "mpi4py"))
     assert (code, output) == (0, "rank 0\n"), errors
 
