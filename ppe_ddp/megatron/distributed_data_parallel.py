@@ -271,7 +271,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     # ------------------------------------------------------------------ a distributed optimizer
 
     def sharded(self, *, experts: bool = False) -> ShardedModel:
-        """What a distributed optimizer works on; the same object at every call.
+        """The interface for a distributed optimizer; the same object at every call.
 
         Args:
             experts: Whether that of the experts, whose shards lie on the ranks of another group.

@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         code: The first exit code that is not 0, in the order of nodes; 124 if there is none but some were killed.
@@ -118,7 +118,7 @@ class NodeJob:
             file.close()
 
     def text(self, kind: str) -> str:
-        """What it has printed until now.
+        """The output so far.
 
         Args:
             kind: ``"output"`` or ``"errors"``.
