@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ppe_ddp.scaling import scale
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -124,7 +126,7 @@ class GradBucket(list["Tensor"]):
     def divide(self, world_size: int) -> None:
         """Divide the gradients by the world size, in place, if that is left to the function."""
         if self._division is Division.BY_FUNCTION:
-            self._buffer.mul_(1.0 / world_size)
+            scale(self._buffer, self._buffer, 1.0 / world_size)
             self._division = Division.DONE
 
     def set_buffer(self, buffer: Tensor) -> None:

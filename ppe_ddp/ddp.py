@@ -348,7 +348,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` keeps its own small tensors."""
+        """The device of the small tensors of ``Join``."""
         return self._inputs.device or torch.device("cpu")
 
     @property

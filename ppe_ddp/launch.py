@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a launcher found in the environment.
+    """The job that a launcher describes in the environment.
 
     Attributes:
         launcher: The launcher's name.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from failing import WAYS, Net, Switch, fail, square
+from failing import WAYS, FailingNet, Switch, fail, square
 from one_process import mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.engine.zero.chunks import Rows
@@ -17,7 +17,7 @@ from ppe_ddp.megatron import DistributedDataParallelConfig
 LEARNING_RATE = 0.05
 
 
-class Sometimes(Net):
+class Sometimes(FailingNet):
     """Leaves out the middle layer in some forwards: nothing waits for its parameters then."""
 
     leaves_out = False
@@ -56,7 +56,7 @@ def before_the_scatter(patches, switch):
 def in_the_wait(patches, switch):
     start = ReduceScatter.start
 
-    class Pending:
+    class PendingScatter:
         def __init__(self, work):
             self.work = work
             self.is_completed = work.is_completed
@@ -65,7 +65,9 @@ def in_the_wait(patches, switch):
             self.work.wait()
             switch.refuse()
 
-    patches.setattr(ReduceScatter, "start", lambda *arguments, **keywords: Pending(start(*arguments, **keywords)))
+    patches.setattr(
+        ReduceScatter, "start", lambda *arguments, **keywords: PendingScatter(start(*arguments, **keywords))
+    )
 
 
 PATCHES = {way.__name__: way for way in (in_packing, before_the_scatter, in_the_wait)}
@@ -137,7 +139,7 @@ def hold_megatron(way, *, turns=4, seed=0, **options):
     generator, switch = random.Random(f"{way} {seed}"), Switch()
     with pytest.MonkeyPatch.context() as patches:
         own = plugged(way, patches, switch).get("own")
-        module = seeded(Net, None)
+        module = seeded(FailingNet, None)
         config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=True, **options)
         wrapper = MegatronDDP(None, config, module)
         optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=LEARNING_RATE)

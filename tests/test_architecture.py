@@ -1,6 +1,7 @@
 """The tree is the architecture: imports run one way, files and functions stay small, importing stays light."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -19,6 +20,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "errors",
     "nested_tensors",
+    "scaling",
     "contracts",
     "functions",
     "backends",
@@ -119,6 +121,13 @@ def test_importing_is_light():
 @pytest.mark.parametrize("name", [name for name in ppe_ddp.__all__])
 def test_public_names_are_documented(name):
     assert getattr(ppe_ddp, name).__doc__
+
+
+def test_contributing_names_files_that_exist():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    files = [path.as_posix() for folder in (ROOT, Path(__file__).parent) for path in folder.rglob("*.py")]
+    named = set(re.findall(r"[\w/]+\.py", text))
+    assert {name for name in named if not any(file.endswith("/" + name) for file in files)} == set()
 
 
 def test_the_order_of_tests_names_files_that_exist():

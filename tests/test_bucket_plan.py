@@ -260,13 +260,22 @@ def test_no_plan_survives_another_packing_or_order():
 
 
 @given(st.lists(st.integers(0, 1 << 17), max_size=8))
-def test_somebody_looks_once_so_many_bytes_have_landed(numels):
+def test_a_launch_is_triggered_once_so_many_bytes_have_arrived(numels):
     ours = Planner([spec(numel) for numel in numels], Packing(1, 1))
     size = 0
     for i in ours.order:
         size += ours.specs[i].nbytes
         assert (i in ours.launch_triggers) == (size >= 1 << 16)
         size = 0 if i in ours.launch_triggers else size
+
+
+@pytest.mark.parametrize(("numel", "does"), [((1 << 14) - 1, False), (1 << 14, True)])
+def test_a_gradient_of_just_the_size_triggers_and_is_adopted(numel, does):
+    ours = Planner([spec(numel)], Packing(1 << 20, 1 << 16))
+    assert (0 in ours.launch_triggers) is does
+    assert [bucket.adopted for bucket in ours.plan(b"\1").buckets] == [does]
+    beside = Planner([spec(1), spec(numel)], Packing(1 << 20, 1 << 16))
+    assert members(beside.plan(b"\1\1")) == ([(1,), (0,)] if does else [(1, 0)])
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -185,7 +185,7 @@ def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_aver
     assert user.calls == [1, 2, 0]
 
 
-def test_hooks_are_kept_back_once_and_new_ones_are_found():
+def test_hooks_are_deferred_once_and_new_ones_are_found():
     user = Waiting(1)
     user.hooks.defer()
     user.hooks.defer()
@@ -199,7 +199,7 @@ def test_hooks_are_kept_back_once_and_new_ones_are_found():
     assert (user.calls, len(later)) == ([0], 1)
 
 
-def test_a_hook_that_is_removed_while_it_is_kept_back_is_not_called():
+def test_a_hook_that_is_removed_while_it_is_deferred_is_not_called():
     user = Waiting(2)
     user.hooks.defer()
     user.is_synchronizing = True

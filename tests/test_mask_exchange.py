@@ -1,4 +1,4 @@
-"""Reached parameters and the exchange of masks: ranks are threads here, with groups of their own."""
+"""The exchange of masks: ranks are threads here, with groups of their own."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -8,104 +8,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchanger
-from ppe_ddp.engine.reached_parameters import ReachedParameters
-
-# --- what this backward reaches
-
-
-def seen_while(reach, start, *tensors):
-    """What `reach` says inside the backward that `start` runs: as the gradient of each of these tensors comes."""
-    seen = []
-    for tensor in tensors:
-        tensor.register_hook(lambda _: seen.append(reach.indices()))
-    start()
-    return seen
-
-
-@pytest.fixture
-def three():
-    return [nn.Parameter(torch.ones(2)) for _ in range(3)]
-
-
-def test_what_a_graph_leads_to_is_reached(three):
-    reach = ReachedParameters(three)
-    hidden = three[0] * 2
-    assert seen_while(reach, (hidden + three[2]).sum().backward, hidden) == [[0, 2]]
-    other = three[1] * 2
-    assert seen_while(reach, other.sum().backward, other) == [[1]]
-
-
-def test_nothing_is_reached_outside_of_a_backward_and_by_autograd_grad(three):
-    reach = ReachedParameters(three)
-    assert reach.indices() == []
-    hidden = three[0] * 2
-    assert seen_while(reach, lambda: torch.autograd.grad(hidden.sum(), three[0]), hidden) == [[]]
-
-
-def test_backward_with_inputs_reaches_those_alone(three):
-    reach = ReachedParameters(three)
-    hidden = three[0] * three[1]
-    assert seen_while(reach, lambda: hidden.sum().backward(inputs=[three[1]]), hidden) == [[1]]
-
-
-def test_what_needs_no_gradient_is_not_reached(three):
-    three[1].requires_grad_(False)
-    reach = ReachedParameters(three)
-    hidden = three[0] * three[1]
-    assert seen_while(reach, hidden.sum().backward, hidden) == [[0]]
-
-
-class Reentrant(torch.autograd.Function):
-    """A reentrant checkpoint: a backward of its own within the backward."""
-
-    @staticmethod
-    def forward(ctx, x, body):
-        ctx.x, ctx.body = x.detach().requires_grad_(), body
-        return body(x).detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.body(ctx.x), gradient)
-        return ctx.x.grad, None
-
-
-def test_a_reentrant_checkpoint_reaches_what_only_it_knows(three):
-    reach = ReachedParameters(three)
-    inside = []
-
-    def body(x):
-        y = x * three[1]
-        if y.requires_grad:
-            y.register_hook(lambda _: inside.append(reach.indices()))
-        return y
-
-    hidden = three[0] * 2
-    output = Reentrant.apply(hidden, body)
-    assert seen_while(reach, output.sum().backward, output) == [[0]]
-    assert inside == [[1]]
-
-
-def test_a_parameter_that_was_cast_is_looked_up_again(three):
-    reach = ReachedParameters(three)
-    three[0].data = three[0].data.double()
-    reach.refresh([0])
-    hidden = three[0] * 2
-    assert seen_while(reach, hidden.sum().backward, hidden) == [[0]]
-
-
-def test_parameters_are_looked_up_under_no_grad_too(three):
-    with torch.no_grad():
-        reach = ReachedParameters(three)
-    hidden = three[2] * 2
-    assert seen_while(reach, hidden.sum().backward, hidden) == [[2]]
-
-
-# --- what exists on any rank
 
 PATIENCE = timedelta(seconds=20)
 

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import re
 import signal
 import sys
@@ -50,7 +51,7 @@ def test_the_run_ends_well(ranks):
 
 
 START = """
-import sys, time, datetime
+import sys, datetime
 import torch, torch.distributed as dist
 import ppe_ddp.backends
 dist.init_process_group("mpi4py", init_method="mpi://", timeout=datetime.timedelta(seconds={timeout}))
@@ -84,9 +85,20 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_the_timeout():
     assert 'File "<string>"' in errors
 
 
-def test_ranks_may_leave_one_after_another_in_any_good_way():
+# Exit handlers run in the reverse order: this one right before that of the backend, which waits for the other ranks.
+IN_TURN = """
+import atexit, os
+atexit.register(lambda: rank and open(os.path.join({folder!r}, str(rank)), "w").close())
+if rank < 2:
+    open(os.path.join({folder!r}, str(rank + 1))).read()  # returns when the next rank is about to leave
+"""
+
+
+def test_ranks_may_leave_one_after_another_in_any_good_way(tmp_path):
+    for rank in (1, 2):
+        os.mkfifo(tmp_path / str(rank))
     ends = "try:\n sys.exit((4, 0, None)[rank])\nexcept SystemExit:\n if rank: raise\nprint('rank', rank)"
-    script = START.format(timeout=60) + "time.sleep(0.4 * (2 - rank))\n" + ends
+    script = START.format(timeout=60) + IN_TURN.format(folder=str(tmp_path)) + ends
     code, output, errors = mpirun(3, script, by=("-m", "mpi4py"))
     assert (code, output) == (0, "rank 0\n"), errors
 

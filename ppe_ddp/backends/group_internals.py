@@ -191,7 +191,7 @@ def backends_being_made() -> dict[str, str]:
 
 
 def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
-    """What was registered with torch to make groups over ``backend`` from (arguments, options); None for nothing.
+    """The function that is registered with torch to make groups over ``backend`` from (arguments, options), or None.
 
     torch registers its own in this form since 2.15, when they are first asked for; those that take other arguments
     count as nothing.

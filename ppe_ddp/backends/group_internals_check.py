@@ -65,7 +65,7 @@ _SECONDS = timedelta(seconds=17)
 
 
 class _Tables(SimpleNamespace):
-    """What torch keeps of its groups, in tables that are empty at first: which there are depends on the version."""
+    """torch's tables of its groups, replaced by empty ones; which tables there are depends on the version."""
 
     def __getattr__(self, name: str) -> dict[Any, Any]:
         table = self.__dict__[name] = {}

@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank handed to the transport in one step, in bytes.
+    """The bytes that one rank handed to the transport in one step.
 
     Attributes:
         gradient_nbytes: Gradients.
@@ -83,7 +83,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def traffic(self) -> Traffic:
-        """What the last step sent; its gradients must still be there."""
+        """The traffic of the last step; its gradients must still be there."""
 
     def launches(self) -> list[float]:
         """The seconds that the host took to pack and launch each bucket of the last step; empty if it is not known."""

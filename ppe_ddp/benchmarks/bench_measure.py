@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has measured.
+    """The measurements of one rank.
 
     Attributes:
         seconds: By contestant, the seconds of one step, one number a repetition.

@@ -19,7 +19,7 @@ __all__ = ["WORKLOADS", "Target", "TransformerBf16", "Workload"]
 
 @dataclass(frozen=True)
 class Target:
-    """What ppe_ddp should reach.
+    """The performance that ppe_ddp should reach.
 
     Attributes:
         reference: The contestant to compare with.

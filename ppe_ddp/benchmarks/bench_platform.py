@@ -164,7 +164,7 @@ class Platform:
     # ------------------------------------------------------------------ what it is
 
     def facts(self) -> dict[str, str | int | None]:
-        """What a report says of it: device, the GPUs' name and number, backend and NCCL's version."""
+        """The facts for a report: device, the GPUs' name and number, backend and NCCL's version."""
         has_gpu = self.device == "cuda"
         return {
             "device": self.device,

@@ -25,7 +25,7 @@ _SILENT = "6"
 
 
 def trace_file(folder: str, model: str, contestant: str, rank: int | str) -> str:
-    """Where the picture of ``contestant`` on one rank is."""
+    """The path of the trace of ``contestant`` on one rank."""
     return f"{folder}/{model}-{contestant}-rank{rank}.json.gz"
 
 

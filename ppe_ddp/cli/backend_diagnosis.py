@@ -68,7 +68,7 @@ class Diagnosis:
 
 
 class _Answer(TypedDict):
-    """What a rank under mpirun prints."""
+    """The result that a rank under mpirun prints."""
 
     rank: int
     ranks: int

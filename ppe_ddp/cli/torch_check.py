@@ -9,7 +9,7 @@ __all__ = ["changes_of_torch", "text_of_changes"]
 
 
 def changes_of_torch() -> tuple[str, ...]:
-    """What has changed, a line each that begins with the name of the function that relies on it; takes seconds."""
+    """The changes, a line each that begins with the name of the function that relies on it; takes seconds."""
     return (*torch_internals_check.check(), *group_internals_check.check())
 
 

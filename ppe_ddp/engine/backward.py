@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """How far a backward is."""
+    """The phase of a backward."""
 
     BEGUN = enum.auto()
     """Gradients arrive; nothing was sent to the other ranks yet."""

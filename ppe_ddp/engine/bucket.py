@@ -38,7 +38,7 @@ Averages = Generator[Probe | None, None, "list[Tensor]"]
 
 @dataclass(frozen=True, eq=False)
 class BucketContext:
-    """What the buckets of all plans have in common.
+    """The arguments that the buckets of all plans have in common.
 
     Attributes:
         specs: Of all parameters of the module.

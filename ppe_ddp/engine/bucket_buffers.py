@@ -120,7 +120,7 @@ class BucketBuffers:
         return buffer
 
     def bounds(self) -> list[int]:
-        """Where each buffer begins and ends in memory, in their order."""
+        """The addresses at which buffers begin and end, sorted."""
         memories = [buffer.memory for held in self._held.values() for buffer in held]
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 

@@ -42,7 +42,7 @@ class BucketCache:
         self._kept: OrderedDict[int, tuple[Plan, list[Bucket]]] = OrderedDict()
 
     def buckets(self, plan: Plan) -> Sequence[Bucket]:
-        """Those of ``plan``, in its order; the same objects as long as they are kept."""
+        """The buckets of ``plan``, in its order; the same objects as long as they are kept."""
         key = id(plan)  # unique while the plan lives, and it is kept here
         kept = self._kept.get(key)
         if kept is None:

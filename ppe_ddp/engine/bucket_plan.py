@@ -32,7 +32,7 @@ _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in ever
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What all ranks must agree on about one parameter.
+    """The properties of one parameter that all ranks must agree on.
 
     Attributes:
         name: The name in the wrapped module.

@@ -323,12 +323,12 @@ class BucketSynchronizer(Synchronizer):
 
     def _hand_over(self, backward: Backward, schedule: LaunchSchedule[Bucket]) -> Steps:
         world_size = self._groups.world_size
-        scale = world_size / backward.active if self.scale_by_active and backward.active else 1.0
+        factor = world_size / backward.active if self.scale_by_active and backward.active else 1.0
 
         if backward.silent:
             return schedule.finish(lambda _indices, _averages: None)
         owner = self.sharded_parameters or self.gradients
-        return schedule.finish(partial(owner.hand_over, scale=scale))
+        return schedule.finish(partial(owner.hand_over, factor=factor))
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average the late gradients in a second round, and add them to the averages: averaging is linear."""

@@ -119,7 +119,7 @@ class Completion:
             del error  # whose traceback holds this frame
 
     def finish_at_end_of_backward(self, *, shares_parameters: bool) -> None:
-        """The same, together with all that ask for this while autograd ends the backward of this thread.
+        """Do the same at the end of this thread's backward, together with all completions that were queued by then.
 
         Args:
             shares_parameters: Whether another wrapper has some of the same: then one goes after the other.

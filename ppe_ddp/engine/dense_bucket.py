@@ -16,6 +16,7 @@ from ppe_ddp.engine.bucket import Averages, Bucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
 from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.torch_internals import is_future
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,14 +162,14 @@ class PackedBucket(DenseBucket):
         if self._views and True in [gradient is not None and gradient.requires_grad for gradient in gradients]:
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
         buffer = self._buffers.holding(gradients, self.plan) if self._views else None
-        if buffer is not None:
-            if factor != 1.0:
-                buffer.flat.mul_(factor)
-        else:
+        if buffer is None:
             buffer = self._buffers.buffer(self.plan, self.specs, self.parameters)
-            fill(buffer.slots, gradients, factor if self._is_fused else 1.0)
-            if factor != 1.0 and not self._is_fused:
-                buffer.flat.mul_(factor)
+            if self._is_fused:
+                fill(buffer.slots, gradients, factor)
+                factor = 1.0
+            else:
+                fill(buffer.slots, gradients, 1.0)
+        scale(buffer.flat, buffer.flat, factor)
         slots = list(buffer.slots)  # these references mark the buffer as in use
         if self._views:  # the slots are the gradients from here on, and the old ones can be freed
             self.gradients = [
@@ -187,8 +188,7 @@ class AdoptedBucket(DenseBucket):
         spec, gradient = self.specs[0], self.gradients[0]
         if gradient is not None and reducible_in_place(gradient, spec):
             memory = gradient
-            if self.factor != 1.0:
-                memory.mul_(self.factor)
+            scale(memory, memory, self.factor)
         else:
             memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
             fill([memory], [gradient], self.factor)
@@ -212,7 +212,7 @@ def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: fl
         torch._foreach_zero_([slot for slot, gradient in pairs if gradient is None])
     if factor != 1.0:
         for slot, gradient in zip(filled, present, strict=True):
-            torch.mul(gradient, factor, out=slot)
+            scale(slot, gradient, factor)
     elif present:
         torch._foreach_copy_(filled, present)
 

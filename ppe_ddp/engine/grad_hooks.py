@@ -63,7 +63,7 @@ class GradHook(functools.partial[None]):
         return handle
 
 
-class _Recorded(list[nn.Parameter]):
+class _RecordedArrivals(list[nn.Parameter]):
     """The parameters whose gradients arrived while hooks were recording.
 
     Its ``append`` is put into hook tables; :func:`_owner_of` recognizes it there.
@@ -89,7 +89,7 @@ class GradHooks:
     def __init__(
         self, parameters: Sequence[nn.Parameter], on_accumulated: Callable[..., None], owner: weakref.ref[Any]
     ) -> None:
-        self._recorded = _Recorded(owner)
+        self._recorded = _RecordedArrivals(owner)
         self._record = self._recorded.append
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._handles: list[RemovableHandle] = []
@@ -196,7 +196,7 @@ def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
         owner: weakref.ref[Owner] = hook.args[0]
         return owner
     recorded = getattr(hook, "__self__", None)
-    return recorded.owner if isinstance(recorded, _Recorded) else None
+    return recorded.owner if isinstance(recorded, _RecordedArrivals) else None
 
 
 def _table(parameter: nn.Parameter) -> dict[int, Any]:

@@ -6,11 +6,10 @@ from bisect import bisect
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import torch
-
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.torch_internals import storage_users
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -86,12 +85,12 @@ class Gradients:
                 taken[k] = gradient.to_dense()
         return taken
 
-    def hand_over(self, indices: Sequence[int], gradients: list[Tensor], scale: float = 1.0) -> None:
+    def hand_over(self, indices: Sequence[int], gradients: list[Tensor], factor: float = 1.0) -> None:
         """Set ``.grad`` to these averages; add them where there is a gradient already."""
         parameters = self._parameters
-        if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
         for i, gradient in zip(indices, gradients, strict=True):
+            if factor != 1.0:
+                scale(gradient, gradient, factor)
             parameter = parameters[i]
             there = parameter.grad
             # Shards are those of an optimizer that another wrapper had: this one hands over all of it.

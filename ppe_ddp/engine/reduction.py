@@ -195,7 +195,7 @@ class HookReduction(Reduction):
         self._hook = hook
         self._calls = 0
         self._last: Waitable | None = None
-        self._is_left = False
+        self._is_unfinished = False
         # None or a process group is all the state of a hook that keeps none.
         self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
 
@@ -207,12 +207,12 @@ class HookReduction(Reduction):
     @property
     def progress(self) -> HookProgress:
         """How often it was called, in a group of its own: no hook of torch's kind is given ours."""
-        return HookProgress(self.title, self._calls, self._is_left)
+        return HookProgress(self.title, self._calls, self._is_unfinished)
 
     def abandon(self) -> None:
         """Remember whether the last call is still under way: it may never end, as calls of other ranks are missing."""
         ended = probe(self._last)
-        self._is_left = self._last is not None and not (ended is not None and ends_soon(ended))
+        self._is_unfinished = self._last is not None and not (ended is not None and ends_soon(ended))
         self._last = None
 
     def _call(self, bucket: GradBucket) -> Waitable:

@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from ppe_ddp.engine.bucket import Averages, Bucket
 from ppe_ddp.engine.completion import probe
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -53,7 +54,9 @@ class SparseBucket(Bucket):
             rows = yield from _gathered_rows(indices.t().contiguous(), counts, longest, groups.buckets)
             indices = rows.t()
             values = yield from _gathered_rows(values.contiguous(), counts, longest, groups.buckets)
-        return [(self._of(indices, values) * self._reduction.mean_factor).coalesce()]
+        average = self._of(indices, values)
+        scale(average.values(), average.values(), self._reduction.mean_factor)
+        return [average]
 
     def _of(self, indices: Tensor, values: Tensor) -> Tensor:
         """A coalesced gradient; each rank's indices are those of a tensor that was checked, if any was."""

@@ -148,7 +148,7 @@ class RoundRecord:
         self.nbytes = nbytes
 
     def buckets(self, names: tuple[str, ...], begin: int) -> list[BucketTrace]:
-        """Those of the buckets that were launched, in readable form."""
+        """The launched buckets, in readable form."""
         return [
             BucketTrace(
                 parameters=tuple(names[i] for i in bucket.members),

@@ -14,6 +14,7 @@ from ppe_ddp.engine.bucket_buffers import slots_of
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.dense_bucket import DenseBucket
 from ppe_ddp.errors import CommunicationError
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,8 +80,7 @@ class BufferBucket(DenseBucket):
             return
         self._is_reduced = False
         if self._scatter is None:
-            if self._gain != 1.0:
-                self._memory.mul_(1.0 / self._gain)
+            scale(self._memory, self._memory, 1.0 / self._gain)
             return
         # No other rank has this share of the averages. As many times as there are ranks, to be reduced once more,
         # they would be rounded in halves, or too large for them.
@@ -104,9 +104,7 @@ class BufferBucket(DenseBucket):
             self._pending = self._scatter.start(self.share, self._memory, factor=factor)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        factor = self._gain * self.factor
-        if factor != 1.0:
-            self._range.mul_(factor)
+        scale(self._range, self._range, self._gain * self.factor)
         return self._range, self.slots
 
     def _averages(self) -> list[Tensor]:

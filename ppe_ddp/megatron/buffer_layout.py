@@ -25,7 +25,7 @@ _TICK_ELEMENTS = 1 << 14
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the gradients of one buffer have in common.
+    """The properties that the gradients of one buffer share.
 
     Attributes:
         reduction_group: The ranks that average them: 0 for dense parameters, 1 for experts.

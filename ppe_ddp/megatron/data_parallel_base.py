@@ -50,7 +50,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
         return self.module.state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """What a checkpoint shall hold: the wrapped module's method of this name, or else its ``state_dict``."""
+        """The state dict for a checkpoint: by the wrapped module's method of this name, or else its ``state_dict``."""
         own = getattr(self.module, "state_dict_for_save_checkpoint", None)
         return (own or self.module.state_dict)(prefix=prefix, keep_vars=keep_vars)
 

@@ -50,7 +50,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     Any graph will do, and another one on each rank: the ranks agree while backward is running on which parameters
     have a gradient anywhere, in this micro-batch or an earlier one; a bucket without any is not sent. A gradient
-    that comes after its bucket has left is averaged in a second round.
+    that comes after its bucket was launched is averaged in a second round.
 
     All ranks of the groups must construct the wrapper together and synchronize equally often. Parameters with
     ``allreduce = False`` are experts: they are averaged over ``groups.expert``, and divided by the size of the
@@ -271,7 +271,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     # ------------------------------------------------------------------ a distributed optimizer
 
     def sharded(self, *, experts: bool = False) -> ShardedModel:
-        """What a distributed optimizer works on; the same object at every call.
+        """The interface for a distributed optimizer; the same object at every call.
 
         Args:
             experts: Whether that of the experts, whose shards lie on the ranks of another group.

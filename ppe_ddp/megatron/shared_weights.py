@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def word_embedding(module: nn.Module) -> Tensor | None:
-    """What ``shared_embedding_or_output_weight()`` gives: the embedding of the first stage, the output of the last.
+    """The result of ``shared_embedding_or_output_weight()``: the embedding of the first stage, the output of the last.
 
     None for a model that has no such method, or whose ``share_embeddings_and_output_weights`` is False.
     """

@@ -57,7 +57,7 @@ class ExpectedEntry:
 
 
 def describe(state_dict: Mapping[str, Any]) -> list[SourceEntry]:
-    """What a checkpoint in memory, or one that can be asked for its tensors, has.
+    """The entries of a checkpoint in memory, or of one that reads its tensors on demand.
 
     Raises:
         TypeError: A key is not a text, or an entry is no full tensor.
@@ -78,7 +78,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[SourceEntry]:
 
 
 def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
-    """What a module expects, from its own state_dict of sharded tensors, meta tensors or real ones.
+    """The entries that a module expects, by its own state_dict of sharded tensors, meta tensors or real ones.
 
     Args:
         state_dict: Where it was made with ``keep_vars=True``, tied parameters on the meta device are seen.

@@ -27,7 +27,7 @@ _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 
 @dataclass(frozen=True)
 class Distributed:
-    """What one rank got.
+    """The tensors that one rank got.
 
     Attributes:
         state_dict: Its entries, by the keys of its module; DTensors where the module has them.
@@ -60,14 +60,14 @@ class LoadTerms:
     lends: bool
 
     def compared(self) -> dict[str, Any]:
-        """What must not differ between ranks."""
+        """The terms that must be equal on all ranks."""
         dtype, piece_nbytes = self.options.dtype, self.options.piece_nbytes
         return {"strict": self.strict, "assign": self.fresh, "dtype": dtype, "piece_nbytes": piece_nbytes}
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What rank 0 sends to the others first.
+    """The first message of rank 0 to the others.
 
     Attributes:
         found: What the checkpoint has.

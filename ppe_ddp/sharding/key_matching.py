@@ -17,7 +17,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 @dataclass(frozen=True)
 class Match:
-    """What a checkpoint's keys are to the module's.
+    """The keys of a checkpoint, matched with the module's.
 
     Attributes:
         sources: For each key of the module that is loaded, the key of the checkpoint it is loaded from. Of keys that

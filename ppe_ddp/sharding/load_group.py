@@ -71,7 +71,7 @@ class LoadGroup:
         return "cpu" if "cpu" in served or not served else next(iter(served))
 
     def from_source(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on the source, on every rank; it is not called elsewhere.
+        """Call ``make`` on the source, and return its result on every rank.
 
         Raises:
             CheckpointError: On every rank, where ``make`` raised.
@@ -91,7 +91,7 @@ class LoadGroup:
         return value
 
     def from_each(self, make: Callable[[], T]) -> list[T]:
-        """What ``make`` returns on each rank, by rank.
+        """Call ``make`` on every rank, and return all results by rank.
 
         Raises:
             CheckpointError: On every rank, where ``make`` raised on any.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LoadTargets:
-    """What this rank holds of a checkpoint: memory for each tensor, once for tied ones.
+    """This rank's part of a checkpoint: memory for each tensor, once for tied ones.
 
     Args:
         targets: What this rank's module has.
@@ -80,7 +80,7 @@ class LoadTargets:
                     region_memory.target, region_memory.filled = value, True
 
     def state_dict(self, found: Sequence[SourceEntry]) -> dict[str, Any]:
-        """What was loaded, by the keys of the module. Tied keys have one object, so that they stay tied."""
+        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
         others = {entry.key: entry.pickled for entry in found if entry.shape is None}
         made: dict[str, Any] = {}
         result = {}
@@ -142,7 +142,7 @@ def refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
 
 
 def device_for(targets: Mapping[str, Any], load_group: LoadGroup, options: LoadOptions) -> torch.device:
-    """Where tensors are made that the module has on the meta device."""
+    """The device for tensors that the module has on the meta device."""
     if options.device is not None:
         return torch.device(options.device)
     tensors = [target for target in targets.values() if isinstance(target, Tensor)]

@@ -71,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Plugs:
-    """What is plugged into the wrapper.
+    """The functions and hooks that are plugged into the wrapper.
 
     Attributes:
         reduce_function: See :class:`ppe_ddp.ReduceFunction`.

@@ -52,7 +52,7 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class World:
-    """Where a check takes place.
+    """The ranks and the backend that a check runs on.
 
     Attributes:
         sizes: Numbers of ranks, each started in turn. Errors that two ranks hide show with three; more cost time.

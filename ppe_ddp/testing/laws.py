@@ -45,7 +45,7 @@ _COARSEST = 0.25
 
 @dataclass
 class Observation:
-    """What one rank saw in one case under one variant.
+    """The observations of one rank in one case under one variant.
 
     Attributes:
         rank: The rank.
@@ -258,7 +258,7 @@ def observe_all(
 
 
 def breaches(observations: Sequence[Observation]) -> list[str]:
-    """What is wrong in one case, seen from all ranks; empty if all laws hold.
+    """The broken laws in one case, by the observations of all ranks; empty if all hold.
 
     Args:
         observations: Those of all ranks, of the same case and variant.

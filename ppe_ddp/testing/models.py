@@ -79,7 +79,7 @@ class LayerRecipe:
 
 @dataclass(frozen=True)
 class ForwardPath:
-    """What one forward does.
+    """The choices of one forward.
 
     Attributes:
         choices: A number a layer, for those that have a choice.
@@ -171,7 +171,7 @@ class Recipe:
         return RandomModule(self).to(device)
 
     def path(self, step: int, rank: int, forward: int = 0) -> ForwardPath:
-        """What ``rank`` does in its ``forward``-th forward of ``step``."""
+        """The path of the ``forward``-th forward of ``rank`` in ``step``."""
         draw = self._draw("path", step, 0 if self.common_path else rank, forward)
         count = len(self.layers)
         return ForwardPath(
@@ -181,7 +181,7 @@ class Recipe:
         )
 
     def batch(self, step: int, rank: int, forward: int = 0) -> Tensor:
-        """What ``rank`` does it to: a float32 CPU tensor of shape (2, width) that requires grad."""
+        """The input of ``rank``: a float32 CPU tensor of shape (2, width) that requires grad."""
         generator = torch.Generator().manual_seed(self._draw("batch", step, rank, forward).getrandbits(60))
         return torch.randn(_ROWS, self.width, generator=generator).requires_grad_()
 

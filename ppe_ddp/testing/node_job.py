@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ppe_ddp.testing.namespaces import Namespaces
 
-__all__ = ["Finished", "Job"]
+__all__ = ["Finished", "NodeJob"]
 
 _TIMED_OUT = 124
 _GRACE_SECONDS = 5.0
@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         code: The first exit code that is not 0, in the order of nodes; 124 if there is none but some were killed.
@@ -37,7 +37,7 @@ class Finished:
     errors: str
 
 
-class Job:
+class NodeJob:
     """Commands that run at the same time, and have the nodes for themselves: with them every process there ends.
 
     Args:
@@ -118,7 +118,7 @@ class Job:
             file.close()
 
     def text(self, kind: str) -> str:
-        """What it has printed until now.
+        """The output so far.
 
         Args:
             kind: ``"output"`` or ``"errors"``.

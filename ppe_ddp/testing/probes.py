@@ -139,7 +139,7 @@ class _KnownBucket:
         )
 
     def problems(self, tolerance: float | None) -> Iterator[str]:
-        """What is wrong with the answer."""
+        """The errors in the result."""
         result = self.bucket.buffer().detach().reshape(-1).double().cpu()
         largest = float(self._mean.abs().max())
         allowed = (_ROUNDINGS * torch.finfo(self._flat.dtype).eps if tolerance is None else tolerance) * largest

@@ -26,7 +26,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What happened on one failing rank.
+    """The failure of one rank.
 
     Attributes:
         rank: The rank.

@@ -27,7 +27,7 @@ __all__ = ["Expectation", "Reference", "StepKind", "TrainingStep", "Zeroing", "p
 
 
 class StepKind(enum.Enum):
-    """What one step does."""
+    """The kind of a training step."""
 
     ONE_BACKWARD = enum.auto()
     """One forward, one backward."""
@@ -57,7 +57,7 @@ class StepKind(enum.Enum):
 
 
 class Zeroing(enum.Enum):
-    """What happens to gradients before a step."""
+    """How gradients are cleared before a step."""
 
     TO_NONE = enum.auto()
     """Zero_grad(set_to_none=True)."""

@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.engine.groups import backends_of, offers_memory
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,7 @@ class ReduceScatter(ABC):
             What to wait for, once; None where one rank is alone.
         """
         if self._world_size == 1:
-            _scale(share, flat, factor)
+            scale(share, flat, factor)
             return None
         return self._start(share, flat, factor, spare)
 
@@ -97,9 +98,9 @@ class AllToAllReduceScatter(ReduceScatter):
         total = share
         if share.dtype in _HALVES:
             total = self._pool.take(share.numel(), torch.float32, share.device)
-        _scale(total, rows[0], factor)
+        scale(total, rows[0], factor)
         for row in rows[1:]:
-            total.add_(row, alpha=factor)
+            total.add_(row, alpha=factor)  # no pass of its own
         if total is not share:
             share.copy_(total)
 
@@ -109,8 +110,9 @@ class NativeReduceScatter(ReduceScatter):
 
     def _start(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
         if flat.dtype in _HALVES and factor != 1.0:
-            flat = flat.mul_(factor) if spare else flat * factor
-            factor = 1.0
+            scaled = flat if spare else torch.empty_like(flat)
+            scale(scaled, flat, factor)
+            flat, factor = scaled, 1.0
         received = share
         if flat.dtype is not share.dtype:
             received = self._pool.take(share.numel(), flat.dtype, flat.device)
@@ -118,7 +120,7 @@ class NativeReduceScatter(ReduceScatter):
         work = function(received, flat, group=self._groups.buckets, async_op=True)
         if received is share and factor == 1.0:
             return work  # type: ignore[no-any-return]
-        return _Then(work, lambda: _scale(share, received, factor))
+        return _Then(work, lambda: scale(share, received, factor))
 
 
 class _Then:
@@ -144,19 +146,6 @@ class _Then:
         if finish is not None:
             with torch.no_grad():
                 finish()
-
-
-def _scale(target: Tensor, source: Tensor, factor: float) -> None:
-    """Set ``target``, of the dtype of ``source`` or wider, to ``factor`` times it; they may be the same memory."""
-    if target.data_ptr() == source.data_ptr():
-        if factor != 1.0:
-            target.mul_(factor)
-    elif target.dtype is source.dtype and factor != 1.0:
-        torch.mul(source, factor, out=target)
-    else:
-        target.copy_(source)
-        if factor != 1.0:
-            target.mul_(factor)
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MessagePool | None = None) -> Waitable | None:

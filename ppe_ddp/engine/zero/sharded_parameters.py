@@ -19,6 +19,7 @@ from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.engine.zero.unit_gather import UnitGather
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,20 +108,19 @@ class ShardedParameters(ShardedModel):
         rows = Rows(specs, self._groups.rank, self._groups.world_size)
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
-    def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor], scale: float = 1.0) -> None:
+    def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor], factor: float = 1.0) -> None:
         """Set the gradients of this rank's shards; add to those that were not cleared.
 
         Args:
             indices: The parameters.
             averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
-            scale: What to multiply them by.
+            factor: What to multiply them by.
         """
         for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
                 average = self._cut(k, average)
-            if scale != 1.0:
-                average.mul_(scale)
+            scale(average, average, factor)
             self._gradients[k].add(average)
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:

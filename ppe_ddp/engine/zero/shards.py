@@ -45,7 +45,7 @@ class Shard:
 
 
 class ShardedModel(ABC):
-    """What a wrapper offers a distributed optimizer. The shards of all ranks cover each parameter once.
+    """The interface of a wrapper to a distributed optimizer. The shards of all ranks cover each parameter once.
 
     Attributes:
         group: The ranks that share the parameters.
