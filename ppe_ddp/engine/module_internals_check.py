@@ -45,7 +45,7 @@ __all__ = ["MODULE_TRIALS"]
 def _is_scaler_check() -> bool:
     seen: list[object] = []
 
-    class Recorded(Tensor):
+    class CalledTensor(Tensor):
         @classmethod
         def __torch_function__(
             cls, func: object, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -57,7 +57,7 @@ def _is_scaler_check() -> bool:
     weight = nn.Parameter(torch.ones(1))
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1.0), torch.optim.SGD([weight])
     scaler.scale(weight.sum())
-    weight.grad = torch.tensor([float("inf")]).as_subclass(Recorded)
+    weight.grad = torch.tensor([float("inf")]).as_subclass(CalledTensor)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     return any(map(is_scaler_check, seen)) and weight.item() == 1.0
