@@ -31,6 +31,9 @@ class _OverGloo(ProcessGroup):
     def allgather(self, outputs, inputs, opts=None):
         return self._gloo.allgather(outputs, inputs)
 
+    def all_gather_single(self, output, tensor, timeout=None):  # how torch 2.15 gathers objects
+        return self._gloo.allgather([list(output.chunk(self.size()))], [tensor])
+
     def barrier(self, opts=None, timeout=None):
         return self._gloo.barrier()
 

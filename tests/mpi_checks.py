@@ -27,6 +27,7 @@ def main():
     options = MpiOptions(piece_bytes=1 << 16, shared_memory=False)  # mpi_check_shared.py has groups of its own
     dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=20), pg_options=options)
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # in torch's own checkpoints before 2.10
     own = MPI.COMM_WORLD.Dup()
     for name in names_for(dist.get_world_size()):
         error = None

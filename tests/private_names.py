@@ -14,6 +14,7 @@ INTERNALS = frozenset(
     {
         "engine/torch_internals.py",
         "engine/torch_internals_check.py",
+        "engine/module_internals_check.py",
         "backends/group_internals.py",
         "backends/group_internals_check.py",
     }

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,4 +72,5 @@ def test_one_script_under_every_launcher(tmp_path, launcher, expected):
     code, output, errors = run([*launcher, sys.executable, script], timeout=120)
     assert code == 0, errors
     expected = expected or "grad 1.5 gloo torchrun"
-    assert output.splitlines() == [expected] * (2 if launcher else 1)
+    told = re.findall(r"grad \S+ \S+ \S+", output)  # some versions of gloo write to the output too
+    assert told == [expected] * (2 if launcher else 1)

@@ -195,6 +195,17 @@ def test_a_rank_without_a_backward():
 
 
 @on_two_ranks
+def test_the_state_that_is_tried_out_for_a_checkpoint_calls_no_hooks():
+    wrapper, calls = DistributedDataParallel(seeded(mlp, 6, 8, 3)), []
+    inner = torch.optim.Adam(wrapper.parameters())
+    inner.register_step_pre_hook(lambda *_: calls.append("before"))
+    inner.register_step_post_hook(lambda *_: calls.append("after"))
+    state = DistributedOptimizer(inner, wrapper).state_dict()["state"]
+    assert all("exp_avg" in own for own in state.values())
+    assert calls == []
+
+
+@on_two_ranks
 def test_closures_hooks_and_zeroing():
     wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))
     optimizer = DistributedOptimizer(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)

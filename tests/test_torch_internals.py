@@ -9,6 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 from ppe_ddp.backends import group_internals, group_internals_check
 from ppe_ddp.engine import torch_internals_check
 from ppe_ddp.errors import TorchChangedError
+from renamed_names import names_of_torch, problems_after_renaming
 
 
 def test_this_torch_behaves_as_expected():
@@ -28,6 +29,11 @@ def test_this_torch_behaves_as_expected():
 def test_a_torch_that_has_changed_is_told_of_by_name(monkeypatch, owner, name, change, told):
     monkeypatch.setattr(owner, name, change)
     assert [problem.split(":")[0] for problem in torch_internals_check.check()] == [told]
+
+
+@pytest.mark.parametrize(("internals", "name"), names_of_torch(), ids=lambda value: getattr(value, "__name__", value))
+def test_a_name_that_torch_has_renamed_is_told_of(internals, name):
+    assert problems_after_renaming(internals, name)
 
 
 def helper_with_other_names(arguments, creator_fn):

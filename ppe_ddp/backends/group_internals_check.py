@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import Backend, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
@@ -24,6 +25,7 @@ from ppe_ddp.backends.group_internals import (
     creator_of,
     default_group,
     device_types,
+    end_coalescing,
     flattened_group,
     is_registered,
     kept_with,
@@ -87,9 +89,11 @@ def _job_of_one() -> Iterator[ProcessGroup]:
     world.pg_group_ranks[group] = {0: 0}
     world.pg_backend_config[group] = "cpu:gloo"
     c10d.__dict__["_world"] = world
+    _register_process_group(group.group_name, group)
     try:
         yield group
     finally:
+        _unregister_process_group(group.group_name)
         for made in [made for made in world.pg_map if made is not group]:
             dist.destroy_process_group(made)
         c10d.__dict__["_world"] = kept
@@ -148,8 +152,14 @@ def _timeout_of(group: ProcessGroup) -> bool:
     return [timeout_of(one) for one in (group, made, bare)] == [_SECONDS, 2 * _SECONDS, None]
 
 
-def _coalescing(_group: ProcessGroup) -> bool:  # gloo cannot do it
-    return callable(ProcessGroup._start_coalescing) and callable(ProcessGroup._end_coalescing)
+def _coalescing(group: ProcessGroup) -> bool:
+    refused = []
+    for call in (start_coalescing, end_coalescing):
+        try:
+            call(group, torch.device("cpu"))
+        except RuntimeError as error:  # gloo cannot do it
+            refused.append("oalescing" in str(error))
+    return refused == [True, True]
 
 
 def _premul_factor(_group: ProcessGroup) -> bool:
@@ -166,11 +176,16 @@ def _new_group_named(_group: ProcessGroup) -> bool:
     return made.group_name == "ppe_ddp/trial/made" and c10d.__dict__[NAMING] is torchs
 
 
-def _backends_being_made(_group: ProcessGroup) -> bool:  # a trial would have to register a backend, for good
+def _backends_being_made(_group: ProcessGroup) -> bool:
+    # Only a backend that was registered, for good, would see torch's own call: this one has its name and variables.
     variables = c10d.__dict__[MAKING].__code__.co_varnames
-    config = c10d.BackendConfig(Backend("cpu:gloo,cuda:nccl"))
-    wanted = {"cpu": "gloo", "cuda": "nccl"}
-    return {"backend_config", "creator_fn"} <= set(variables) and config.device_backend_map == wanted
+
+    def call(backend_config: Any) -> dict[str, str]:
+        return backends_being_made()
+
+    call.__code__ = call.__code__.replace(co_name=MAKING)
+    seen = call(c10d.BackendConfig(Backend("cpu:gloo,cuda:nccl")))
+    return {"backend_config", "creator_fn"} <= set(variables) and seen == {"cpu": "gloo", "cuda": "nccl"}
 
 
 def _creator_of(_group: ProcessGroup) -> bool:
@@ -191,10 +206,11 @@ def _process_group_over(group: ProcessGroup) -> bool:
     return (group.rank(), group.size(), group.group_name) == (0, 1, "ppe_ddp/trial")
 
 
-def _flattened_group(_group: ProcessGroup) -> bool:  # a mesh would begin by initializing torch.distributed
+def _flattened_group(_group: ProcessGroup) -> bool:
     from torch.distributed.device_mesh import DeviceMesh
 
-    return callable(DeviceMesh._flatten)
+    made = flattened_group(DeviceMesh("cpu", [[0]], mesh_dim_names=("outer", "inner")))
+    return (made.rank(), made.size()) == (0, 1) and is_registered(made)
 
 
 _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] = (

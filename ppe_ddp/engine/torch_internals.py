@@ -8,7 +8,6 @@ silence.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -22,6 +21,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
@@ -246,12 +246,6 @@ def rename_in_checkpoints(rename: Callable[[nn.Module, str], str]) -> None:
         return torchs(model, rename(model, name), *arguments, **keywords)
 
     names["_get_fqns"], names["ppe_ddp_renames"] = names_of, rename
-
-
-def take_off_step_hooks(optimizer: Optimizer) -> None:
-    """Let ``optimizer``, a shallow copy, have no hooks of its own, while those of the original stay."""
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def in_backward_optimizers(parameter: Tensor) -> Sequence[Optimizer]:

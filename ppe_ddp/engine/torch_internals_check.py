@@ -1,64 +1,38 @@
-"""Trials of ``torch_internals.py``: whether this torch behaves as the library needs it where torch promises nothing."""
+"""Trials of ``torch_internals.py``: autograd and tensors; those of modules are in ``module_internals_check.py``."""
 
 from __future__ import annotations
 
 import sys
-from copy import copy
-from inspect import signature
-from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
-from warnings import catch_warnings, simplefilter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 from ppe_ddp.backends.trials import problems_of
+from ppe_ddp.engine.module_internals_check import MODULE_TRIALS
 from ppe_ddp.engine.torch_internals import (
-    CALL_ATTRIBUTES,
-    IGNORED_NAMES,
-    BufferCommHookLocation,
-    IncompatibleKeys,
     at_end_of_backward,
-    buffer_table,
-    call_uncompiled,
-    child_table,
     chunk_cat,
     holds_tensors,
-    in_backward_optimizers,
     is_cast,
-    is_compiled,
     is_foreach_zero,
     is_future,
     is_in_backward,
-    is_in_join,
-    is_marked_ignored,
-    is_scaler_check,
-    mark_ignored,
-    metadata_of,
     node_is_executed,
-    only_writes_buffers,
-    parameter_table,
     post_accumulate_hooks,
     preserve_versions,
-    rename_in_checkpoints,
-    set_metadata,
     split_by,
     storage_users,
-    take_off_step_hooks,
     tensor_users,
-    uncompiled,
     unflatten,
     users_of_tensors,
     version_of,
     without_memory,
-    without_torch_function,
 )
 
 if TYPE_CHECKING:
-    from collections import OrderedDict
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["check"]
 
@@ -70,7 +44,7 @@ def check() -> list[str]:
         What does not behave as this library needs it, a line each, by the name of the function above; none if all is
         well.
     """
-    return problems_of(_TRIALS)
+    return problems_of((*_TRIALS, *MODULE_TRIALS))
 
 
 def _node_is_executed() -> bool:
@@ -161,27 +135,6 @@ def _chunk_cat() -> bool:
     return out.tolist() == [[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]]
 
 
-def _is_scaler_check() -> bool:
-    seen: list[object] = []
-
-    class Recorded(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: object, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))  # type: ignore[operator]
-
-    weight = nn.Parameter(torch.ones(1))
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1.0), torch.optim.SGD([weight])
-    scaler.scale(weight.sum())
-    weight.grad = torch.tensor([float("inf")]).as_subclass(Recorded)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    return any(map(is_scaler_check, seen)) and weight.item() == 1.0
-
-
 def _is_in_backward() -> bool:
     seen = [is_in_backward()]
     output = nn.Parameter(torch.ones(())) * 2
@@ -264,129 +217,6 @@ def _foreach() -> bool:
     return [norm.item() for norm in norms] == [8.0, 24.0] and not any(tensor.any() for tensor in of)
 
 
-def _tables() -> bool:
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    norm = child_table(module)["0"]
-    buffer_table(norm)["running_mean"] = buffer = torch.ones(2)
-    parameter_table(norm)["weight"] = weight = torch.full((2,), 3.0)  # as functional_call does
-    output = norm.eval()(torch.ones(2, 2))
-    return norm.running_mean is buffer and norm.weight is weight and output.tolist() == [[0.0, 0.0]] * 2
-
-
-def _call_attributes() -> bool:
-    code = nn.Module._call_impl.__code__
-    codes = [code, *(constant for constant in code.co_consts if isinstance(constant, CodeType))]
-    used = {name for one in codes for name in one.co_names}
-    module = nn.Module()
-    assert module._is_full_backward_hook is None  # is looked at in a function that is called from there
-    return {*used.intersection(vars(module)), "_is_full_backward_hook"} == CALL_ATTRIBUTES
-
-
-def _only_writes_buffers() -> bool:
-    kinds = [nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2, track_running_stats=True)]
-    others = [nn.BatchNorm2d(2).eval(), nn.InstanceNorm1d(2), nn.LayerNorm(2)]
-    return all(map(only_writes_buffers, kinds)) and not any(map(only_writes_buffers, others))
-
-
-def _is_compiled() -> bool:  # compiling itself, at the first call, takes seconds
-    module, in_place = nn.Linear(1, 1), nn.Linear(1, 1)
-    in_place.compile(backend="eager")
-    compiled: Any = torch.compile(module, backend="eager")
-    return [is_compiled(one) for one in (module, compiled, in_place)] == [False, True, True]
-
-
-def _incompatible_keys() -> bool:
-    found = nn.Linear(1, 1).load_state_dict({"other": torch.ones(1)}, strict=False)
-    return bool(found == IncompatibleKeys(["weight", "bias"], ["other"]))
-
-
-def _metadata() -> bool:
-    state = nn.BatchNorm1d(1).state_dict()
-    found = metadata_of(state)
-    set_metadata(
-        cast("OrderedDict[str, Any]", state), {"": {"version": 1}}
-    )  # from before there was num_batches_tracked
-    del state["num_batches_tracked"]
-    return found == {"": {"version": 2}} and nn.BatchNorm1d(1).load_state_dict(state).missing_keys == []
-
-
-class _Renamed(nn.Module):
-    """Has its tensors in a submodule that its state dict says nothing of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(1, 1))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.state_dict(*args, **kwargs)
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        return {"0": "inner"}
-
-
-def _rename_in_checkpoints() -> bool:
-    from torch.distributed.checkpoint import state_dict
-
-    # Only what is said by the method is tried: renaming is for good, and so the wrapper's.
-    found = state_dict.get_model_state_dict(_Renamed())
-    return list(found) == ["0.weight", "0.bias"] and callable(state_dict.__dict__["_get_fqns"])
-
-
-def _take_off_step_hooks() -> bool:
-    calls: list[str] = []
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    twin = copy(optimizer)
-    take_off_step_hooks(twin)
-    twin.step()
-    silent = not calls
-    optimizer.step()
-    return silent and calls == ["before", "after"]
-
-
-def _is_in_join() -> bool:
-    from torch.distributed.algorithms.join import Joinable
-
-    class One(Joinable):
-        join_device = join_process_group = None  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            super().__init__()
-
-        def join_hook(self, **kwargs: Any) -> Any: ...
-
-    return not is_in_join(One())
-
-
-def _in_backward_optimizers() -> bool:
-    with catch_warnings():
-        simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
-        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-    with_one, without = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    _apply_optimizer_in_backward(torch.optim.SGD, [with_one], {"lr": 0.1}, register_hook=False)
-    (optimizer,) = in_backward_optimizers(with_one)
-    return isinstance(optimizer, torch.optim.SGD) and not in_backward_optimizers(without)
-
-
-def _marks() -> bool:
-    module, own = nn.Linear(1, 1), torch.ones(1)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
-    mark_ignored(own)
-    found = [is_marked_ignored(tensor) for tensor in (module.weight, own, module.bias)]
-    return found == [True, True, False] and getattr(module, IGNORED_NAMES) == ["weight"]
-
-
-def _buffer_comm_hook_location() -> bool:
-    register = DistributedDataParallel._register_buffer_comm_hook
-    locations = {BufferCommHookLocation.PRE_FORWARD, BufferCommHookLocation.POST_FORWARD}
-    return signature(register).parameters["comm_hook_location"].default in locations
-
-
-def _uncompiled() -> bool:
-    return bool(uncompiled(lambda: 1)() == call_uncompiled(lambda: 1))
-
-
 _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (node_is_executed, _node_is_executed),
     (at_end_of_backward, _at_end_of_backward),
@@ -405,18 +235,4 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (holds_tensors, _holds_tensors),
     (split_by, _split_by),
     (torch._foreach_copy_, _foreach),
-    (parameter_table, _tables),
-    (nn.Module.__call__, _call_attributes),
-    (only_writes_buffers, _only_writes_buffers),
-    (is_compiled, _is_compiled),
-    (IncompatibleKeys, _incompatible_keys),
-    (metadata_of, _metadata),
-    (rename_in_checkpoints, _rename_in_checkpoints),
-    (take_off_step_hooks, _take_off_step_hooks),
-    (is_in_join, _is_in_join),
-    (in_backward_optimizers, _in_backward_optimizers),
-    (is_marked_ignored, _marks),
-    (BufferCommHookLocation, _buffer_comm_hook_location),
-    (call_uncompiled, _uncompiled),
-    (is_scaler_check, _is_scaler_check),
 )

@@ -20,7 +20,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import take_off_step_hooks
 from ppe_ddp.engine.zero.chunks import bounds_of
 from ppe_ddp.optim.shared_errors import raise_together
 
@@ -257,10 +256,9 @@ def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any
     """The state that ``optimizer`` gives a parameter at its first step, found out on a small one."""
     trial = nn.Parameter(torch.zeros(_PROBE, dtype=options["params"][0].dtype, device=options["params"][0].device))
     trial.grad = torch.zeros_like(trial)
-    twin = copy.copy(optimizer)
+    twin = copy.copy(optimizer)  # which leaves the hooks of its steps behind
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": [trial]}]
-    take_off_step_hooks(twin)
     with torch.no_grad():
         type(optimizer).step(twin)  # not a method that a scheduler has put in its place
     return dict(twin.state[trial])
