@@ -21,7 +21,14 @@ IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesi
 
 
 # Two runs under mpirun beside each other would spin in each other's way: these are one after another.
-UNDER_MPIRUN = ["test_mpi_backend", "test_sharding", "test_mpi_laws", "test_nodes", "test_nodes_training"]
+UNDER_MPIRUN = [
+    "test_mpi_backend",
+    "test_sharding",
+    "test_mpi_laws",
+    "test_nodes",
+    "test_nodes_training",
+    "test_doctor_jobs",
+]
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = ["test_laws", "test_cli", "test_examples", "test_conformance", "test_bad_input", "test_torch_hooks"]
 
