@@ -26,7 +26,7 @@ from ppe_ddp.testing.namespaces import NodesError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ppe_ddp.testing.node_job import Job
+    from ppe_ddp.testing.node_job import NodeJob
     from ppe_ddp.testing.nodes import Nodes
     from ppe_ddp.testing.rank_starter import RankProcess
 
@@ -50,7 +50,7 @@ class JobStarter:
         self._nodes = nodes
         self._launcher = launcher
         self._ranks = tuple(ranks)
-        self._job: Job | None = None
+        self._job: NodeJob | None = None
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
         """As :class:`RankStarter` has it.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ppe_ddp.testing.namespaces import Namespaces
 
-__all__ = ["Finished", "Job"]
+__all__ = ["Finished", "NodeJob"]
 
 _TIMED_OUT = 124
 _GRACE_SECONDS = 5.0
@@ -37,7 +37,7 @@ class Finished:
     errors: str
 
 
-class Job:
+class NodeJob:
     """Commands that run at the same time, and have the nodes for themselves: with them every process there ends.
 
     Args:

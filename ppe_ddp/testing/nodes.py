@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from ppe_ddp.testing.namespaces import Namespaces, NodesError
-from ppe_ddp.testing.node_job import Finished, Job
+from ppe_ddp.testing.node_job import Finished, NodeJob
 from ppe_ddp.testing.node_launchers import Place, commands
 
 __all__ = ["Finished", "Nodes", "NodesError", "nodes_missing"]
@@ -70,7 +70,7 @@ class Nodes:
         self.names = tuple(f"n{node}" for node in range(count))
         self.addresses = tuple(f"10.0.0.{node + 1}" for node in range(count))
         self._launches = 0
-        self._job: Job | None = None
+        self._job: NodeJob | None = None
         self._stack = contextlib.ExitStack()
         with self._stack:  # whatever has been made is ended if the next cannot be
             self._nodes = [self._namespaces(("net", "mount", "pid", "ipc", "uts"), name) for name in self.names]
@@ -134,7 +134,7 @@ class Nodes:
 
     def start(
         self, launcher: str, words: Sequence[str], *, ranks: Sequence[int], environment: Mapping[str, str] | None = None
-    ) -> Job:
+    ) -> NodeJob:
         """Start a job, as :meth:`launch`, and do not wait for it."""
         self._launches += 1
         place = Place(self.names, self.addresses[0], _BRIDGE, _REMOTE_SHELL, _FIRST_PORT + self._launches)
@@ -149,10 +149,10 @@ class Nodes:
     def _at(self, node: int | None) -> Namespaces:
         return self._hub if node is None else self._nodes[node]
 
-    def _started(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> Job:
+    def _started(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> NodeJob:
         if self._job is not None:
             self._job.end()
-        self._job = Job(commands, self._nodes)
+        self._job = NodeJob(commands, self._nodes)
         return self._job
 
     def _namespaces(self, kinds: Sequence[str], name: str) -> Namespaces:
