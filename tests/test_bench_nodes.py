@@ -33,9 +33,9 @@ def test_where_nodes_cannot_be_made_the_reason_is_told(monkeypatch, capsys):
     )
 
 
-@pytest.mark.nodes
+@pytest.mark.nodes(long=True)
 @needs_mpirun
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.nodes(long=True))])
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_all_contestants_are_measured_on_nodes(launcher, tmp_path, capsys):
     report = tmp_path / "report.json"
     words = ["--quick", "--model", "small", "--ranks", "1", "--mbit", "5000", "--launcher", launcher]

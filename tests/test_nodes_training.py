@@ -246,12 +246,13 @@ dist.destroy_process_group()
 """
 
 
+@long_on_nodes
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
         pytest.param("mpirun", "mpi4py mpirun", marks=needs_mpirun),
-        pytest.param("torchrun", "gloo torchrun", marks=long_on_nodes),
-        pytest.param("ranks", "gloo torchrun", marks=long_on_nodes),
+        ("torchrun", "gloo torchrun"),
+        ("ranks", "gloo torchrun"),
     ],
 )
 def test_one_script_under_every_launcher(tmp_path, launcher, how):
