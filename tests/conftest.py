@@ -1,5 +1,6 @@
 """Fixtures: ranks that all test files share, started when the first test needs them."""
 
+import contextlib
 import functools
 import os
 from multiprocessing import forkserver
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ppe_ddp.testing import Ranks, nodes_missing
+from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes_missing
 
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -20,13 +21,22 @@ IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesi
 
 
 # Two runs under mpirun beside each other would spin in each other's way: these are one after another.
-UNDER_MPIRUN = ["test_mpi_backend", "test_sharding", "test_mpi_laws", "test_nodes"]
+UNDER_MPIRUN = [
+    "test_mpi_backend",
+    "test_sharding",
+    "test_mpi_laws",
+    "test_nodes",
+    "test_nodes_training",
+    "test_doctor_jobs",
+]
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = ["test_laws", "test_cli", "test_examples", "test_conformance", "test_bad_input", "test_torch_hooks"]
 
 
 def pytest_addoption(parser):
     parser.addoption("--long-on-nodes", action="store_true", help="also the tests on nodes that take long")
+    help = "let two, three and four ranks be on two nodes, started by mpirun over mpi4py or by torchrun over gloo"
+    parser.addoption("--ranks-on-nodes", choices=["mpirun", "torchrun"], help=help)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -72,22 +82,38 @@ def _needs_ranks(item):
     return any(name.endswith("_ranks") for name in item.fixturenames)
 
 
+@contextlib.contextmanager
+def ranks_of(config, *layout):
+    """Ranks on this machine; or as many on each node as `layout` says, where the command line asks for it."""
+    launcher = config.getoption("--ranks-on-nodes")
+    if launcher is None:
+        with Ranks(sum(layout)) as ranks:
+            yield ranks
+        return
+    backend = {"mpirun": "mpi4py", "torchrun": "gloo"}[launcher]
+    with (
+        Nodes(len(layout)) as nodes,
+        Ranks(sum(layout), backend=backend, starter=JobStarter(nodes, launcher, layout)) as ranks,
+    ):
+        yield ranks
+
+
 @pytest.fixture(scope="session")
-def two_ranks():
+def two_ranks(request):
     """Two processes over gloo; they start anew by themselves after a test that broke them."""
-    with Ranks(2) as ranks:
+    with ranks_of(request.config, 1, 1) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def three_ranks():
+def three_ranks(request):
     """Three processes over gloo, as `two_ranks`."""
-    with Ranks(3) as ranks:
+    with ranks_of(request.config, 2, 1) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def four_ranks():
+def four_ranks(request):
     """Four processes over gloo, as `two_ranks`."""
-    with Ranks(4) as ranks:
+    with ranks_of(request.config, 2, 2) as ranks:
         yield ranks

@@ -1,4 +1,7 @@
-"""Runs the checks of the backend `mpi4py` under mpirun, for test_mpi_backend.py: one JSON line a check on rank 0."""
+"""Runs the checks of the backend `mpi4py` under mpirun, for test_mpi_backend.py: one JSON line a check on rank 0.
+
+All checks for so many ranks, or those that are named on the command line.
+"""
 
 import json
 import sys
@@ -29,7 +32,7 @@ def main():
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # in torch's own checkpoints before 2.10
     own = MPI.COMM_WORLD.Dup()
-    for name in names_for(dist.get_world_size()):
+    for name in sys.argv[1:] or names_for(dist.get_world_size()):
         error = None
         try:
             CHECKS[name][0]()

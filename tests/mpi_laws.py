@@ -16,38 +16,14 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpi_megatron
-import ppe_ddp
+from law_scenarios import scenarios
 from optim_runners import first_half, second_half
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.testing.backend_probes import probe_backend
-from ppe_ddp.testing.cases import Case, Plugs, Variant
+from ppe_ddp.testing.cases import Variant
 from ppe_ddp.testing.laws import breaches, observe_all
-from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 from random_training import differences, train
-
-KINDS = list(StepKind)
-ZEROINGS = list(Zeroing)
-
-
-def in_place_mean(gradients, group):
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
-
-
-PLUGS = [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))]
-
-
-def cases(count):
-    for seed in range(count):
-        steps = (
-            TrainingStep(KINDS[seed % len(KINDS)], ZEROINGS[seed % len(ZEROINGS)]),
-            TrainingStep(KINDS[(3 * seed + 1) % len(KINDS)]),
-        )
-        yield Case(Recipe.random(seed), steps), PLUGS[seed % len(PLUGS)]
-
 
 OPTIONS = {
     "messages": MpiOptions(shared_memory=False),
@@ -60,7 +36,7 @@ def report(count, way):
     dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
     problems = [list(probe_backend("cpu"))]
     variants = Variant.every()[:: {1: 1, 2: 2, 3: 8, 4: 8}[dist.get_world_size()]]
-    seen = [observe_all(case, variants, plugs) for case, plugs in cases(count)]
+    seen = [observe_all(case, variants, plugs) for case, plugs in scenarios(count)]
     for observation in functools.reduce(operator.iadd, seen, []):
         observation.gradients = {}
     everyone = [None] * dist.get_world_size()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTESTANTS",
+    "Bare",
     "Contestant",
     "Ours",
     "OursOverMpi",

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.benchmarks.bench_contestants import CONTESTANTS, Contestant, Ours, OursOverMpi, OursOverMpiThread, Traffic
+from ppe_ddp.benchmarks.bench_contestants import (
+    CONTESTANTS,
+    Bare,
+    Contestant,
+    Ours,
+    OursOverMpi,
+    OursOverMpiThread,
+    Torch,
+    Traffic,
+)
 
 if TYPE_CHECKING:
     from ppe_ddp.benchmarks.bench_measure import RankResult
@@ -51,6 +60,8 @@ class ContestantResult:
         skipped: Why it did not take part; None if it did, and all else is None if it did not.
         milliseconds: Of one step.
         ratio: Of its step time and the reference's, each time within one repetition.
+        exposed: How much longer than the bare model's its step takes, by medians, where torch DDP's is 1; None where
+            one of them was not measured, or torch's takes no longer.
         traffic: What one rank sent in one step.
         steps_ms: Of one step, a number for each repetition.
         launch_us: The host's microseconds for packing and launching a bucket; None where it is not known.
@@ -61,6 +72,7 @@ class ContestantResult:
     skipped: str | None = None
     milliseconds: Spread | None = None
     ratio: Spread | None = None
+    exposed: float | None = None
     traffic: Traffic | None = None
     steps_ms: tuple[float, ...] | None = None
     launch_us: Spread | None = None
@@ -121,7 +133,7 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult], *
     contestants = tuple(
         ContestantResult(kind.name, first.skipped[kind.name])
         if kind.name in first.skipped
-        else _result(kind.name, seconds[kind.name], base, ranks)
+        else _result(kind.name, seconds, base, ranks)
         for kind in _KINDS
         if kind.name in seconds or kind.name in first.skipped
     )
@@ -153,16 +165,25 @@ def _of_slowest(ranks: Sequence[RankResult]) -> dict[str, list[float]]:
 
 
 def _result(
-    name: str, seconds: Sequence[float], base: Sequence[float], ranks: Sequence[RankResult]
+    name: str, seconds: Mapping[str, Sequence[float]], base: Sequence[float], ranks: Sequence[RankResult]
 ) -> ContestantResult:
-    steps_ms = tuple(1e3 * value for value in seconds)
+    own = seconds[name]
+    steps_ms = tuple(1e3 * value for value in own)
     launch_us = [1e6 * value for rank in ranks for value in rank.launches.get(name, ())]
     return ContestantResult(
         name,
         milliseconds=Spread.of(steps_ms),
-        ratio=Spread.of([value / other for value, other in zip(seconds, base, strict=True)]),
+        ratio=Spread.of([value / other for value, other in zip(own, base, strict=True)]),
+        exposed=_exposed(name, seconds) if len(ranks) > 1 else None,
         traffic=ranks[0].traffic[name] if len(ranks) > 1 else Traffic(),
         steps_ms=steps_ms,
         launch_us=Spread.of(launch_us) if launch_us else None,
         launches=len(launch_us),
     )
+
+
+def _exposed(name: str, seconds: Mapping[str, Sequence[float]]) -> float | None:
+    if Bare.name not in seconds or Torch.name not in seconds:
+        return None
+    bare, torchs, own = (statistics.median(seconds[one]) for one in (Bare.name, Torch.name, name))
+    return (own - bare) / (torchs - bare) if torchs > bare else None

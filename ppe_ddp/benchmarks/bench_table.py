@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console_on", "print_step_table"]
 
-_WIDTH = 128
+_WIDTH = 140
 
 
 def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO | None = None) -> None:
@@ -30,7 +30,7 @@ def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO |
     table = Table(box=box.SIMPLE_HEAD, title="One training step: medians (middle half)", caption=caption)
     table.add_column("model", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for heading in ("ms a step", "ratio", "target", "MB sent", "control B", "us/bucket", "of"):
+    for heading in ("ms a step", "ratio", "exposed", "target", "MB sent", "control B", "us/bucket", "of"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in models:
         count = f"{model.world_size} rank{'s' if model.world_size != 1 else ''}"
@@ -53,11 +53,12 @@ def console_on(file: TextIO) -> Console:
 
 def _cells(model: ModelResult, result: ContestantResult) -> tuple[str, ...]:
     if result.milliseconds is None or result.ratio is None or result.traffic is None:
-        return ("skipped", "", "", "", "", "", "")
+        return ("skipped", "", "", "", "", "", "", "")
     traffic = result.traffic
     return (
         _spread(result.milliseconds, 1),
         "" if result.name == model.reference else _spread(result.ratio, 2),
+        "" if result.exposed is None or result.name in (model.reference, "bare") else f"{result.exposed:.2f}",
         _target(model) if result.name == model.ours.name else "",
         f"{traffic.gradient_nbytes / 1e6:.2f}" if traffic.gradient_nbytes else "-",
         str(traffic.control_nbytes) if traffic.control_nbytes else "-",

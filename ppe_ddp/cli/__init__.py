@@ -47,6 +47,11 @@ COMMANDS: tuple[Command, ...] = (
         "ppe_ddp.benchmarks.bench_step",
     ),
     Command(
+        ("bench", "nodes"),
+        "the same on several nodes with a slow network, which it makes",
+        "ppe_ddp.benchmarks.bench_nodes",
+    ),
+    Command(
         ("bench", "collective"),
         "all-reduce and others over gloo and mpi4py, side by side",
         "ppe_ddp.benchmarks.bench_collective",

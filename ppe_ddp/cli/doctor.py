@@ -7,7 +7,12 @@ Two ranks, or one for CUDA where they would have to share a device (two all
 the same, over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is
 set). A rank that hangs is killed and reported.
 
+Under mpirun, torchrun or srun it examines the ranks of that job instead:
+which share a node, and for the groups of all ranks, of a node, and of one
+rank of each node, what goes through memory and what over the network.
+
   python -m ppe_ddp doctor
+  mpirun -hosts n0:2,n1:2 -n 4 python -m ppe_ddp doctor
   python -m ppe_ddp doctor --backend mine --setup my_module:register
 """
 
@@ -15,16 +20,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import TextIO
+
+import torch.distributed as dist
 
 from ppe_ddp.cli.arguments import output, seconds
 from ppe_ddp.cli.backend_candidates import Candidate, candidates
 from ppe_ddp.cli.backend_diagnosis import Diagnosis, diagnose
+from ppe_ddp.cli.job_examination import examine_job, lines_of
 from ppe_ddp.cli.libraries import cupy_library, mpi_library
 from ppe_ddp.cli.machine import write_report
 from ppe_ddp.cli.torch_check import changes_of_torch, text_of_changes
+from ppe_ddp.launch import detect, init_process_group
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,6 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
         has changed.
     """
     file = sys.stderr if arguments.json == "-" else sys.stdout
+    try:
+        place = detect(os.environ)
+    except (ValueError, RuntimeError) as error:
+        print(f"ppe_ddp: {error}", file=sys.stderr)
+        return 1
+    if place.world_size > 1:
+        return _in_job(arguments, place.rank, file)
     changes = changes_of_torch()
     print("\n  ".join(f"torch internals: {text_of_changes(changes)}".splitlines()), file=file, flush=True)
     asked = arguments.backend or []
@@ -84,6 +102,32 @@ def run(arguments: argparse.Namespace) -> int:
         )
     unwell = [one for one in diagnoses if one.outcome == "failed" or (asked and one.outcome == "skipped")]
     return int(bool(unwell or changes))
+
+
+def _in_job(arguments: argparse.Namespace, rank: int, file: TextIO) -> int:
+    """Examine the job whose rank this process is, together with the others; rank 0 tells."""
+    asked = arguments.backend or [None]
+    if len(asked) > 1:
+        print(
+            f"ppe_ddp: the ranks of a job have one backend: not --backend {' --backend '.join(asked)}", file=sys.stderr
+        )
+        return 2
+    changes = changes_of_torch() if rank == 0 else ()
+    if arguments.setup is not None:
+        arguments.setup()
+    try:
+        job = init_process_group(asked[0], timeout=arguments.timeout, quiet=True)
+    except (ValueError, RuntimeError) as error:
+        print(f"ppe_ddp: {error}", file=sys.stderr)
+        return 1
+    findings = examine_job(job)
+    dist.destroy_process_group()
+    if rank == 0:
+        print("\n  ".join(f"torch internals: {text_of_changes(changes)}".splitlines()), file=file)
+        print("\n".join(lines_of(findings)), file=file, flush=True)
+        if arguments.json is not None:
+            write_report(arguments.json, "doctor", torch_internals=changes, job=asdict(findings))
+    return int(bool(findings.problems or changes))
 
 
 def _chosen(asked: list[str], device: str) -> Iterator[Candidate]:

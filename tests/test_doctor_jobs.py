@@ -1,0 +1,67 @@
+"""`python -m ppe_ddp doctor` in a job: which ranks share a node, what goes through memory and what over a network."""
+
+import json
+import sys
+
+import pytest
+
+from ppe_ddp import cli
+from ppe_ddp.testing import Nodes
+from subprocesses import MPIRUN, needs_mpirun, run
+
+DOCTOR = [sys.executable, "-m", "ppe_ddp", "doctor"]
+
+
+def routes(job):
+    return {route["group"]: (route["ranks"], route["buckets"], route["masks"]) for route in job["routes"]}
+
+
+@needs_mpirun
+def test_in_a_job_on_one_node_its_own_ranks_are_examined():
+    code, output, errors = run([MPIRUN, "-n", "2", *DOCTOR, "--json", "-"], timeout=60)
+    assert code == 0, errors
+    job = json.loads(output)["job"]
+    assert (job["launcher"], job["backend"], job["problems"]) == ("mpirun", "mpi4py", [])
+    ((_, ranks),) = job["nodes"]
+    assert ranks == [0, 1]
+    assert routes(job) == {"all ranks": ([[0, 1]], "shared memory", "messages of mpi4py, within the node")}
+    assert errors.count("ranks by mpirun") == 1
+
+
+@pytest.mark.nodes
+@needs_mpirun
+def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
+    with Nodes(2) as nodes:
+        done = nodes.launch("mpirun", [*DOCTOR, "--json", "-"], ranks=(2, 1), timeout=60)
+    assert done.code == 0, done.errors
+    job = json.loads(done.output)["job"]
+    assert job["nodes"] == [["n0", [0, 1]], ["n1", [2]]]
+    found = routes(job)
+    assert found["all ranks"][0] == [[0, 1, 2]]
+    assert "between nodes" in found["all ranks"][1]
+    assert found["of a node"] == ([[0, 1], [2]], "shared memory", "messages of mpi4py, within the node")
+    assert found["one of each node"][0] == [[0, 2], [1]]
+    assert "messages of mpi4py, over the network between nodes" in found["one of each node"][1]
+    assert "  node n0: ranks 0 1\n  node n1: rank 2\n" in done.errors
+    assert "  of a node (ranks 0 1 | 2)\n    buckets: shared memory" in done.errors
+
+
+@pytest.mark.nodes(long=True)
+def test_under_torchrun_on_two_nodes():
+    with Nodes(2) as nodes:
+        done = nodes.launch("torchrun", [*DOCTOR, "--json", "-"], ranks=(1, 1), timeout=60)
+    assert done.code == 0, done.errors
+    assert json.loads(done.output)["job"]["nodes"] == [["n0", [0]], ["n1", [1]]]
+
+
+def test_a_job_has_one_backend(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--backend", "gloo", "--backend", "mpi4py"]) == 2
+    assert "the ranks of a job have one backend" in capsys.readouterr().err
+
+
+def test_a_launcher_whose_variables_are_wrong_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["doctor"]) == 1
+    assert "WORLD_SIZE is not set" in capsys.readouterr().err

@@ -1,0 +1,289 @@
+"""Training on several nodes, under each launcher: the laws, the conformance kit, and all that is built on groups.
+
+Every world is started once; `make test` has the smallest ones and a few scenarios, `make test-nodes` everything.
+"""
+
+import itertools
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import mpi_check_torch
+import mpi_megatron
+import ppe_ddp
+import sharding_checks
+from law_scenarios import scenario
+from mpi_check_kit import CHECKS, names_for
+from optimizing import OPTIMIZERS, hold_to_one_process
+from ppe_ddp.testing import (
+    JobStarter,
+    Nodes,
+    Ranks,
+    World,
+    check_backend,
+    check_broadcast_function,
+    check_comm_hook,
+    check_reduce_function,
+)
+from ppe_ddp.testing.cases import Variant
+from ppe_ddp.testing.laws import breaches, observe_all
+from random_training import differences, train
+from subprocesses import needs_mpirun
+
+HERE = Path(__file__).parent
+SCENARIOS = 20
+pytestmark = pytest.mark.nodes
+long_on_nodes = pytest.mark.nodes(long=True)
+BACKENDS = {"mpirun": "mpi4py", "torchrun": "gloo"}
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]
+
+
+def worlds(*layouts, launchers=tuple(BACKENDS), short=((1, 1),)):
+    """The parameters of the fixture `world`: each launcher with ranks on each node."""
+    made = []
+    for layout, launcher in itertools.product(layouts, launchers):
+        marks = [needs_mpirun] if launcher == "mpirun" else []
+        marks += [] if layout in short else [long_on_nodes]
+        made.append(pytest.param((launcher, layout), marks=marks, id=f"{launcher}-{'+'.join(map(str, layout))}"))
+    return made
+
+
+on_all = pytest.mark.parametrize("world", worlds(*LAYOUTS), indirect=True)
+on_pairs = pytest.mark.parametrize("world", worlds((1, 1)), indirect=True)
+on_four = pytest.mark.parametrize("world", worlds((2, 2)), indirect=True)
+over_mpi = pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"]), indirect=True)
+
+
+@pytest.fixture(scope="module")
+def world(request):
+    """Ranks that a launcher has started on two nodes."""
+    launcher, layout = request.param
+    with Nodes(len(layout)) as nodes:
+        starter = JobStarter(nodes, launcher, layout)
+        with Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120) as ranks:
+            yield ranks
+
+
+def some(count, few):
+    """The numbers up to `count`, of which `make test` has a few."""
+    return [pytest.param(number, marks=[] if number in few else [long_on_nodes]) for number in range(count)]
+
+
+def in_own_world(function, *arguments):
+    """Call a check as on ranks of its own: its groups, which have threads and sockets, end with it."""
+    torch.manual_seed(dist.get_rank())
+    function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- the laws
+
+
+def observed(seed, options):
+    """What this rank sees of a scenario, in a group with these options."""
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
+    case, plugs = scenario(seed)
+    group = dist.new_group(pg_options=options) if options is not None else None
+    seen = observe_all(case, Variant.every()[seed % 4 :: 4], plugs, group=group)
+    for observation in seen:
+        observation.gradients = {}
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen
+
+
+def assert_laws(world, seed, options=None):
+    for seen in zip(*world.run(observed, seed, options), strict=True):
+        assert breaches(seen) == [], seen[0].title
+
+
+@on_all
+@pytest.mark.parametrize("seed", some(SCENARIOS, few=(0, 8, 13)))
+def test_the_laws_hold(world, seed):
+    assert_laws(world, seed)
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), launchers=["mpirun"]), indirect=True)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_laws_hold_where_all_that_can_goes_through_shared_memory(world, seed):
+    from ppe_ddp.backends.mpi import MpiOptions
+
+    assert_laws(world, seed, MpiOptions(shared_bytes=16, shared_piece_bytes=4096))
+
+
+@on_all
+def test_one_rank_that_fails_is_named_and_the_next_step_works(world):
+    for told in world.run(fail_on, dist_last(world)):
+        assert told == f"rank {dist_last(world)}"
+
+
+def dist_last(world):
+    return world.world_size - 1
+
+
+def fail_on(rank):
+    """One rank's function raises in a step; every rank says whom its error names, and then trains on."""
+    failing = [dist.get_rank() == rank]
+
+    def mean_that_fails(gradients, group):
+        if failing[0]:
+            raise KeyError("on purpose")
+        return ppe_ddp.average(gradients, group)
+
+    wrapper = ppe_ddp.DistributedDataParallel(torch.nn.Linear(3, 2), reduce_function=mean_that_fails)
+    told = ""
+    try:
+        wrapper(torch.ones(1, 3)).sum().backward()
+    except ppe_ddp.PeerAbortedError as error:
+        told = f"rank {rank}" if f"rank {rank}" in str(error) else str(error)
+    except KeyError:
+        told = f"rank {dist.get_rank()}"
+    failing[0] = False
+    wrapper.zero_grad()
+    wrapper(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+    mean = (dist.get_world_size() - 1) / 2
+    assert wrapper.module.weight.grad.tolist() == [[mean] * 3] * 2
+    return told
+
+
+# ---------------------------------------------------------------- the conformance kit
+
+
+def by_tensor(gradients, group):
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(dist.get_world_size(group))
+
+
+@pytest.mark.parametrize("world", worlds(*LAYOUTS, short=()), indirect=True)
+def test_the_conformance_kit_certifies_what_is_right(world):
+    there = World(ranks=(world,))
+    backend = BACKENDS["mpirun" if "mpi4py" in world.run(dist.get_backend) else "torchrun"]
+    check_backend(backend, world=there)
+    check_reduce_function(ppe_ddp.overlapped(by_tensor), world=there)
+    check_comm_hook(None, allreduce_hook, world=there)
+    check_broadcast_function(ppe_ddp.broadcast, world=there)
+
+
+# ---------------------------------------------------------------- what torch and this library build on groups
+
+
+TORCH_CHECKS = [
+    name for name, (body, _) in CHECKS.items() if getattr(body, "func", body).__module__ == mpi_check_torch.__name__
+]
+
+
+def run_check(name):
+    in_own_world(CHECKS[name][0])
+
+
+@over_mpi
+@pytest.mark.parametrize("name", TORCH_CHECKS)
+def test_what_torch_builds_on_groups(world, name):
+    world.run(run_check, name)
+
+
+@on_pairs
+def test_megatrons_wrapper(world):
+    world.run(in_own_world, mpi_megatron.gathers)
+
+
+@pytest.mark.parametrize("world", worlds((1, 1), short=()), indirect=True)
+@pytest.mark.parametrize("part", [mpi_megatron.dynamic_graphs, mpi_megatron.splits], ids=lambda part: part.__name__)
+def test_more_of_megatrons_wrapper(world, part):
+    world.run(in_own_world, part)
+
+
+def hold_the_optimizer(name):
+    hold_to_one_process(OPTIMIZERS[name], steps=3)
+
+
+@on_all
+def test_the_distributed_optimizer_trains_as_one_process_does(world):
+    world.run(in_own_world, hold_the_optimizer, "adamw")
+
+
+def trained(seeds):
+    made = train(seeds)
+    dist.barrier()
+    dist.destroy_process_group()
+    return made
+
+
+@pytest.mark.parametrize("world", worlds((1, 1), (2, 1), short=()), indirect=True)
+def test_users_do_to_gradients_what_they_like(world):
+    made = world.run(trained, range(3))
+    assert [problem for problems, _ in made for problem in problems] + differences(
+        [results for _, results in made]
+    ) == []
+
+
+@on_four
+@pytest.mark.parametrize("name", [name for name in sharding_checks.CHECKS if not sharding_checks.needs(name)])
+def test_sharded_loading(world, name):
+    world.run(in_own_world, sharding_checks.run, name)
+
+
+# ---------------------------------------------------------------- scripts
+
+
+SCRIPT = """
+import os, socket, torch, torch.distributed as dist, ppe_ddp
+job = ppe_ddp.init_process_group(quiet=True)
+model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), job.rank + 1.0)).sum().backward()
+# In one piece, since the ranks write side by side.
+line = f"{job.rank} of {job.world_size} on {socket.gethostname()} as {job.local_rank}: "
+os.write(1, f"{line}{model.module.weight.grad[0, 0].item()} {job.backend} {job.launcher}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+@long_on_nodes
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        pytest.param("mpirun", "mpi4py mpirun", marks=needs_mpirun),
+        ("torchrun", "gloo torchrun"),
+        ("ranks", "gloo torchrun"),
+    ],
+)
+def test_one_script_under_every_launcher(tmp_path, launcher, how):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with Nodes(2) as nodes:
+        done = nodes.launch(launcher, [sys.executable, str(script)], ranks=(2, 1), timeout=60)
+    assert done.code == 0, done.errors
+    where = ["0 of 3 on n0 as 0", "1 of 3 on n0 as 1", "2 of 3 on n1 as 0"]
+    assert sorted(done.output.splitlines()) == [f"{rank}: 2.0 {how}" for rank in where]
+
+
+def needs_one_node(name):
+    body = CHECKS[name][0]
+    return getattr(body, "func", body).__module__ in ("mpi_check_shared", "mpi_check_races")
+
+
+@long_on_nodes
+@needs_mpirun
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)], ids=str)
+def test_the_backend_by_itself(layout):
+    """All checks of tests/mpi_checks.py but those of memory that all ranks share."""
+    import mpi_checks  # noqa: F401  # which registers them
+
+    # MPICH 5.0.2 over UCX loses messages between nodes for receives from any rank that are posted before they come.
+    lost = {"messages_from_anyone"}
+    names = [name for name in names_for(sum(layout)) if not needs_one_node(name) and name not in lost]
+    with Nodes(2) as nodes:
+        command = [sys.executable, "-W", "error", str(HERE / "mpi_checks.py"), *names]
+        done = nodes.launch("mpirun", command, ranks=layout, timeout=300)
+    found = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    problems = {one["name"]: one["errors"] for one in found if one["errors"]}
+    assert (problems, [one["name"] for one in found]) == ({}, names), done.errors[-4000:]
+    assert done.code == 0, done.errors
