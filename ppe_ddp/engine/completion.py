@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from ppe_ddp.engine.failures import LOOK_SECONDS
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:
@@ -244,6 +245,8 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
                 # One that cannot be asked has to wait by itself. So has one whose transport keeps silent for longer
                 # than it may take: its own wait says why.
                 ready = [completion for completion in left if not completion.can_be_polled or pause.is_over][:1]
+            if not ready and pause.looks_for_failures():
+                ready = [completion for completion in waiting if completion.groups.has_failed]  # their waits raise
             if not ready:
                 pause.sleep()
                 continue
@@ -263,6 +266,7 @@ class _Pause:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._since = time.monotonic()
+        self._look_at = self._since + LOOK_SECONDS
         self._polls = itertools.count()
         self._nap = _SHORTEST_NAP
 
@@ -270,6 +274,13 @@ class _Pause:
     def is_over(self) -> bool:
         """Whether nothing has moved for ``seconds``."""
         return time.monotonic() - self._since > self.seconds
+
+    def looks_for_failures(self) -> bool:
+        """Whether it is time to look at what the other ranks have reported."""
+        is_time = time.monotonic() >= self._look_at
+        if is_time:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+        return is_time
 
     def sleep(self) -> None:
         """Give the core away for a moment."""

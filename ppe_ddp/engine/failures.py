@@ -21,8 +21,8 @@ from ppe_ddp.errors import PeerAbortedError
 if TYPE_CHECKING:
     from ppe_ddp.contracts import Waitable
 
-_LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
-_LOOK = timedelta(seconds=_LOOK_SECONDS)
+LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
+_LOOK = timedelta(seconds=LOOK_SECONDS)
 _LONGEST_REASON = 2000  # characters
 _READY = "ready"
 
@@ -162,7 +162,7 @@ class Failures:
         if is_future(pending) and not pending.done():
             arrived = threading.Event()
             pending.add_done_callback(lambda _: arrived.set())
-            while not arrived.wait(_LOOK_SECONDS):
+            while not arrived.wait(LOOK_SECONDS):
                 self.check()
         elif type(pending) is dist.Work:  # of a transport in C++, which knows nothing of this
             while not pending.is_completed():

@@ -43,7 +43,7 @@ from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedErr
 if TYPE_CHECKING:
     from ppe_ddp.engine.exit_order import User
 
-_LOOK_SECONDS = 0.001  # at the store, while the others come to connect again
+_NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again
 
 
 @dataclass(eq=False)
@@ -148,6 +148,11 @@ class Groups:
         self.step = self._attempts = 0
         self.is_closed = False
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed in this step: what is under way will not come."""
+        return self.is_duplicate and (self.is_closed or bool(self.failures.of_others()))
+
     def skip_step(self, reason: str) -> None:
         """This rank's backward has raised before it has sent anything, or has made new connections in :meth:`renew`."""
         if self.is_closed:
@@ -170,7 +175,7 @@ class Groups:
                     "step"
                 )
             advance()
-            sleep(_LOOK_SECONDS)
+            sleep(_NAP_SECONDS)
         absent = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if absent:
             raise PeerAbortedError(

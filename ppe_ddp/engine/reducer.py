@@ -25,7 +25,7 @@ from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import PeerAbortedError, UnusableError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -287,8 +287,8 @@ class Reducer(Generic[C]):
                 self.synchronizer.start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
-            is_unknown_to_others = backward.phase is Phase.BEGUN and not isinstance(error, PeerAbortedError)
-            if is_unknown_to_others and isinstance(error, Exception):
+            is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
+            if backward.phase is Phase.BEGUN and is_own:
                 yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
             elif backward.phase is not Phase.OVER:
                 self._backward = None
