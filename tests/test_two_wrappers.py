@@ -63,18 +63,22 @@ def expected(models, orders, step=0):
     return [mean_of(table, len(orders)) for table in tables]
 
 
-def train(wrappers, models, orders, step=0):
-    """Use those that this rank is to use in one backward, and finish the others."""
-    rank = dist.get_rank()
-    want = expected(models, orders, step)
+def use_in_one_backward(wrappers, order, loss):
+    """Run the backward of `loss()`, which uses the wrappers in `order`, when the first is due; finish the others."""
     for wrapper in wrappers:
         wrapper.zero_grad()
-    order = orders[rank]
     for k in range(len(wrappers)):
         if k not in order:
             wrappers[k].finish_grad_sync()
         elif k == min(order):
-            loss_of(wrappers, order, rank, step).backward()
+            loss().backward()
+
+
+def train(wrappers, models, orders, step=0):
+    """Use those that this rank is to use in one backward, and finish the others."""
+    rank = dist.get_rank()
+    want = expected(models, orders, step)
+    use_in_one_backward(wrappers, orders[rank], lambda: loss_of(wrappers, orders[rank], rank, step))
     for wrapper, table in zip(wrappers, want, strict=True):
         assert_gradients(wrapper.module, table)
         assert_same_on_all_ranks(wrapper.module)
@@ -197,14 +201,12 @@ def hold_random_models(seed):
                 if k in order:
                     run_path(twin, recipes[k], other, step).backward()
                 want[k].append(gradients(twin))
-        for wrapper in wrappers:
-            wrapper.zero_grad()
-        order = orders[rank]
-        for k in range(len(wrappers)):
-            if k not in order:
-                wrappers[k].finish_grad_sync()
-            elif k == min(order):
-                sum(run_path(wrappers[j], recipes[j], rank, step) for j in order).backward()
+        used = orders[rank]
+        use_in_one_backward(
+            wrappers,
+            used,
+            lambda: sum(run_path(wrappers[k], recipes[k], rank, step) for k in used),  # noqa: B023
+        )
         for wrapper, tables in zip(wrappers, want, strict=True):
             assert_gradients(wrapper.module, mean_of(tables, world_size))
             assert_same_on_all_ranks(wrapper.module)

@@ -138,7 +138,7 @@ def new_group_named(name: str, ranks: list[int], timeout: timedelta | None, conf
     """Make a group of exactly these ranks, called by them alone and together, under a name that they have agreed on.
 
     ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
-    rank; and ranks that use different names wait for one another until they time out. No version of torch from 2.6
+    rank; and ranks that use different names wait for one another until they time out. No version of torch from 2.9
     on has a parameter for it, so the function that torch asks for a name is replaced while this thread makes the
     group; other threads get torch's names. What is below ``new_group()`` takes a name, but has had other parameters
     in almost every version, and leaves it to the caller to enter the group into torch's tables.

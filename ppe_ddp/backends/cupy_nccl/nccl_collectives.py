@@ -133,14 +133,7 @@ class NcclCollectives:
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Steps:
-        """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
-
-        Args:
-            output: Changed in place.
-            tensor: Of the same dtype, and of the same shape after dimension 0.
-            output_splits: How many rows come from each rank; empty for equal parts.
-            input_splits: How many rows go to each rank; empty for equal parts.
-        """
+        """Send each rank its rows, and receive its rows from each."""
         self._arguments.check_all_to_all(output, tensor)
         source, target = _input_memory(tensor), _output_memory(output)
         sent = source.view(-1).split(self._arguments.split_sizes(tensor, input_splits))

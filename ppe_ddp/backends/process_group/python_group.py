@@ -54,7 +54,14 @@ class Transport(Protocol):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Any:
-        """Send each rank its rows, and receive its rows from each."""
+        """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
+
+        Args:
+            output: Changed in place.
+            tensor: Of the same dtype, and of the same shape after dimension 0.
+            output_splits: How many rows come from each rank; empty for equal parts.
+            input_splits: How many rows go to each rank; empty for equal parts.
+        """
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """Send ``tensors[j]`` to rank j, and receive rank i's tensor into ``outputs[i]``."""
