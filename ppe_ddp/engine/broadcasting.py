@@ -9,7 +9,7 @@ import torch
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.completion import probe, run
-from ppe_ddp.errors import CommunicationError, FunctionError
+from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
@@ -43,18 +43,18 @@ def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups:
     """:func:`broadcast_all` as a generator that yields before it waits."""
     try:
         send = partial(broadcast, source=source) if function is broadcast else function
-        pending = [send(kind, groups.buckets) for kind in _by_kind(tensors)]
-        for work in pending:
+        pending = [(send(kind, groups.buckets), kind[0].device) for kind in _by_kind(tensors)]
+        for work, device in pending:
             if isinstance(work, Waitable):
                 yield probe(work)
-                work.wait()
+                groups.failures.wait(work, device)
             elif work is not None:
                 raise FunctionError(
                     f"rank {groups.rank}: broadcast_function returned {type(work).__name__}; it must change the "
                     "tensors in place and return None, or a Work or Future to wait for"
                 )
     except Exception as error:
-        if function is broadcast and isinstance(error, RuntimeError):
+        if function is broadcast and isinstance(error, RuntimeError) and not isinstance(error, PeerAbortedError):
             raise CommunicationError(
                 f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on "
                 "another rank ends here: look for the first traceback of all ranks."

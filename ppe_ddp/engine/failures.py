@@ -159,19 +159,23 @@ class Failures:
         """
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
+        self._await(getattr(pending, "work", pending))
+        return pending.wait()
+
+    def _await(self, pending: Any) -> None:
+        """Wait until a Future or a Work of a transport in C++ has ended, which knows nothing of failures."""
         if is_future(pending) and not pending.done():
             arrived = threading.Event()
             pending.add_done_callback(lambda _: arrived.set())
             while not arrived.wait(LOOK_SECONDS):
                 self.check()
-        elif type(pending) is dist.Work:  # of a transport in C++, which knows nothing of this
+        elif type(pending) is dist.Work:
             while not pending.is_completed():
                 try:
-                    return pending.wait(_LOOK)
+                    pending.wait(_LOOK)
                 except RuntimeError:
                     if not pending.is_completed():  # this look is over; the operation goes on
                         self.check()
-        return pending.wait()
 
 
 def reason_of(error: BaseException) -> str:

@@ -155,7 +155,7 @@ class Negotiation:
             sums[1, i] = 1
         work = dist.all_reduce(sums, group=self._groups.control, async_op=True)
         yield probe(work)
-        work.wait()
+        self._groups.failures.wait(work, sums.device)
         places, seen = sums.tolist()
         self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
         self._digest = fingerprint(self._lines())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket import BucketContext
     from ppe_ddp.engine.bucket_plan import BucketPlan
     from ppe_ddp.engine.completion import Probe
+    from ppe_ddp.engine.groups import Groups
 
 
 class SparseBucket(Bucket):
@@ -47,13 +48,13 @@ class SparseBucket(Bucket):
         if groups.world_size == 1:
             return [self._of(indices, values)]
         # On CPUs, so that no GPU is waited for.
-        parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control)
+        parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control, groups)
         counts = [int(part) for part in parts]
         longest = max(counts)
         if longest:
-            rows = yield from _gathered_rows(indices.t().contiguous(), counts, longest, groups.buckets)
+            rows = yield from _gathered_rows(indices.t().contiguous(), counts, longest, groups)
             indices = rows.t()
-            values = yield from _gathered_rows(values.contiguous(), counts, longest, groups.buckets)
+            values = yield from _gathered_rows(values.contiguous(), counts, longest, groups)
         average = self._of(indices, values)
         scale(average.values(), average.values(), self._reduction.mean_factor)
         return [average]
@@ -79,19 +80,19 @@ class SparseBucket(Bucket):
         return gradient.coalesce()
 
 
-def _gathered(tensor: Tensor, group: ProcessGroup) -> Generator[Probe | None, None, list[Tensor]]:
+def _gathered(tensor: Tensor, group: ProcessGroup, groups: Groups) -> Generator[Probe | None, None, list[Tensor]]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(parts, tensor, group=group, async_op=True)
     yield probe(work)
-    work.wait()
+    groups.failures.wait(work, tensor.device)
     return parts
 
 
 def _gathered_rows(
-    rows: Tensor, counts: list[int], longest: int, group: ProcessGroup
+    rows: Tensor, counts: list[int], longest: int, groups: Groups
 ) -> Generator[Probe | None, None, Tensor]:
     """All-gather tensors of different lengths along dimension 0."""
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
-    parts = yield from _gathered(padded, group)
+    parts = yield from _gathered(padded, groups.buckets, groups)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -13,7 +13,7 @@ import torch
 from ppe_ddp.engine.bucket_buffers import slots_of
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.dense_bucket import DenseBucket
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ class BufferBucket(DenseBucket):
     def _take_share(self) -> None:
         try:
             if self._pending is not None:
-                self._pending.wait()
+                self._groups.failures.wait(self._pending, self.plan.device)
+        except PeerAbortedError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self._groups.rank}, bucket {self.plan.index} with {self.title}: the reduce-scatter failed: "

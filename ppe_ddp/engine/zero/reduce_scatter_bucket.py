@@ -13,7 +13,7 @@ import torch
 from ppe_ddp.engine.bucket import Averages, Bucket
 from ppe_ddp.engine.dense_bucket import reducible_in_place
 from ppe_ddp.engine.zero.chunks import flattened
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,9 @@ class ReduceScatterBucket(Bucket):
         try:
             if self._pending is not None:
                 yield self.probe()
-                self._pending.wait()
+                self._groups.failures.wait(self._pending, self.plan.device)
+        except PeerAbortedError:
+            raise
         except RuntimeError as error:
             raise self._failure(error) from error
         row, self._row = self._row, None

@@ -132,16 +132,16 @@ class _Then:
     """
 
     def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
-        self._work = work
+        self.work = work
         self._finish: Callable[[], None] | None = finish
 
     def is_completed(self) -> bool:
         """Whether nothing is in flight any more."""
-        return bool(self._work.is_completed())  # type: ignore[attr-defined]
+        return bool(self.work.is_completed())  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Wait for it, and finish it."""
-        self._work.wait()
+        self.work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             with torch.no_grad():
