@@ -350,11 +350,13 @@ def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
 def allocator(group: ProcessGroup) -> Allocator:
     """Makes buckets for ``group``: in memory that its backend offers for them, as long as it does."""
     cpu = torch.device("cpu")
-    backend: Any = backend_for(group, cpu) if cpu.type in device_types(group) else None
+    is_offered = cpu.type in device_types(group) and offers_memory(group, cpu)
+    # Of a group without memory, as of gloo, nothing is held: its connections end with the last reference to it.
+    backend: Any = backend_for(group, cpu) if is_offered else None
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Asked each time: ranks on several nodes, or where memory is short, may have found out that they share none.
-        if backend is not None and device.type == "cpu" and offers_memory(group, device):
+        if backend is not None and device.type == "cpu" and backend.supports_tensor_alloc(device):
             # A backend may refuse with whatever error it likes; any memory will do.
             with contextlib.suppress(MemoryError, ValueError, RuntimeError):
                 memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
