@@ -234,7 +234,9 @@ def test_an_error_in_one_backward_reaches_the_others_and_the_next_step_is_right(
         else:
             loss(model, rank, turn, taken=[1]).backward()
             if overlap:
-                with pytest.raises(PeerAbortedError, match=f"rank {rank}: rank {turn} failed in the .* of its backward"):
+                with pytest.raises(
+                    PeerAbortedError, match=f"rank {rank}: rank {turn} failed in the .* of its backward"
+                ):
                     model.finish_grad_sync()
         model.zero_grad_buffer()
         loss(model, rank, turn, taken=routes(rank, turn)).backward()
