@@ -16,7 +16,8 @@ from ppe_ddp.buffer_hook import BufferHook
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.bucket_plan import Packing
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
-from ppe_ddp.engine.groups import GroupHandle, Groups
+from ppe_ddp.engine.group_handle import GroupHandle
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction

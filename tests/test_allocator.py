@@ -1,5 +1,7 @@
 """Memory for messages: from the group's backend as long as it has some, and any memory where it refuses."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,13 @@ class Offering:
             raise self.refusal
         self.given.append(torch.zeros(size, dtype=dtype, device=device))
         return self.given[-1]
+
+
+class Has:
+    """A group of one backend."""
+
+    def __init__(self, backend):
+        self.backend = backend
 
 
 @pytest.fixture
@@ -65,6 +74,23 @@ def test_a_group_is_asked_each_time(allocator_over):
     assert len(backend.given) == 1
     backend.offers = True
     assert allocate(5, torch.float32, CPU) is backend.given[1]
+
+
+@pytest.mark.parametrize("offers", [True, False])
+def test_a_group_is_not_held(monkeypatch, offers):
+    """The connections of gloo end with the last reference to a group: ranks that wait in it for a failed one leave."""
+    backend = Offering()
+    backend.offers = offers
+    group, held = Has(backend), weakref.ref(backend)
+    of_group = weakref.ref(group)
+    monkeypatch.setattr(groups, "device_types", lambda group: ["cpu"])
+    monkeypatch.setattr(groups, "backend_for", lambda group, device: group.backend)
+    allocate = allocator(group)
+    del group, backend
+    gc.collect()
+    assert of_group() is None
+    assert (held() is not None) is offers
+    assert allocate(5, torch.float32, CPU).shape == (5,)
 
 
 def test_a_mistake_in_a_backend_is_no_refusal(allocator_over):

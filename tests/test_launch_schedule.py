@@ -1,4 +1,4 @@
-"""Buckets leave in the order of their plan, each when it is complete here."""
+"""Buckets are launched in the order of their plan, each when its gradients are there."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class Written:
         return not self.under_way
 
     def wait(self):
-        self.log.append(f"settle {self.plan.index}")
+        self.log.append(f"wait {self.plan.index}")
         self.under_way = False
 
     def finish(self):
@@ -84,7 +84,7 @@ class Case:
         ([5, 4, 3, 2, 1, 0], [0, 1, 2]),
     ],
 )
-def test_a_bucket_leaves_when_it_is_complete_and_the_one_before_has_gone(arrived, launched):
+def test_a_bucket_is_launched_when_its_gradients_are_there_and_the_one_before_was_launched(arrived, launched):
     case = Case()
     case.arrive(*arrived)
     assert case.launched == launched
@@ -105,11 +105,13 @@ def test_gradients_are_put_in_right_before_and_the_bucket_ahead_is_looked_at():
     assert case.log == expected
 
 
-def test_in_the_end_all_leave():
-    case = Case()
+@pytest.mark.parametrize("ranges", [True, False])
+def test_in_the_end_all_are_launched_and_none_is_waited_for(ranges):
+    case = Case(ranges=ranges)
     case.arrive(0, 1)
-    list(case.schedule.launch_all())
+    assert list(case.schedule.launch_all()) == []
     assert case.launched == [0, 1, 2]
+    assert [entry for entry in case.log if entry.startswith("wait") or entry.endswith("last")] == ["launch 2 last"]
 
 
 def test_one_at_a_time():
@@ -120,8 +122,8 @@ def test_one_at_a_time():
     is_done = next(steps)  # waits for the first
     assert not is_done()
     list(steps)
-    assert [entry for entry in case.log if entry[0] in "ls"] == [
-        "launch 0", "settle 0", "launch 1", "settle 1", "launch 2 last",
+    assert [entry for entry in case.log if entry[0] in "lw"] == [
+        "launch 0", "wait 0", "launch 1", "wait 1", "launch 2 last",
     ]  # fmt: skip
 
 
@@ -139,7 +141,7 @@ def test_averages_are_handed_over_in_order_sparse_ones_last():
     assert all(case.schedule.record.done)
 
 
-def test_what_has_not_left_is_not_put_back():
+def test_what_was_not_launched_is_not_put_back():
     case = Case()
     case.arrive(0, 1, 2, 3)
     assert [i for i, _ in case.schedule.put_back()] == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 """The exchange of masks: ranks are threads here, with groups of their own."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -117,6 +118,33 @@ def test_a_long_mask_goes_in_one_message_from_the_second_time_on(monkeypatch):
         assert len(sent) == 2 * count
         assert [nbytes for _, nbytes in answers] == [sum(sent) // 2] * 2
         assert 10_000 <= sum(sent) // 2 < 25_000
+    ranks.close()
+
+
+@pytest.mark.parametrize(("size", "messages"), [(32, 1), (33, 2)])
+def test_a_mask_that_just_fits_goes_in_one_message(monkeypatch, size, messages):
+    ranks, sent, all_reduce = Threads(2), [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: sent.append(args) or all_reduce(*args, **options))
+    assert all(
+        answer.mask == bytes([1]) * size for answer, _ in ranks.exchange(*[(bytes(16), bytes([1]) * size, b"")] * 2)
+    )
+    assert len(sent) == 2 * messages
+    ranks.close()
+
+
+@pytest.mark.parametrize("size", [2, 5_000])
+def test_done_tells_whether_the_answer_is_there_and_sends_what_did_not_fit(size):
+    ranks = Threads(2)
+    first, second = ranks.exchangers
+    early = first.exchange(bytes(16), bytes(size))
+    assert not early.done()  # the other rank has not started
+    late = second.exchange(bytes(16), bytes([1]) * size)
+    end = time.monotonic() + 20
+    while not early.done() & late.done() and time.monotonic() < end:
+        pass
+    assert early.done()
+    assert late.done()
+    assert early.result() == late.result() == (True, bytes([1]) * size, b"")
     ranks.close()
 
 

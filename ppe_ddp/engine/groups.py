@@ -26,12 +26,10 @@ from ppe_ddp.backends.group_internals import (
     HashStore,
     backend_for,
     backends_named,
-    default_group,
     device_types,
     is_registered,
     kept_with,
     new_group_named,
-    registered_groups,
     store_of,
     timeout_of,
 )
@@ -350,11 +348,13 @@ def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
 def allocator(group: ProcessGroup) -> Allocator:
     """Makes buckets for ``group``: in memory that its backend offers for them, as long as it does."""
     cpu = torch.device("cpu")
-    backend: Any = backend_for(group, cpu) if cpu.type in device_types(group) else None
+    is_offered = cpu.type in device_types(group) and offers_memory(group, cpu)
+    # Of a group without memory, as of gloo, nothing is held: its connections end with the last reference to it.
+    backend: Any = backend_for(group, cpu) if is_offered else None
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Asked each time: ranks on several nodes, or where memory is short, may have found out that they share none.
-        if backend is not None and device.type == "cpu" and offers_memory(group, device):
+        if backend is not None and device.type == "cpu" and backend.supports_tensor_alloc(device):
             # A backend may refuse with whatever error it likes; any memory will do.
             with contextlib.suppress(MemoryError, ValueError, RuntimeError):
                 memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
@@ -362,44 +362,3 @@ def allocator(group: ProcessGroup) -> Allocator:
         return torch.empty(numel, dtype=dtype, device=device)
 
     return allocate
-
-
-class GroupHandle:
-    """Holds a process group in a module that may be copied or pickled.
-
-    A copy in the same process shares the group. In another process it is found again by its ranks, when it
-    is first needed.
-    """
-
-    def __init__(self, group: ProcessGroup | None, ranks: list[int] | None = None) -> None:
-        self._group = group
-        self._ranks = ranks
-
-    def group(self) -> ProcessGroup:
-        """The group; the default group if none was named.
-
-        Raises:
-            ValueError: This process has no group of these ranks.
-        """
-        if self._group is not None:
-            return self._group
-        if self._ranks is not None:
-            for group, ranks in registered_groups():
-                if ranks == self._ranks:
-                    return group
-            raise ValueError(
-                f"the unpickled wrapper wants a process group of ranks {self._ranks}, and there is none: make it with "
-                "torch.distributed.new_group() first"
-            )
-        return default_group()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GroupHandle:
-        """The handle itself: a group is a connection, not a value."""
-        return self
-
-    def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
-        """Only the ranks are pickled, and none for the default group."""
-        group = self._group
-        if group is None or group is dist.group.WORLD or not is_registered(group):
-            return GroupHandle, (None, self._ranks)
-        return GroupHandle, (None, dist.get_process_group_ranks(group))
