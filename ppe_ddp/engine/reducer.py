@@ -19,8 +19,9 @@ import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
-from ppe_ddp.engine.grad_hooks import GradHooks, UserGradHooks
+from ppe_ddp.engine.grad_hooks import GradHooks, UserGradHooks, owners_of
 from ppe_ddp.engine.reached_parameters import ReachedParameters
+from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
@@ -69,8 +70,8 @@ class Reducer(Generic[C]):
         self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
-        self.is_displaced = False
-        """Whether another wrapper has taken over some of the parameters."""
+        self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad)
+        """Which other wrappers have some of the parameters."""
         self._overlap = overlap
         self._wrapper = wrapper
         self._sync_hooks = sync_hooks
@@ -94,14 +95,14 @@ class Reducer(Generic[C]):
         self._reached_parameters = ReachedParameters(module_state.parameters)
         self._streams = GradientStreams.of(self._parameters)
         self.synchronizer.use_module(module_state, self._streams)
-        self.is_displaced = False
-        owner = weakref.ref(self)
-        self._grad_hooks = GradHooks(self._parameters, Reducer._on_grad_accumulated, owner)
-        self._user_grad_hooks = UserGradHooks(self._parameters, partial(_is_synchronizing, owner))
+        self.shared.share(module_state, owners_of(self._parameters))
+        self._grad_hooks = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
+        self._user_grad_hooks = UserGradHooks(self._parameters)
 
-    def displaced(self) -> None:
-        """Another wrapper has taken over some of the parameters; :meth:`use_module` takes them back."""
-        self.is_displaced = True
+    def check(self) -> None:
+        """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
+        self.groups.check()
+        self.shared.check()
 
     def __del__(self) -> None:
         self.remove_hooks()
@@ -110,6 +111,7 @@ class Reducer(Generic[C]):
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the parameters."""
+        self.shared.leave()
         if self._grad_hooks is not None:
             self._grad_hooks.remove()
 
@@ -121,6 +123,12 @@ class Reducer(Generic[C]):
     def is_running(self) -> bool:
         """Whether a synchronization may be under way."""
         return self._backward is not None
+
+    @property
+    def is_synchronizing(self) -> bool:
+        """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
+        backward = self._backward
+        return self.enabled and backward is not None and backward.phase is not Phase.FAILED
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
@@ -136,7 +144,8 @@ class Reducer(Generic[C]):
         return backward is None
 
     def before_forward(self) -> None:
-        """Find hooks that the user has added since the last forward."""
+        """Find hooks that the user has added since the last forward; this wrapper is used now."""
+        self.shared.use()
         self._user_grad_hooks.defer()
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
@@ -148,6 +157,7 @@ class Reducer(Generic[C]):
             with self._lock:
                 if self._backward is None or self._running() is None:
                     self._begin()
+                    self.shared.end_callback = self._end_callback
 
     @staticmethod
     def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
@@ -182,8 +192,7 @@ class Reducer(Generic[C]):
 
     def _on_unsynchronized_grad(self, index: int) -> None:
         with self._lock:
-            if self._backward is not None:
-                self._running()
+            self._running()
             self.synchronizer.on_accumulated((index,))
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
@@ -226,7 +235,9 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ begin and launch
 
     def _begin(self, arrived: int | None = None) -> Backward | None:
-        """Begin the backward that runs on this thread; None if it reaches none of our parameters."""
+        """Begin the backward that runs on this thread; None if it reaches no parameter for this wrapper."""
+        if arrived is not None and self.shared.is_for_another(self._parameters[arrived]):
+            return None
         reached = self._reached_parameters.indices()
         if arrived is not None and not reached:  # our nodes were not those that autograd uses
             self._refresh_nodes(range(len(self._parameters)))
@@ -240,17 +251,18 @@ class Reducer(Generic[C]):
         if not reached:
             # or none yet: reentrant checkpoints have graph tasks of their own; the first of them begins the backward
             return None
-        self.groups.check()
+        self.check()
         if self._streams is not None and self._streams.is_capturing():
             raise UnusableError(
                 f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
                 "anew, which a replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
             )
-        backward = Backward(self._names)
+        backward = Backward(self._names, turn=self.shared.turn())
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
-        if self._overlap and not (self._sync_hooks or self.synchronizer.sends_nothing or self.synchronizer.is_closed):
+        is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn.is_held
+        if self._overlap and not (is_put_off or self.synchronizer.sends_nothing):
             backward.waiting = bytearray(len(self._parameters))
             for i in reached:
                 backward.waiting[i] = 1
@@ -272,19 +284,18 @@ class Reducer(Generic[C]):
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward is self._backward and backward.phase is not Phase.FAILED:
-            self._completion(backward).finish_at_end_of_backward(shares_parameters=self.is_displaced)
+            self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
-        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged)
-        return Completion(self._finish(backward), self.groups, self._lock, then)
+        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged, backward.turn.called)
+        return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                self._call_sync_hooks(backward)
-                self.synchronizer.start_negotiation(backward)
+                self._negotiate(backward)
             yield from self._complete(backward)
         except BaseException as error:
             is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
@@ -324,9 +335,10 @@ class Reducer(Generic[C]):
             self._grad_hooks.stop_recording()
             self._count_arrived(backward)
 
-    def _call_sync_hooks(self, backward: Backward) -> None:
+    def _negotiate(self, backward: Backward) -> None:
         for hook in () if backward.silent else list(self._sync_hooks.values()):
             hook(self._wrapper())
+        self.synchronizer.start_negotiation(backward)
 
     # ------------------------------------------------------------------ without autograd
 
@@ -339,10 +351,10 @@ class Reducer(Generic[C]):
         with self._lock:
             if self._running() is not None or self._started is not None:
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
-            self.groups.check()
-            backward = Backward(self._names, is_manual=True, silent=silent)
-            self._call_sync_hooks(backward)
-            self.synchronizer.start_negotiation(backward)
+            self.check()
+            backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
+            if not backward.turn.is_held:
+                self._negotiate(backward)
             self._backward = backward
             self._started = self._completion(backward)
             self._started.keep_open()
@@ -387,7 +399,7 @@ class Reducer(Generic[C]):
         begun = [(other, other._backward) for other in list(self._begun)]
         dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
         self._begun.difference_update([other for other, _ in dead])
-        ends = [Completion(other._finish_aborted(backward), other.groups, other._lock) for other, backward in dead]
+        ends = [Completion(o._finish_aborted(backward), o.groups, o._lock, turn=backward.turn) for o, backward in dead]
         finish_and_conclude(ends)
 
     def _finish_aborted(self, backward: Backward) -> Steps:
@@ -413,10 +425,3 @@ def _on_end_of_graph_task(owner: weakref.ref[Reducer[C]], end_callback: object) 
     self = owner()
     if self is not None:
         self._abort_if_unfinished(end_callback)
-
-
-def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
-    """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
-    self = owner()
-    backward = None if self is None or not self.enabled else self._backward
-    return backward is not None and backward.phase is not Phase.FAILED
