@@ -10,7 +10,7 @@ from ppe_ddp.engine.shared_parameters import Turn
 from ppe_ddp.engine.trace import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -120,6 +120,12 @@ class Backward:
     def _enter(self, phase: Phase) -> None:
         assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"
         self.phase = phase
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """The mask is made while backward runs, which will bring the gradients of these parameters."""
+        self.waiting = waiting = bytearray(len(self.recorder.names))
+        for i in indices:
+            waiting[i] = 1
 
     def start_negotiating(self) -> None:
         """This rank's mask was sent."""
