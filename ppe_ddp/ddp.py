@@ -186,15 +186,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._start(synchronize=False)
         reducer = self._reducer
         assert reducer is not None
-        reducer.groups.check()
-        if reducer.recover():  # in which the other ranks speak of the module as it was
-            if not self._module_state.is_current():
-                module_state = ModuleState(self.module, self._ignored())
-                reducer.use_module(module_state)
-                self._module_state = module_state
-                self._inputs.find_device(self.module)
-            elif reducer.is_displaced:
-                reducer.use_module(self._module_state)
+        reducer.check()
+        # A recovery comes first: in it the other ranks speak of the module as it was.
+        if reducer.recover() and not self._module_state.is_current():
+            module_state = ModuleState(self.module, self._ignored())
+            reducer.use_module(module_state)
+            self._module_state = module_state
+            self._inputs.find_device(self.module)
         reducer.before_forward()
         return reducer
 

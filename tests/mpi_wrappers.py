@@ -1,4 +1,6 @@
-"""The cases of test_two_wrappers.py and test_own_communication.py over mpi4py; run under mpirun by the former.
+"""The cases of test_two_wrappers.py, test_own_communication.py and test_shared_wrappers.py over mpi4py.
+
+Run under mpirun by the first.
 
 Prints on rank 0 how many have passed.
 """
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import test_own_communication as own
+import test_shared_wrappers as shared
 import test_two_wrappers as tests
 from ppe_ddp.backends.mpi import MpiOptions
 
@@ -26,6 +29,9 @@ def on_two_ranks():
         yield lambda options=options: tests.test_one_rank_uses_only_one_of_them.__wrapped__(options)
         yield lambda options=options: own.test_a_collective_in_a_hook_of_one_parameter.__wrapped__(options)
         yield lambda options=options: own.test_a_flag_is_reduced_after_an_error_that_was_caught.__wrapped__(options)
+    for make in shared.KINDS:
+        yield lambda make=make: shared.test_one_backward_in_another_order_on_each_rank.__wrapped__(make, {})
+        yield lambda make=make: shared.test_one_rank_uses_one_of_them_or_none.__wrapped__(make, {})
     yield tests.test_hooks_that_take_one_bucket_at_a_time.__wrapped__
     yield tests.test_repairs.__wrapped__
     yield tests.test_started_by_hand_in_another_order.__wrapped__
@@ -37,6 +43,7 @@ def on_two_ranks():
 
 def on_three_ranks():
     yield tests.test_one_rank_is_slow.__wrapped__
+    yield lambda: shared.hold_random_programs(0, shared.tied_weights)
     for options in tests.VARIANTS:
         yield lambda options=options: own.test_all_to_all_in_backward.__wrapped__(options)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppe_ddp.engine.grad_hooks import GradHook, GradHooks, UserGradHooks
+from ppe_ddp.engine.grad_hooks import GradHook, GradHooks, UserGradHooks, owners_of
 
 
 class Listener:
@@ -15,11 +15,8 @@ class Listener:
 
     def __init__(self, parameters):
         self.told = []
-        self.times_displaced = 0
+        self.is_synchronizing = False
         self.hooks = GradHooks(parameters, record, weakref.ref(self))
-
-    def displaced(self):
-        self.times_displaced += 1
 
 
 def record(owner, index, parameter):
@@ -68,17 +65,21 @@ def test_a_users_hook_can_still_be_removed():
     assert (len(listener.told), calls) == (1, [])
 
 
-def test_the_last_owner_alone_hears_and_the_one_before_is_told():
+def test_all_owners_of_a_parameter_hear():
     ours = parameters(2)
+    assert owners_of(ours) == []
     first = Listener(ours)
     second = Listener(ours[:1])
-    assert (first.times_displaced, second.times_displaced) == (1, 0)
+    assert sorted(map(id, owners_of(ours))) == sorted(map(id, [first, second]))
+    assert owners_of(ours[1:]) == [first]
     backward(*ours)
-    assert first.told == [(1, True)]
+    assert first.told == [(0, True), (1, True)]
     assert second.told == [(0, True)]
     first.hooks.remove()
+    assert owners_of(ours) == [second]
     backward(*ours)
     assert second.told == [(0, True)] * 2
+    assert len(first.told) == 2
 
 
 def test_an_owner_that_is_gone_is_not_kept_by_its_hooks():
@@ -88,6 +89,7 @@ def test_an_owner_that_is_gone_is_not_kept_by_its_hooks():
     del first
     gc.collect()
     assert seen() is None
+    assert owners_of(ours) == []
     second = Listener(ours)
     backward(*ours)
     assert second.told == [(0, True)]
@@ -137,16 +139,18 @@ def test_recording_hooks_keep_their_place_before_the_users(ends):
     assert listener.told == ([(0, True)] if ends == "stop_recording" else [])
 
 
-def test_another_owner_takes_over_a_recording_parameter():
+def test_another_owner_hears_of_a_recording_parameter():
     ours = parameters(1)
     first = Listener(ours)
     first.hooks.start_recording([0])
     second = Listener(ours)
-    assert first.times_displaced == 1
+    assert len(owners_of(ours)) == 2
+    backward(*ours)
+    assert (first.told, first.hooks.take_recorded()) == ([], [0])
+    assert second.told == [(0, True)]
     first.hooks.stop_recording()
     backward(*ours)
-    assert second.told == [(0, True)]
-    assert first.told == []
+    assert first.told == [(0, True)]
 
 
 def test_a_landing_hook_costs_no_frame_of_its_own():
@@ -164,9 +168,8 @@ class Waiting:
         self.parameters = parameters(count)
         self.listener = Listener(self.parameters)
         self.calls = []
-        self.is_synchronizing = False
         self.handles = [p.register_post_accumulate_grad_hook(self.note) for p in self.parameters]
-        self.hooks = UserGradHooks(self.parameters, lambda: self.is_synchronizing)
+        self.hooks = UserGradHooks(self.parameters)
 
     def note(self, parameter):
         self.calls.append(next(i for i, one in enumerate(self.parameters) if one is parameter))
@@ -175,12 +178,12 @@ class Waiting:
 def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_average():
     user = Waiting(3)
     user.hooks.defer()
-    user.is_synchronizing = True
+    user.listener.is_synchronizing = True
     backward(*user.parameters[:2])
     assert user.calls == []
-    user.hooks.run(bytes([0, 1, 1]))  # 2 has its gradient from another rank
+    user.hooks.run(bytes([0, 1, 1]), set())  # 2 has its gradient from another rank
     assert user.calls == [1, 2]
-    user.is_synchronizing = False
+    user.listener.is_synchronizing = False
     backward(user.parameters[0])  # as in no_sync()
     assert user.calls == [1, 2, 0]
 
@@ -192,19 +195,19 @@ def test_hooks_are_deferred_once_and_new_ones_are_found():
     later = []
     user.parameters[0].register_post_accumulate_grad_hook(later.append)
     user.hooks.defer()
-    user.is_synchronizing = True
+    user.listener.is_synchronizing = True
     backward(*user.parameters)
     assert (user.calls, later) == ([], [])
-    user.hooks.run(bytes([1]))
+    user.hooks.run(bytes([1]), set())
     assert (user.calls, len(later)) == ([0], 1)
 
 
 def test_a_hook_that_is_removed_while_it_is_deferred_is_not_called():
     user = Waiting(2)
     user.hooks.defer()
-    user.is_synchronizing = True
+    user.listener.is_synchronizing = True
     user.handles[0].remove()
-    user.hooks.run(bytes([1, 1]))
+    user.hooks.run(bytes([1, 1]), set())
     assert user.calls == [1]
 
 
@@ -214,10 +217,27 @@ def test_ours_is_not_deferred(is_recording):
     if is_recording:
         user.listener.hooks.start_recording([0])
     user.hooks.defer()
-    user.is_synchronizing = True
+    user.listener.is_synchronizing = True
     backward(*user.parameters)
     assert user.listener.told == ([] if is_recording else [(0, True)])
     assert user.listener.hooks.take_recorded() == ([0] if is_recording else [])
+
+
+def test_hooks_wait_for_every_owner_and_are_called_once_for_all_that_end_together():
+    user = Waiting(2)
+    other = Listener(user.parameters[:1])
+    others = UserGradHooks(user.parameters[:1])
+    user.hooks.defer()
+    others.defer()
+    other.is_synchronizing = True
+    backward(*user.parameters)
+    assert user.calls == [1]
+    called = set()
+    others.run(bytes([1]), called)
+    user.hooks.run(bytes([1, 1]), called)
+    assert user.calls == [1, 0, 1]
+    user.hooks.run(bytes([1, 1]), set())
+    assert user.calls == [1, 0, 1, 0, 1]
 
 
 class Descent:
@@ -233,7 +253,7 @@ def test_optimizers_that_torch_left_to_the_wrapper_step_on_averages():
     for parameter in ours:
         parameter._in_backward_optimizers = [Descent(parameter)]
         parameter.grad = torch.full((2,), 0.5)
-    UserGradHooks(ours, lambda: True).run(bytes([0, 1]))
+    UserGradHooks(ours).run(bytes([0, 1]), set())
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0.5, 0.5])
     assert first.grad is not None
     assert second.grad is None

@@ -6,10 +6,11 @@ import enum
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.engine.shared_parameters import Turn
 from ppe_ddp.engine.trace import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -66,12 +67,14 @@ class Backward:
         names: Of all parameters.
         is_manual: Whether a call has begun it, and not autograd.
         silent: Whether this rank contributes nothing and takes nothing.
+        turn: When it may launch, among those of wrappers that share parameters with its own.
 
     Attributes:
         phase: The current phase.
         silent: Whether this rank contributes nothing and takes nothing.
         aborted: Whether that is because its own backward raised.
         is_manual: Whether a call has begun it, and not autograd.
+        turn: The same.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not arrived. None while the mask is not made before backward is over.
         unexpected: Parameters whose gradient arrived without being expected, or once more.
@@ -85,10 +88,13 @@ class Backward:
         buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
     """
 
-    def __init__(self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False) -> None:
+    def __init__(
+        self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False, turn: Turn | None = None
+    ) -> None:
         self.phase = Phase.BEGUN
         self._participate(Participation.SILENT if silent else Participation.FULL)
         self.is_manual = is_manual
+        self.turn = turn or Turn()
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
@@ -114,6 +120,12 @@ class Backward:
     def _enter(self, phase: Phase) -> None:
         assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"
         self.phase = phase
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """The mask is made while backward runs, which will bring the gradients of these parameters."""
+        self.waiting = waiting = bytearray(len(self.recorder.names))
+        for i in indices:
+            waiting[i] = 1
 
     def start_negotiating(self) -> None:
         """This rank's mask was sent."""

@@ -20,6 +20,7 @@ from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.shared_parameters import TOGETHER
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.trace import span
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
@@ -184,6 +185,8 @@ class BucketSynchronizer(Synchronizer):
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
+        if self._policy.negotiate:  # all ranks have to say the same else, and may end other wrappers together
+            local = backward.turn.claim(local)
         backward.recorder.local = local
         if backward.waiting is not None:
             for (
@@ -192,7 +195,10 @@ class BucketSynchronizer(Synchronizer):
                 backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
             backward.buffers = self.negotiation.buffers()
-            backward.exchange = self.negotiation.start(local, not backward.silent, buffers=backward.buffers)
+            apart = TOGETHER if backward.is_manual and backward.silent else backward.turn.apart
+            backward.exchange = self.negotiation.start(
+                local, not backward.silent, buffers=backward.buffers, apart=apart
+            )
         backward.start_negotiating()
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
@@ -210,8 +216,10 @@ class BucketSynchronizer(Synchronizer):
         recorder.control_nbytes += backward.exchange.nbytes
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
-        backward.active = sum(answer.extra)
-        backward.source = max(answer.extra.find(1), 0)
+        statuses = answer.extra[: self._groups.world_size]
+        backward.active = sum(statuses)
+        backward.source = max(statuses.find(1), 0)
+        backward.turn.agree(answer.extra[self._groups.world_size :])
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
@@ -243,6 +251,7 @@ class BucketSynchronizer(Synchronizer):
         if backward.schedule is None and backward.exchange is not None:
             yield backward.exchange.done
         schedule = backward.schedule or self.make_schedule(backward)
+        yield from backward.turn.wait()
         yield from schedule.launch_all()
         backward.start_finishing()
         backward.late = late = self._take_late(backward)

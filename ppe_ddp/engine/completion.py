@@ -6,7 +6,7 @@ on with the next, both would wait for ever. So whatever completes a synchronizat
 it waits, and the loop that drives it goes on meanwhile with the others.
 
     one alone     run straight through: every wait is the transport's own
-    several       each goes on as soon as what it waits for is there
+    several       each goes on as soon as what it waits for is there; those that share parameters take turns
 
 Not guaranteed: that functions of the user's which block (a ``reduce_function`` that communicates synchronously, a
 ``broadcast_function``) get past one another. They are called in the same order on every rank only where what comes
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ppe_ddp.engine.failures import LOOK_SECONDS
+from ppe_ddp.engine.shared_parameters import Turn, arrange
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:
@@ -79,19 +80,28 @@ class Completion:
         groups: Where the synchronization communicates.
         lock: Held while a step runs, not between them.
         then: Called by :meth:`conclude`, outside of all that.
+        turn: Of the synchronization.
 
     Attributes:
+        groups: The same.
+        turn: The same.
         is_over: Whether all is done, or has failed.
     """
 
     _threads: ClassVar[_Thread]
 
     def __init__(
-        self, steps: Steps, groups: Groups, lock: threading.RLock, then: Callable[[], None] | None = None
+        self,
+        steps: Steps,
+        groups: Groups,
+        lock: threading.RLock,
+        then: Callable[[], None] | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self._steps = steps
         self._lock = lock
         self._then = then
+        self.turn = turn or Turn()
         self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
@@ -119,19 +129,14 @@ class Completion:
         finally:
             del error  # whose traceback holds this frame
 
-    def finish_at_end_of_backward(self, *, shares_parameters: bool) -> None:
-        """Do the same at the end of this thread's backward, together with all completions that were queued by then.
-
-        Args:
-            shares_parameters: Whether another wrapper has some of the same: then one goes after the other.
-        """
+    def finish_at_end_of_backward(self) -> None:
+        """Do the same at the end of this thread's backward, together with all completions that were queued by then."""
         last = self._threads.last()
         if last is None:
             last = _AfterCallbacks()
             self._threads.last = weakref.ref(last)
             at_end_of_backward(last)
         last.completions.append(self)
-        last.shares_parameters |= shares_parameters
 
     def advance(self, *, to_end: bool = False) -> None:
         """Go on to where it has to wait next, or to its end; waits first for what is not there yet."""
@@ -153,11 +158,13 @@ class Completion:
         finally:
             self._is_running = False
             if self.is_over:
+                self.turn.end()
                 self._probe = _always  # a probe keeps its Work, and that the connection
 
     def close(self) -> None:
         """Abandon it: the steps see a GeneratorExit where they are."""
         self.is_over = True
+        self.turn.end()
         with self._lock, torch.no_grad():
             self._steps.close()
 
@@ -189,27 +196,29 @@ Completion._threads = _Thread()
 class _AfterCallbacks:
     """Queued by the first callback at the end of a backward, so that it comes after all that were there."""
 
-    __slots__ = ("__weakref__", "completions", "shares_parameters")
+    __slots__ = ("__weakref__", "completions")
 
     def __init__(self) -> None:
         self.completions: list[Completion] = []
-        self.shares_parameters = False
 
     def __call__(self) -> None:
         Completion._threads.last = lambda: None  # a backward inside one of the steps has an end of its own
-        # Wrappers that share parameters pass gradients on from one to the next.
-        for group in [[one] for one in self.completions] if self.shares_parameters else [self.completions]:
-            finish(group)
-        conclude(self.completions)
+        finish_and_conclude(self.completions)
 
 
 def finish(completions: Sequence[Completion]) -> None:
-    """Drive these to their ends, each without waiting for another; their errors are left in them."""
+    """Drive these to their ends, each without waiting for another; their errors are left in them.
+
+    So end those that were started before and share parameters with them.
+    """
     others = [
         other
         for other in Completion._threads.open
         if not other.is_over and not other._is_running and other not in completions
     ]
+    joined = arrange([one.turn for one in completions], [other.turn for other in others])
+    completions = [*completions, *(other for other in others if other.turn in joined)]
+    others = [other for other in others if other.turn not in joined and not other.turn.is_held]
     if len(completions) == 1 and not others:
         if not completions[0].is_over:
             completions[0].advance(to_end=True)
@@ -241,7 +250,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
             waiting = [completion for completion in waiting if not completion.is_over]
             ready = [completion for completion in waiting if completion.is_ready]
             if not ready:
-                left = [completion for completion in waiting if completion in completions]
+                left = [one for one in waiting if one in completions and not one.turn.is_behind]
                 # One that cannot be asked has to wait by itself. So has one whose transport keeps silent for longer
                 # than it may take: its own wait says why.
                 ready = [completion for completion in left if not completion.can_be_polled or pause.is_over][:1]

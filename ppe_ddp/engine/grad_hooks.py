@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,27 +18,20 @@ from ppe_ddp.engine.torch_internals import in_backward_optimizers, post_accumula
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
+    from ppe_ddp.engine.shared_parameters import Owner
+
 PostHook = Callable[[nn.Parameter], object]
-
-
-class Owner(Protocol):
-    """The object that hooks call when a gradient has been accumulated: the reducer of a wrapper."""
-
-    def displaced(self) -> None:
-        """Another owner has taken over some of the parameters."""
-        ...
 
 
 class GradHook(functools.partial[None]):
     """Our own hook: calls ``on_accumulated(owner, index, parameter)``, and holds the owner weakly.
 
-    A parameter has one at a time: when a module is wrapped twice, or two wrapped modules share a parameter,
-    the wrapper that was used last averages it, once. It is a ``partial`` because a call from autograd then
-    costs one Python frame, which is most of what a small parameter costs.
+    It is a ``partial`` because a call from autograd then costs one Python frame, which is most of what a small
+    parameter costs.
     """
 
     __slots__ = ()
@@ -54,13 +47,15 @@ class GradHook(functools.partial[None]):
         table[handle.id] = self
         for key, hook in others:
             owner = _owner_of(hook)
-            if owner is None:
+            if owner is None or owner() is not None:
                 table[key] = hook
-                continue
-            other = owner()
-            if other is not None:
-                other.displaced()
         return handle
+
+
+def owners_of(parameters: Iterable[nn.Parameter]) -> list[Owner]:
+    """The owners that the hooks on any of these parameters call."""
+    owners = {id(owner): owner for parameter in parameters for owner in _owners(parameter)}
+    return list(owners.values())
 
 
 class _RecordedArrivals(list[nn.Parameter]):
@@ -137,12 +132,11 @@ class GradHooks:
 class _DeferredHook:
     """A user's hook, deferred: replaces it in the parameter's hook table, so that its handle still removes it."""
 
-    def __init__(self, hook: PostHook, is_synchronizing: Callable[[], bool]) -> None:
+    def __init__(self, hook: PostHook) -> None:
         self.hook = hook
-        self._is_synchronizing = is_synchronizing
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        if not self._is_synchronizing():
+        if not any(owner.is_synchronizing for owner in _owners(parameter)):
             self.hook(parameter)
 
 
@@ -150,13 +144,11 @@ class UserGradHooks:
     """The user's hooks on the parameters of one module.
 
     Args:
-        parameters: The parameters.
-        is_synchronizing: Says whether a synchronization is under way, so that a hook has to wait.
+        parameters: The parameters. A hook waits while any wrapper that has the parameter synchronizes.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], is_synchronizing: Callable[[], bool]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._is_synchronizing = is_synchronizing
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -171,20 +163,29 @@ class UserGradHooks:
         for i, (parameter, table) in enumerate(zip(self._parameters, tables, strict=True)):
             if table is None or len(table) < 2:
                 continue  # ours alone
-            self._hooked.append((i, parameter))
-            for key, hook in table.items():
-                if not isinstance(hook, _DeferredHook) and _owner_of(hook) is None:
-                    table[key] = _DeferredHook(hook, self._is_synchronizing)
+            users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
+            if users:
+                self._hooked.append((i, parameter))
+            for key, hook in users:
+                if not isinstance(hook, _DeferredHook):
+                    table[key] = _DeferredHook(hook)
 
-    def run(self, averaged: bytes) -> None:
-        """Call the hooks of the parameters in ``averaged`` (one byte a parameter)."""
-        for i, parameter in self._hooked:
-            if averaged[i]:
+    def run(self, averaged: bytes, called: set[int]) -> None:
+        """Call the hooks of the parameters in ``averaged`` (one byte a parameter).
+
+        Args:
+            averaged: Whether there is an average.
+            called: The parameters whose hooks were called already, by identity; those of these are added.
+        """
+        due = {id(parameter) for i, parameter in (*self._hooked, *self._optimized) if averaged[i]} - called
+        called.update(due)
+        for _, parameter in self._hooked:
+            if id(parameter) in due:
                 for hook in list(_table(parameter).values()):
                     if isinstance(hook, _DeferredHook):
                         hook.hook(parameter)
-        for i, parameter in self._optimized:
-            if averaged[i]:
+        for _, parameter in self._optimized:
+            if id(parameter) in due:
                 for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None
@@ -197,6 +198,16 @@ def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
         return owner
     recorded = getattr(hook, "__self__", None)
     return recorded.owner if isinstance(recorded, _RecordedArrivals) else None
+
+
+def _owners(parameter: nn.Parameter) -> Iterator[Owner]:
+    with without_torch_function():  # so that a parameter that is being gathered is not waited for
+        table = post_accumulate_hooks(parameter)
+    for hook in list((table or {}).values()):
+        reference = _owner_of(hook)
+        owner = None if reference is None else reference()
+        if owner is not None:
+            yield owner
 
 
 def _table(parameter: nn.Parameter) -> dict[int, Any]:

@@ -53,7 +53,7 @@ class MaskExchanger:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._capacity = 64
+        self._capacity = 80
         self._count = 0
         self._allocate = allocator(groups.control)
         self._idle: list[Tensor] = []

@@ -11,6 +11,7 @@ from ppe_ddp.engine.bucket_plan import Planner, fingerprint
 from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.engine.shared_parameters import APART
 from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Negotiation:
         *,
         buffers: Mapping[str, Tensor] | None = None,
         is_vote: bool = False,
+        apart: bytes = APART,
     ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
 
@@ -106,6 +108,7 @@ class Negotiation:
             buffers: What :meth:`buffers` gives now.
             is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
                 where they do not negotiate.
+            apart: What this rank does not end together with it (``shared_parameters.py``); votes do not say it.
         """
         groups = self._groups
         if self._generation != groups.generation:
@@ -113,11 +116,11 @@ class Negotiation:
         if not is_vote:
             groups.step += 1
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
-        bits = bytearray(groups.world_size)
-        bits[groups.rank] = status
+        statuses = bytearray(groups.world_size)
+        statuses[groups.rank] = status
         current = self._digest if is_vote else self._current_digest(local, buffers or {})
         digest = fingerprint([current.hex(), self._place])
-        return self._exchanger.exchange(digest, local, bytes(bits))
+        return self._exchanger.exchange(digest, local, bytes(statuses if is_vote else statuses + apart))
 
     def _restart(self) -> None:
         """Start over without the learned order: after a failure only some ranks may have learned it."""

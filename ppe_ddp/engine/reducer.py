@@ -19,13 +19,13 @@ import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
-from ppe_ddp.engine.grad_hooks import GradHooks, UserGradHooks
-from ppe_ddp.engine.reached_parameters import ReachedParameters
-from ppe_ddp.engine.streams import GradientStreams
+from ppe_ddp.engine.grad_hooks import UserGradHooks, owners_of
+from ppe_ddp.engine.gradient_arrivals import GradientArrivals
+from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,8 +69,8 @@ class Reducer(Generic[C]):
         self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
-        self.is_displaced = False
-        """Whether another wrapper has taken over some of the parameters."""
+        self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad)
+        """Which other wrappers have some of the parameters."""
         self._overlap = overlap
         self._wrapper = wrapper
         self._sync_hooks = sync_hooks
@@ -80,9 +80,8 @@ class Reducer(Generic[C]):
         self._started: Completion | None = None
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
-        self._grad_hooks: GradHooks | None = None
-        self._streams: GradientStreams | None = None
         self._parameters: Sequence[nn.Parameter] = ()
+        self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
 
     # ------------------------------------------------------------------ what there is to synchronize
 
@@ -91,17 +90,15 @@ class Reducer(Generic[C]):
         self.remove_hooks()
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
-        self._reached_parameters = ReachedParameters(module_state.parameters)
-        self._streams = GradientStreams.of(self._parameters)
-        self.synchronizer.use_module(module_state, self._streams)
-        self.is_displaced = False
-        owner = weakref.ref(self)
-        self._grad_hooks = GradHooks(self._parameters, Reducer._on_grad_accumulated, owner)
-        self._user_grad_hooks = UserGradHooks(self._parameters, partial(_is_synchronizing, owner))
+        self.shared.share(module_state, owners_of(self._parameters))
+        self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
+        self._user_grad_hooks = UserGradHooks(self._parameters)
+        self.synchronizer.use_module(module_state, self._arrivals.streams)
 
-    def displaced(self) -> None:
-        """Another wrapper has taken over some of the parameters; :meth:`use_module` takes them back."""
-        self.is_displaced = True
+    def check(self) -> None:
+        """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
+        self.groups.check()
+        self.shared.check()
 
     def __del__(self) -> None:
         self.remove_hooks()
@@ -110,8 +107,8 @@ class Reducer(Generic[C]):
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the parameters."""
-        if self._grad_hooks is not None:
-            self._grad_hooks.remove()
+        self.shared.leave()
+        self._arrivals.remove()
 
     def trace(self) -> Trace | None:
         """The last synchronized backward."""
@@ -122,6 +119,12 @@ class Reducer(Generic[C]):
         """Whether a synchronization may be under way."""
         return self._backward is not None
 
+    @property
+    def is_synchronizing(self) -> bool:
+        """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
+        backward = self._backward
+        return self.enabled and backward is not None and backward.phase is not Phase.FAILED
+
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
     def recover(self) -> bool:
@@ -131,12 +134,12 @@ class Reducer(Generic[C]):
             Whether no backward is under way, so that parameters and functions may be replaced.
         """
         backward = self._running()
-        if self._grad_hooks is not None:
-            self._grad_hooks.stop_recording()
+        self._arrivals.stop_recording()
         return backward is None
 
     def before_forward(self) -> None:
-        """Find hooks that the user has added since the last forward."""
+        """Find hooks that the user has added since the last forward; this wrapper is used now."""
+        self.shared.use()
         self._user_grad_hooks.defer()
 
     def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
@@ -148,6 +151,7 @@ class Reducer(Generic[C]):
             with self._lock:
                 if self._backward is None or self._running() is None:
                     self._begin()
+                    self.shared.end_callback = self._end_callback
 
     @staticmethod
     def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
@@ -155,8 +159,7 @@ class Reducer(Generic[C]):
         self = owner()
         if self is None:
             return
-        if self._streams is not None:
-            self._streams.note_stream(index)
+        self._arrivals.note_stream(index)
         if not self.enabled:
             self._on_unsynchronized_grad(index)
             return
@@ -182,14 +185,12 @@ class Reducer(Generic[C]):
 
     def _on_unsynchronized_grad(self, index: int) -> None:
         with self._lock:
-            if self._backward is not None:
-                self._running()
+            self._running()
             self.synchronizer.on_accumulated((index,))
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
         """Count the gradients that were recorded, and those of ``indices``, as arrived."""
-        assert self._grad_hooks is not None
-        arrived = [*self._grad_hooks.take_recorded(), *indices]
+        arrived = [*self._arrivals.take_recorded(), *indices]
         backward.arrivals += arrived
         waiting = backward.waiting
         if waiting is None:
@@ -226,12 +227,10 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ begin and launch
 
     def _begin(self, arrived: int | None = None) -> Backward | None:
-        """Begin the backward that runs on this thread; None if it reaches none of our parameters."""
-        reached = self._reached_parameters.indices()
-        if arrived is not None and not reached:  # our nodes were not those that autograd uses
-            self._refresh_nodes(range(len(self._parameters)))
-            reached = self._reached_parameters.indices()
-        assert self._grad_hooks is not None
+        """Begin the backward that runs on this thread; None if it reaches no parameter for this wrapper."""
+        if arrived is not None and self.shared.is_for_another(self._parameters[arrived]):
+            return None
+        reached = self._arrivals.expected(arrived)
         callback = self._end_callback()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
@@ -240,51 +239,37 @@ class Reducer(Generic[C]):
         if not reached:
             # or none yet: reentrant checkpoints have graph tasks of their own; the first of them begins the backward
             return None
-        self.groups.check()
-        if self._streams is not None and self._streams.is_capturing():
-            raise UnusableError(
-                f"rank {self.groups.rank}: a CUDA graph is being captured, and what each backward sends is agreed on "
-                "anew, which a replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
-            )
-        backward = Backward(self._names)
+        self.check()
+        self._arrivals.check(self.groups.rank)
+        backward = Backward(self._names, turn=self.shared.turn())
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
-        if self._overlap and not (self._sync_hooks or self.synchronizer.sends_nothing or self.synchronizer.is_closed):
-            backward.waiting = bytearray(len(self._parameters))
-            for i in reached:
-                backward.waiting[i] = 1
+        is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn.is_held
+        if self._overlap and not (is_put_off or self.synchronizer.sends_nothing):
+            backward.expect(reached)
             self.synchronizer.start_negotiation(backward)
             launch_triggers = self.synchronizer.launch_triggers
             reached = [i for i in reached if i not in launch_triggers]
-        if self._streams is not None:
-            reached = [i for i in reached if self._streams.knows_stream(i)]
-        self._grad_hooks.start_recording(reached)
+        self._arrivals.start_recording(reached)
         return backward
-
-    def _refresh_nodes(self, indices: Sequence[int]) -> None:
-        """Ask autograd again for the nodes of these parameters."""
-        self._reached_parameters.refresh(indices)
-        if self._streams is not None:
-            self._streams.forget_streams(indices)
 
     # ------------------------------------------------------------------ finish
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward is self._backward and backward.phase is not Phase.FAILED:
-            self._completion(backward).finish_at_end_of_backward(shares_parameters=self.is_displaced)
+            self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
-        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged)
-        return Completion(self._finish(backward), self.groups, self._lock, then)
+        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged, backward.turn.called)
+        return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                self._call_sync_hooks(backward)
-                self.synchronizer.start_negotiation(backward)
+                self._negotiate(backward)
             yield from self._complete(backward)
         except BaseException as error:
             is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
@@ -313,20 +298,21 @@ class Reducer(Generic[C]):
     def _close(self, backward: Backward) -> None:
         backward.end()
         if backward.unexpected:
-            self._refresh_nodes(backward.unexpected)
+            self._arrivals.refresh(backward.unexpected)
         self._last = backward.recorder
         self._backward = None
 
     def _end_arrivals(self, backward: Backward) -> None:
         """Backward is over: count the arrivals that were recorded, and let every hook call again."""
         backward.recorder.backward_at = perf_counter_ns()
-        if self._grad_hooks is not None and not backward.is_manual:
-            self._grad_hooks.stop_recording()
+        if not backward.is_manual:
+            self._arrivals.stop_recording()
             self._count_arrived(backward)
 
-    def _call_sync_hooks(self, backward: Backward) -> None:
+    def _negotiate(self, backward: Backward) -> None:
         for hook in () if backward.silent else list(self._sync_hooks.values()):
             hook(self._wrapper())
+        self.synchronizer.start_negotiation(backward)
 
     # ------------------------------------------------------------------ without autograd
 
@@ -339,10 +325,10 @@ class Reducer(Generic[C]):
         with self._lock:
             if self._running() is not None or self._started is not None:
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
-            self.groups.check()
-            backward = Backward(self._names, is_manual=True, silent=silent)
-            self._call_sync_hooks(backward)
-            self.synchronizer.start_negotiation(backward)
+            self.check()
+            backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
+            if not backward.turn.is_held:
+                self._negotiate(backward)
             self._backward = backward
             self._started = self._completion(backward)
             self._started.keep_open()
@@ -370,8 +356,7 @@ class Reducer(Generic[C]):
 
     def _abort_if_unfinished(self, end_callback: object) -> None:
         """A graph task has ended: tell the other ranks at once if that is because this rank's backward has raised."""
-        assert self._grad_hooks is not None
-        self._grad_hooks.stop_recording()
+        self._arrivals.stop_recording()
         with self._lock:
             backward = self._backward
             if backward is None or backward.alive is not end_callback or backward.phase is Phase.FAILED:
@@ -384,10 +369,9 @@ class Reducer(Generic[C]):
 
         Only those whose synchronizer could not end them at once.
         """
-        begun = [(other, other._backward) for other in list(self._begun)]
-        dead = [(other, backward) for other, backward in begun if backward is not None and backward.alive() is None]
-        self._begun.difference_update([other for other, _ in dead])
-        ends = [Completion(other._finish_aborted(backward), other.groups, other._lock) for other, backward in dead]
+        dead = [(one, b) for one in list(self._begun) if (b := one._backward) is not None and b.alive() is None]
+        self._begun.difference_update([one for one, _ in dead])
+        ends = [Completion(one._finish_aborted(b), one.groups, one._lock, turn=b.turn) for one, b in dead]
         finish_and_conclude(ends)
 
     def _finish_aborted(self, backward: Backward) -> Steps:
@@ -413,10 +397,3 @@ def _on_end_of_graph_task(owner: weakref.ref[Reducer[C]], end_callback: object) 
     self = owner()
     if self is not None:
         self._abort_if_unfinished(end_callback)
-
-
-def _is_synchronizing(owner: weakref.ref[Reducer[C]]) -> bool:
-    """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
-    self = owner()
-    backward = None if self is None or not self.enabled else self._backward
-    return backward is not None and backward.phase is not Phase.FAILED

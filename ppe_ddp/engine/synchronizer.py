@@ -33,7 +33,12 @@ class Synchronizer(ABC):
     """Synchronizes gradients with the other ranks.
 
     For each backward, every rank calls ``start_negotiation()``, ``make_schedule()`` and ``complete()``, in this order.
+
+    Attributes:
+        empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
     """
+
+    empties_grad = False
 
     @property
     @abstractmethod

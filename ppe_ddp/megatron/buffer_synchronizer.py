@@ -59,6 +59,8 @@ class BufferSynchronizer(Synchronizer):
         check_finite: Whether to look for NaN and infinity before gradients are sent.
     """
 
+    empties_grad = True
+
     def __init__(
         self,
         reduction_groups: Sequence[ReductionGroup],

@@ -163,16 +163,15 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def _ready(self) -> Reducer[BufferSynchronizer]:
         """The engine, after it has cleared away what an aborted backward has left."""
         reducer, state = self._reducer, self._gradient_buffers
+        reducer.check()
         for groups in state.groups:
             groups.check()
-        if reducer.recover():  # in which the other ranks speak of the module as it was
-            if not state.module_state.is_current():
-                module_state = ModuleState(self.module)
-                self._check_unchanged(state.module_state, module_state)
-                reducer.use_module(module_state)
-                state.module_state = module_state
-            elif reducer.is_displaced:
-                reducer.use_module(state.module_state)
+        # A recovery comes first: in it the other ranks speak of the module as it was.
+        if reducer.recover() and not state.module_state.is_current():
+            module_state = ModuleState(self.module)
+            self._check_unchanged(state.module_state, module_state)
+            reducer.use_module(module_state)
+            state.module_state = module_state
         reducer.before_forward()
         return reducer
 

@@ -1,0 +1,353 @@
+"""Wrappers that have parameters in common: each gradient is averaged once, in whatever order the ranks use them."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_of,
+    seeded,
+)
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.engine.backward import Phase
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
+
+
+class Tied(nn.Module):
+    """A layer of its own, with batch norm, and a layer that other modules have as well."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.own, self.norm, self.tied = nn.Linear(3, 4), nn.BatchNorm1d(4), tied
+        self.rounds = 0
+
+    def forward(self, x):
+        return self.tied(torch.tanh(self.norm(Busy.apply(self.own(x), self.rounds))))
+
+
+class Busy(torch.autograd.Function):
+    """Keeps backward busy for a while."""
+
+    @staticmethod
+    def forward(ctx, x, rounds):
+        ctx.rounds = rounds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        square = torch.ones(200, 200)
+        for _ in range(ctx.rounds):
+            square = square @ square / 200
+        return gradient * square[0, 0], None
+
+
+def same_module(count):
+    """One module, for all wrappers."""
+    return [seeded(Tied, nn.Linear(4, 2))] * count
+
+
+def tied_weights(count):
+    """Modules that have one layer in common."""
+    tied = seeded(nn.Linear, 4, 2)
+    return [seeded(Tied, tied) for _ in range(count)]
+
+
+def chain(count):
+    """Modules of which each has a layer in common with the next one."""
+    layers = [seeded(nn.Linear, 4, 4) for _ in range(count + 1)]
+    return [nn.Sequential(nn.Linear(3, 4), layers[k], nn.Tanh(), layers[k + 1]) for k in range(count)]
+
+
+KINDS = [same_module, tied_weights, chain]
+each_kind = pytest.mark.parametrize("make", KINDS, ids=[make.__name__ for make in KINDS])
+
+
+def loss_of(models, order, rank, step):
+    """One loss through these models; autograd begins with that which was called last."""
+    outputs = [models[k](data(4, 3, rank=rank, step=10 * step + k)) for k in order]
+    return sum(output.pow(2).sum() for output in outputs)
+
+
+def expected(models, programs, step):
+    """The mean gradients of each model after each rank has run its program."""
+    tables = [[] for _ in models]
+    for rank, program in enumerate(programs):
+        twins = copy.deepcopy(models)
+        for order in program:
+            if isinstance(order, tuple):
+                loss_of(twins, order, rank, step).backward()
+        for table, twin in zip(tables, twins, strict=True):
+            table.append(gradients(twin))
+    return [mean_of(table, len(programs)) for table in tables]
+
+
+def run(wrappers, programs, step=0):
+    """Let this rank run its program and look at what it has then.
+
+    Args:
+        wrappers: The wrappers.
+        programs: For each rank what it does in turn: a tuple is one backward through these wrappers, a number a
+            `finish_grad_sync()` of that one.
+        step: Chooses the data.
+    """
+    models = [wrapper.module for wrapper in wrappers]
+    want = expected(models, programs, step)
+    for wrapper in wrappers:
+        wrapper.zero_grad()
+    for order in programs[dist.get_rank()]:
+        if isinstance(order, tuple):
+            loss_of(wrappers, order, dist.get_rank(), step).backward()
+        else:
+            wrappers[order].finish_grad_sync()
+    for model, table in zip(models, want, strict=True):
+        assert_gradients(model, table)
+        assert_same_on_all_ranks(model)
+        assert_same_buffers(model)
+
+
+def assert_same_buffers(model):
+    own = [buffer.clone() for buffer in model.buffers()]
+    tables = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, own)
+    for table in tables:
+        assert all(map(torch.equal, table, own))
+
+
+def wrapped(models, **options):
+    return [DistributedDataParallel(model, **options) for model in models]
+
+
+TOGETHER = [
+    [[(0, 1)], [(0, 1)]],
+    [[(0, 1)], [(1, 0)]],
+    [[(1, 0)], [(0, 1)]],
+]
+APART = [
+    [[(0,), (1,)], [(0,), (1,)]],
+    [[(1,), (0,)], [(1,), (0,)]],
+    [[(0, 1)], [(0,), (1,)]],
+    [[(0, 1)], [(1,), (0,)]],
+    [[(1,), (0,)], [(1, 0)]],
+]
+ALONE = [
+    [[(0, 1)], [(0,), 1]],
+    [[(0, 1)], [1, (0,)]],
+    [[(0,), 1], [(1, 0)]],
+    [[(1, 0)], [0, 1]],
+    [[1, 0], [(0, 1)]],
+    [[(0,), 1], [0, (1,)]],
+    [[0, 1], [0, 1]],
+]
+
+
+@each_kind
+@each_variant
+@on_two_ranks
+def test_one_backward_in_another_order_on_each_rank(make, options):
+    wrappers = wrapped(make(2), **options)
+    for step, programs in enumerate(TOGETHER * 2):
+        run(wrappers, programs, step)
+
+
+@each_kind
+@each_variant
+@on_two_ranks
+def test_one_backward_on_one_rank_and_two_on_the_other(make, options):
+    wrappers = wrapped(make(2), **options)
+    for step, programs in enumerate(APART):
+        run(wrappers, programs, step)
+
+
+@each_kind
+@each_variant
+@on_two_ranks
+def test_one_rank_uses_one_of_them_or_none(make, options):
+    wrappers = wrapped(make(2), **options)
+    for step, programs in enumerate(ALONE):
+        run(wrappers, programs, step)
+
+
+def random_programs(draw, count, world_size):
+    """Programs in which all ranks synchronize in one order, and end neighbours in it together at will."""
+    order = [k for _ in range(draw.choice((1, 1, 2))) for k in range(count)]
+    draw.shuffle(order)
+    programs = []
+    for _ in range(world_size):
+        program, rest = [], order
+        while rest:
+            most = next((k for k in range(len(rest)) if rest[k] in rest[:k]), len(rest))
+            size = draw.randint(1, most)
+            together, rest = draw.sample(rest[:size], size), rest[size:]
+            program.append(together[0] if size == 1 and draw.random() < 0.5 else tuple(together))
+        programs.append(program)
+    return programs
+
+
+def hold_random_programs(seed, make, **options):
+    draw = random.Random(seed)
+    wrappers = wrapped(make(3), **options)
+    for step in range(6):
+        programs = random_programs(draw, len(wrappers), dist.get_world_size())
+        run(wrappers, programs, step)
+
+
+@each_kind
+@on_two_ranks
+def test_random_programs_on_two_ranks(make):
+    hold_random_programs(KINDS.index(make), make)
+
+
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1e-6}, {"gradient_as_bucket_view": False}], ids=str)
+@each_kind
+@on_three_ranks
+def test_random_programs_on_three_ranks(make, options):
+    hold_random_programs(10 + KINDS.index(make), make, **options)
+
+
+@on_three_ranks
+def test_one_rank_is_slow():
+    models = tied_weights(2)
+    wrappers = wrapped(models)
+    for step in range(3):
+        for model in models:
+            model.rounds = 60 if dist.get_rank() == step else 0
+        run(wrappers, [[(0, 1)], [(1, 0)], [(1,), (0,)]], step)
+
+
+@each_kind
+@on_two_ranks
+def test_accumulation_and_a_retained_graph(make):
+    wrappers = wrapped(make(2))
+    rank = dist.get_rank()
+    orders = [(0, 1), (1, 0)]
+    models = [wrapper.module for wrapper in wrappers]
+    three = [[orders[other], orders[other], orders[other]] for other in range(2)]
+    want = expected(models, three, 0)
+    with wrappers[0].no_sync(), wrappers[1].no_sync():
+        loss_of(wrappers, orders[rank], rank, 0).backward()
+    loss = loss_of(wrappers, orders[rank], rank, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for model, table in zip(models, want, strict=True):
+        assert_gradients(model, table)
+        assert_same_on_all_ranks(model)
+
+
+@each_kind
+@on_two_ranks
+def test_started_by_hand_and_ended_in_another_order(make):
+    wrappers = wrapped(make(2))
+    rank = dist.get_rank()
+    models = [wrapper.module for wrapper in wrappers]
+    for step in range(2):
+        want = expected(models, [[(0, 1)]] * 2, step)
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        with wrappers[0].no_sync(), wrappers[1].no_sync():
+            loss_of(wrappers, (0, 1), rank, step).backward()
+        for k in (rank, 1 - rank):
+            wrappers[k].start_grad_sync()
+        for k in (0, 1) if step else (1 - rank, rank):
+            wrappers[k].finish_grad_sync()
+        for model, table in zip(models, want, strict=True):
+            assert_gradients(model, table)
+            assert_same_on_all_ranks(model)
+
+
+@on_two_ranks
+def test_what_is_shared_is_sent_once():
+    wrappers = wrapped(tied_weights(2))
+    for step, programs in enumerate(TOGETHER):
+        run(wrappers, programs, step)
+        assert [[name for name in wrapper.trace().agreed if "tied" in name] for wrapper in wrappers] == [
+            ["tied.weight", "tied.bias"],
+            [],
+        ]
+
+
+@on_two_ranks
+def test_a_wrapper_that_is_dropped_shares_nothing_any_more():
+    wrappers = wrapped(tied_weights(2))
+    phases = []
+
+    def look(_):
+        phases.append(wrappers[0]._reducer._backward.phase is Phase.BEGUN)
+
+    for count in (2, 1):
+        del wrappers[count:]
+        run(wrappers, [[(0,), *range(1, count)]] * 2, count)
+        handle = wrappers[0].module.own.weight.register_hook(look)
+        loss_of(wrappers, (0,), dist.get_rank(), 0).backward()
+        handle.remove()
+        for k in range(1, count):
+            wrappers[k].finish_grad_sync()
+    assert phases == [True, False]  # what nobody else has is asked for while backward runs
+
+
+class Note(nn.Module):
+    """Its outputs cannot be seen: only what lands says that there is a backward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return Hidden(self.layer(x))
+
+
+class Hidden:
+    def __init__(self, value):
+        self.value = value
+
+
+@on_two_ranks
+def test_outputs_that_cannot_be_seen():
+    rank = dist.get_rank()
+    layer = seeded(nn.Linear, 3, 2)
+    wrappers = wrapped([Note(layer), Note(layer)])
+    twin = copy.deepcopy(layer)
+    for step, orders in enumerate([[(0, 1), (1, 0)], [(0,), ()], [(), (1,)], [(1, 0), (0, 1)]]):
+        tables = []
+        for other, order in enumerate(orders):
+            twin.zero_grad()
+            if order:
+                sum(twin(data(4, 3, rank=other, step=10 * step + k)).pow(2).sum() for k in order).backward()
+            tables.append(gradients(twin))
+        layer.zero_grad()
+        outputs = [wrappers[k](data(4, 3, step=10 * step + k)).value for k in orders[rank]]
+        if outputs:
+            sum(output.pow(2).sum() for output in outputs).backward()
+        else:
+            wrappers[orders[1 - rank][0]].finish_grad_sync()
+        assert_gradients(layer, mean_of(tables, 2))
+        assert_same_on_all_ranks(layer)
+
+
+class Late(nn.Module):
+    """Nobody expects the gradient of what others have as well, inside a reentrant checkpoint."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.own, self.tied = nn.Linear(3, 3), tied
+
+    def forward(self, x):
+        return checkpoint(self.tied, self.own(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied_weights", "same_module"])
+@on_two_ranks
+def test_reentrant_checkpoints(is_tied):
+    tied = seeded(nn.Linear, 3, 2)
+    first = seeded(Late, tied)
+    wrappers = wrapped([first, seeded(Late, tied) if is_tied else first])
+    for step, programs in enumerate([*TOGETHER, *APART]):
+        run(wrappers, programs, step)
