@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mpi_check_kit import DTYPES, OPS, assert_same, check, data, expected, op_named, options, reductions
 from mpi_check_torch import assert_trained, model_and_loss, train
+from ppe_ddp.engine.groups import allocator
 
 CPU = torch.device("cpu")
 SHAPE = (12_001,)
@@ -25,9 +26,10 @@ def shared_group(index=0):
 
 
 def in_shared_memory(tensor, group):
+    """A copy in memory that the group offers; where its ranks share none, in any, as the engine has it."""
     if dist.get_world_size() == 1:
         return tensor.clone()
-    return group.allocate_tensor(tensor.numel(), dtype=tensor.dtype, device=CPU).view(tensor.shape).copy_(tensor)
+    return allocator(group)(tensor.numel(), tensor.dtype, CPU).view(tensor.shape).copy_(tensor)
 
 
 @check(*DTYPES)
