@@ -282,7 +282,7 @@ def test_the_backend_by_itself(layout):
     names = [name for name in names_for(sum(layout)) if not needs_one_node(name) and name not in lost]
     with Nodes(2) as nodes:
         command = [sys.executable, "-W", "error", str(HERE / "mpi_checks.py"), *names]
-        done = nodes.launch("mpirun", command, ranks=layout, timeout=300)
+        done = nodes.launch("mpirun", command, ranks=layout, timeout=400)
     found = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
     problems = {one["name"]: one["errors"] for one in found if one["errors"]}
     assert (problems, [one["name"] for one in found]) == ({}, names), done.errors[-4000:]

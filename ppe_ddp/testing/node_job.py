@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -105,8 +104,8 @@ class NodeJob:
         if self._result is not None:
             return
         codes = [process.poll() for process in self._processes]
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
+        for process, code in zip(self._processes, codes, strict=True):
+            if code is None:  # otherwise the number may be that of another process by now
                 os.killpg(process.pid, signal.SIGKILL)
         for node in self._nodes:
             node.end_processes()  # torchrun's and Hydra's children have sessions of their own
