@@ -118,7 +118,7 @@ def test_the_laws_hold_where_all_that_can_goes_through_shared_memory(world, seed
     assert_laws(world, seed, MpiOptions(shared_bytes=16, shared_piece_bytes=4096))
 
 
-@on_all
+@pytest.mark.parametrize("world", worlds(*LAYOUTS, short=()), indirect=True)
 def test_one_rank_that_fails_is_named_and_the_next_step_works(world):
     for told in world.run(fail_on, dist_last(world)):
         assert told == f"rank {dist_last(world)}"
