@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,16 +46,23 @@ class MpiMessages:
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
         host = self._stage.host_memory(tensor)
-        request = self._comm.Isend(byte_buffer(host), peer, self._checked(tag))
-        return self._noted(MessageWork(request, [tensor], host, f"send to rank {peer} (tag {tag})", self._waits))
+        start = partial(self._comm.Isend, byte_buffer(host), peer, self._checked(tag))
+        return self._noted(MessageWork(start, [tensor], host, f"send to rank {peer} (tag {tag})", self._waits))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
         """Start receiving into ``tensor`` from rank ``peer``, or from anyone where it is None."""
         host = self._stage.output_memory(tensor)
-        source = MPI.ANY_SOURCE if peer is None else peer
-        request = self._comm.Irecv(byte_buffer(host), source, self._checked(tag))
+        self._checked(tag)
+
+        def start() -> MPI.Request | None:
+            if peer is not None:
+                return self._comm.Irecv(byte_buffer(host), peer, tag)
+            # MPICH loses messages from other nodes for which a receive from anyone was posted before they came.
+            found = self._comm.Improbe(MPI.ANY_SOURCE, tag)
+            return None if found is None else found.Irecv(byte_buffer(host))
+
         what = f"receive from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
-        message = MessageWork(request, [tensor], host, what, self._waits)
+        message = MessageWork(start, [tensor], host, what, self._waits)
         message.at_arrival = lambda: self._stage.copy_back(tensor, host)
         return self._noted(message)
 

@@ -15,7 +15,7 @@ from ppe_ddp.backends.process_group.python_work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ppe_ddp.backends.mpi.mpi_waits import Waits
 
@@ -60,7 +60,7 @@ class MessageWork(PendingWork):
     """A message on its way, to or from one rank.
 
     Args:
-        request: MPI's handle of it.
+        start: Returns MPI's handle of it; None while it cannot be started yet, and is asked again.
         tensors: What is sent or received; one tensor.
         memory: What MPI reads or writes.
         what: The call, for an error's text, such as ``"send to rank 1 (tag 0)"``.
@@ -70,11 +70,17 @@ class MessageWork(PendingWork):
     _waits: Waits
 
     def __init__(
-        self, request: MPI.Request, tensors: list[torch.Tensor], memory: torch.Tensor, what: str, waits: Waits
+        self,
+        start: Callable[[], MPI.Request | None],
+        tensors: list[torch.Tensor],
+        memory: torch.Tensor,
+        what: str,
+        waits: Waits,
     ) -> None:
         super().__init__(what, waits)
         self.outputs = tensors
-        self._request = request
+        self._start = start
+        self._request = start()
         self._memory = memory
         self._reason: BaseException | None = None
         self._source = -1
@@ -90,7 +96,8 @@ class MessageWork(PendingWork):
 
     def keep(self) -> None:
         """Hold its memory as long as MPI may use it, whoever drops this."""
-        progress_engine(os.getpid()).keep(self._request, (self, self._memory))
+        if self._request is not None:
+            progress_engine(os.getpid()).keep(self._request, (self, self._memory))
 
     def source_rank(self) -> int:
         """Who sent it, as a rank of the group; -1 before it has arrived."""
@@ -102,7 +109,9 @@ class MessageWork(PendingWork):
     def _has_ended(self) -> bool:
         status = MPI.Status()
         try:
-            if self._request.Test(status):
+            if self._request is None:
+                self._request = self._start()
+            if self._request is not None and self._request.Test(status):
                 self._source = status.Get_source()
                 return True
             reason = self._waits.failure
