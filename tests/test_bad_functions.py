@@ -1,5 +1,6 @@
 """Functions and hooks that raise, return nonsense or change shapes: an error that names them, and no loss."""
 
+import gc
 import itertools
 import re
 import traceback
@@ -218,14 +219,19 @@ def hook_whose_callback_raises(state, bucket):
 @each_variant
 @on_two_ranks
 def test_a_hook_of_torch_that_is_wrong(wrong, error, text, options):
-    is_late = wrong is hook_whose_callback_raises  # when all is sent
     for culprit in range(2):
-        # A hook communicates where nobody can connect the ranks anew: each failure takes a wrapper and a group.
-        turns = Turns(allreduce_hook, wrong)
-        wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 2), **options)
-        wrapper.register_comm_hook(dist.new_group(), turns)
-        # torch makes errors of callbacks its own: their type is lost, their text is not.
-        hold(wrapper, turns, error, text, "communication hook Turns", culprits=[[culprit]], is_late=is_late)
+        hold_hook(wrong, error, text, culprit, options)
+        gc.collect()  # what still holds a hook's group on one rank keeps the other waiting when it destroys its own
+
+
+def hold_hook(wrong, error, text, culprit, options):
+    """A hook communicates where nobody can connect the ranks anew: each failure takes a wrapper and a group."""
+    turns = Turns(allreduce_hook, wrong)
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 2), **options)
+    wrapper.register_comm_hook(dist.new_group(), turns)
+    is_late = wrong is hook_whose_callback_raises  # when all is sent
+    # torch makes errors of callbacks its own: their type is lost, their text is not.
+    hold(wrapper, turns, error, text, "communication hook Turns", culprits=[[culprit]], is_late=is_late)
 
 
 @each_variant

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TRIGGER_BYTES = 1 << 16
 _BUCKET_CAP_MB = 4.0
 _GPU_BUCKET_CAP_MB = 25.0  # torch's
-_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
+_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB is sent by itself, and nothing waits for it
 
 
 @dataclass(frozen=True)
