@@ -204,7 +204,7 @@ def test_what_was_accumulated_for_shards_is_as_it_was(way, overlap):
             has_failed = failed(lambda model: (step(model), model.finish_grad_sync()), wrapper)
             switch.left = -1
             if has_failed:
-                unreached = ("layers.0.", "layers.1.") if overlap else ()
+                unreached = ("layers.0.", "layers.1.", "layers.2.weight") if overlap else ()  # a bucket each
                 assert_same_bits(main_gradients(module), expected, there, unreached)
             assert has_failed or (rank != culprit and way == "in_the_wait")
             if way != "in_the_wait":  # where some may have the averages
