@@ -10,6 +10,11 @@ def one_rank_fails(way):
     failing.hold(way, turns=3)
 
 
+@check("group", "stateful", ranks=2)
+def one_rank_fails_in_a_hook(how):
+    failing.hold_hooks(how)
+
+
 @check("before", *failing_shards.PATCHES, "in_backward", ranks=2)
 def one_rank_fails_beside_the_distributed_optimizer(way):
     failing_shards.hold_optimizer(way, turns=3, overlap=way == "in_the_wait")

@@ -11,7 +11,8 @@ from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, make_plan
-from ppe_ddp.engine.dense_bucket import AdoptedBucket, PackedBucket
+from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.dense_bucket import PackedBucket
 from ppe_ddp.engine.reduction import FunctionReduction
 from ppe_ddp.engine.sparse_bucket import SparseBucket
 from ppe_ddp.functions import takes_divided
@@ -48,19 +49,11 @@ class Setting:
         return [torch.full(SHAPES[i], value) for i in members]
 
 
-def averages_of(bucket):
-    steps = bucket.finish()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
 def used(bucket, gradients, *, views=True):
     bucket.hold(gradients, views=views)
     bucket.launch(is_last=True)
-    averages = averages_of(bucket)
+    run(bucket.finish())
+    averages = bucket.averages()
     bucket.release()
     return averages
 
@@ -109,11 +102,11 @@ def test_what_this_rank_has_not_is_zero(missing):
         torch.testing.assert_close(average, torch.full(SHAPES[k], 0.0 if k == missing else 3.0))
 
 
-@pytest.mark.parametrize("adopts", [True, False])
-def test_without_views_the_gradients_themselves_become_averages(adopts):
-    setting = Setting(packing=Packing(1, 1) if adopts else None)
+@pytest.mark.parametrize("packing", [None, Packing(1, 1)], ids=["packed", "alone"])
+def test_without_views_the_gradients_themselves_become_averages(packing):
+    setting = Setting(packing=packing)
     buckets = setting.cache.buckets(setting.plan(0, 1, 2))
-    assert {type(bucket) for bucket in buckets} == {AdoptedBucket if adopts else PackedBucket}
+    assert {type(bucket) for bucket in buckets} == {PackedBucket}
     for bucket in buckets:
         gradients = setting.gradients(bucket.plan.members)
         places = [gradient.data_ptr() for gradient in gradients]
@@ -122,7 +115,7 @@ def test_without_views_the_gradients_themselves_become_averages(adopts):
         assert all((average == 3.0).all() for average in averages)
 
 
-@pytest.mark.parametrize("packing", [None, Packing(1, 1)], ids=["packed", "adopted"])
+@pytest.mark.parametrize("packing", [None, Packing(1, 1)], ids=["packed", "alone"])
 def test_who_takes_divided_gradients_gets_them_divided(packing):
     seen = []
 
@@ -147,23 +140,47 @@ def test_a_bucket_is_held_by_one_backward_at_a_time():
     bucket.hold(setting.gradients(range(3)))
 
 
-def test_what_is_put_back_is_what_was_there_and_nobody_writes_into_it():
-    def refuse(bucket, group):
-        raise RuntimeError("refused")
-
-    setting = Setting(refuse)
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
-    gradients = setting.gradients(range(3))
-    bucket.hold([gradients[0], None, gradients[2]], views=True)
-    with pytest.raises(RuntimeError, match="refused"):
+@pytest.mark.parametrize("packing", [None, Packing(1, 1)], ids=["packed", "alone"])
+@pytest.mark.parametrize("views", [True, False])
+def test_what_is_put_back_is_what_was_there_also_after_the_reduction(packing, views):
+    setting = Setting(packing=packing)
+    for bucket in setting.cache.buckets(setting.plan(0, 1, 2)):
+        gradients = setting.gradients(bucket.plan.members, 0.1)
+        gradients[0] = gradients[0] if packing else None
+        bucket.hold(list(gradients), views=views)
         bucket.launch(is_last=True)
-    back = dict(bucket.put_back())
-    assert list(back) == [0, 2]
-    for i, gradient in back.items():
-        assert torch.equal(gradient, gradients[i])
-    (other,) = bucket._buffers._held.values()
-    other[0].flat.fill_(7.0)
-    assert all((gradient == 1.0).all() for gradient in back.values())
+        run(bucket.finish())
+        back = bucket.put_back()
+        assert [i for i, _ in back] == [
+            i for i, one in zip(bucket.plan.members, gradients, strict=True) if one is not None
+        ]
+        assert all(one is gradients[bucket.plan.members.index(i)] for i, one in back)
+        assert all(torch.equal(one, torch.full(SHAPES[i], 0.1)) for i, one in back)
+        assert bucket.put_back() == []
+
+
+def test_gradients_that_are_slots_already_are_packed_into_another_buffer_and_both_are_kept():
+    setting = Setting()
+    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    buffers, places = bucket._buffers, set()
+    averages = used(bucket, setting.gradients(range(3)))
+    for _ in range(5):
+        buffers.trim()
+        before, places = averages, places | {averages[0].data_ptr()}
+        averages = used(bucket, list(before))
+        assert averages[0].data_ptr() != before[0].data_ptr()
+        torch.testing.assert_close(averages[0], 3 * before[0])
+        del before
+    assert len(places) == 2
+
+
+def test_what_is_given_back_is_not_put_back_too():
+    setting = Setting()
+    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    bucket.hold(setting.gradients(range(3)), views=True)
+    bucket.launch(is_last=True)
+    assert [i for i, _ in bucket.give_back()] == [0, 1, 2]
+    run(bucket.finish())
     assert bucket.put_back() == []
 
 

@@ -42,6 +42,8 @@ class Written:
     def finish(self):
         yield self.probe()
         self.log.append(f"finish {self.plan.index}")
+
+    def averages(self):
         return [torch.zeros(())] * len(self.expected)
 
     def put_back(self):
@@ -127,18 +129,19 @@ def test_one_at_a_time():
     ]  # fmt: skip
 
 
-def test_averages_are_handed_over_in_order_sparse_ones_last():
+def test_sparse_ones_are_waited_for_last_and_averages_are_handed_over_after_all():
     case, got = Case(sparse=[0]), []
     list(case.schedule.launch_all())
     case.log.clear()
-    list(case.schedule.finish(lambda indices, averages: got.append((indices, len(averages)))))
+    list(case.schedule.finish())
     dense = [bucket for bucket in case.plan.buckets if not bucket.sparse]
     sparse = [bucket for bucket in case.plan.buckets if bucket.sparse]
-    assert [indices for indices, _ in got] == [bucket.members for bucket in [*dense, *sparse]]
     assert case.plan.buckets[0].sparse
-    assert all(len(indices) == count for indices, count in got)
-    assert [entry for entry in case.log if "release" in entry] == [f"release {b.index}" for b in case.plan.buckets]
+    assert case.log == [f"finish {bucket.index}" for bucket in [*dense, *sparse]]
     assert all(case.schedule.record.done)
+    case.schedule.hand_over(lambda indices, averages: got.append((indices, len(averages))))
+    assert got == [(bucket.members, len(bucket.members)) for bucket in case.plan.buckets]
+    assert [entry for entry in case.log if "release" in entry] == [f"release {b.index}" for b in case.plan.buckets]
 
 
 def test_what_was_not_launched_is_not_put_back():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from one_process import data, mlp, seeded
-from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
+from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, ParallelGroups
 from rank_tests import on_two_ranks
 from test_megatron_graphs import Checkpointed
 
@@ -65,6 +65,29 @@ def test_accumulation_in_fp32_keeps_what_half_precision_loses(dtype, options):
     assert exact < 1e-6
     assert rounded > 1000 * exact
     assert rounded > torch.finfo(dtype).eps / 4
+
+
+@on_two_ranks
+def test_averages_to_which_more_is_added_stay_what_they_are():
+    """Experts on one rank of two are divided by two; undone, half of the largest number there is would be too large."""
+    module = seeded(mlp, 2, 2).half()
+    for parameter in module.parameters():
+        parameter.allreduce = False
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    groups = ParallelGroups(expert=alone)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, module, groups=groups)
+
+    def step(scale):
+        model(torch.ones(1, 2, dtype=torch.float16)).float().mul(scale).sum().backward()
+        model.finish_grad_sync()
+
+    step(60000.0)
+    torch.testing.assert_close(module[0].bias.main_grad, torch.full((2,), 30000.0, dtype=torch.float16))
+    for parameter in module.parameters():
+        parameter.main_grad.mul_(2)
+    step(1000.0)
+    torch.testing.assert_close(module[0].bias.main_grad, torch.full((2,), 60500.0, dtype=torch.float16))
 
 
 @on_two_ranks

@@ -74,7 +74,7 @@ def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
     # The buffers is empty at the start, so the peak has in it what it comes to hold.
     assert wrapper._reducer.synchronizer.nbytes == 0
     peak = peak_of(wrapper, range(60), ranks=[dist.get_rank()])
-    rounding = 0 if options.get("gradient_as_bucket_view", True) else len(wrapper.trace().buckets) * 2**16
+    rounding = len(wrapper.trace().buckets) * 2**16
     assert peak - bare <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding, f"{peak - bare} bytes more than {bare}"
 
 

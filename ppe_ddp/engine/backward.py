@@ -99,6 +99,7 @@ class Backward:
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
         self.schedule: LaunchSchedule[Any] | None = None
+        self.rounds: list[LaunchSchedule[Any]] = []
         self.unexpected: list[int] = []
         self.arrivals: list[int] = []
         self.late: dict[int, Tensor] = {}
@@ -144,7 +145,13 @@ class Backward:
     def add_round(self, schedule: LaunchSchedule[Any]) -> None:
         """Make ``schedule`` the current one: that of the plan, or of a second round."""
         self.schedule = schedule
+        self.rounds.append(schedule)
         self.recorder.rounds.append(schedule.record)
+
+    def forget_rounds(self) -> None:
+        """Let go of the schedules, which hold the backward that holds them."""
+        self.schedule = None
+        self.rounds = []
 
     def start_finishing(self) -> None:
         """All buckets are launched."""
@@ -153,7 +160,7 @@ class Backward:
     def end(self) -> None:
         """The synchronization is complete."""
         self._enter(Phase.OVER)
-        self.schedule = None
+        self.forget_rounds()
         self.recorder.done_at = perf_counter_ns()
 
     def fail(self) -> str:

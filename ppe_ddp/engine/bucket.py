@@ -1,9 +1,10 @@
 """One bucket of a plan, kept as long as the plan, and its states in one backward.
 
     hold        takes this rank's gradients; .grad is None meanwhile
-    launch      packs them into flat memory, and starts the reduction
-    finish      waits for the result: one average a member
-    put_back    after a failure: gives this rank's gradients back
+    launch      packs them into other memory, and starts the reduction of that
+    finish      waits for the result
+    averages    after all buckets have succeeded: one average a member
+    put_back    after a failure: gives this rank's gradients back, as they were
     release     drops what belongs to one backward
 
 Names, parameters and layout are computed once. Buffers are borrowed for one backward only, because averages may be
@@ -16,11 +17,10 @@ meantime (a repair) makes a ``.grad`` of its own instead of being added to a mes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.completion import Probe, probe
+from ppe_ddp.engine.completion import probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.completion import Probe, Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.reduction import Reduction
-
-Averages = Generator[Probe | None, None, "list[Tensor]"]
-"""Yields what it waits for, as steps do, and returns one average a member."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +66,8 @@ class Bucket(ABC):
         names: Theirs.
         expected: The members of which some rank has a gradient.
         is_exact: Whether those are all members, as in any plan but one of fixed buckets.
-        gradients: This rank's gradients, one a member, or None; empty between backwards.
+        gradients: This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them
+            before :meth:`averages`.
         nbytes: What this rank sends.
     """
 
@@ -113,8 +112,12 @@ class Bucket(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> Averages:
-        """Wait for the result: one average a member, each the tensor that ``.grad`` shall be."""
+    def finish(self) -> Steps:
+        """Wait for the result."""
+
+    @abstractmethod
+    def averages(self) -> list[Tensor]:
+        """One average a member, each the tensor that ``.grad`` is set to: perhaps this rank's own gradient."""
 
     @property
     def is_under_way(self) -> bool:
@@ -136,10 +139,16 @@ class Bucket(ABC):
     def wait(self) -> None:  # noqa: B027  # only a function of the user's needs it
         """Wait for the pending reduction; :meth:`finish` takes its result."""
 
-    def put_back(self) -> list[tuple[int, Tensor]]:
-        """Abandon the pending reduction: copies of this rank's gradients, by parameter index."""
+    def give_back(self) -> list[tuple[int, Tensor]]:
+        """This rank's gradients as they were, by parameter index; the reduction goes on for the other ranks."""
         pairs = zip(self.plan.members, self.gradients, strict=bool(self.gradients))
-        kept = [(i, gradient.clone()) for i, gradient in pairs if gradient is not None]
+        kept = [(i, gradient) for i, gradient in pairs if gradient is not None]
+        self.gradients = [None] * len(self.gradients)
+        return kept
+
+    def put_back(self) -> list[tuple[int, Tensor]]:
+        """Abandon the pending reduction: this rank's gradients as they were, by parameter index."""
+        kept = self.give_back()
         self.release()
         return kept
 

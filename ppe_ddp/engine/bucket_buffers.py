@@ -7,7 +7,6 @@ for as long as anything refers to that view, whatever the next plan looks like.
 
 from __future__ import annotations
 
-from operator import is_
 from sys import getrefcount
 from typing import TYPE_CHECKING
 
@@ -104,8 +103,11 @@ class BucketBuffers:
         """A free buffer, laid out for ``bucket`` with these members; its contents are arbitrary."""
         held = self._held.setdefault((bucket.dtype, bucket.device), [])
         for buffer in held:
-            if buffer.bucket is bucket and buffer.is_free():
+            if buffer.bucket is not bucket:
+                continue
+            if buffer.is_free():
                 break
+            self._used.add(id(buffer))  # the gradients lie in it: it is the next step's, when they lie in this one's
         else:
             fitting = [buffer for buffer in held if buffer.memory.numel() >= bucket.numel and buffer.is_free()]
             if fitting:
@@ -123,14 +125,6 @@ class BucketBuffers:
         """The addresses at which buffers begin and end, sorted."""
         memories = [buffer.memory for held in self._held.values() for buffer in held]
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
-
-    def holding(self, gradients: Sequence[Tensor | None], bucket: BucketPlan) -> BucketBuffer | None:
-        """The buffer whose slots are these very ``gradients``, as the last step has left them; or None."""
-        for buffer in self._held.get((bucket.dtype, bucket.device), ()):
-            if buffer.bucket is bucket and all(map(is_, gradients, buffer.slots)) and buffer.is_intact():
-                self._used.add(id(buffer))
-                return buffer
-        return None
 
     def trim(self) -> None:
         """Drop the buffers that were not used since the last trim; gradients that are views keep their memory alive."""

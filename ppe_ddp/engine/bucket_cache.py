@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.dense_bucket import AdoptedBucket, PackedBucket
+from ppe_ddp.engine.dense_bucket import PackedBucket
 from ppe_ddp.engine.sparse_bucket import SparseBucket
 
 if TYPE_CHECKING:
@@ -58,6 +58,4 @@ class BucketCache:
             return SparseBucket(plan, self._context, present)
         if self._scattered is not None:
             return self._scattered(plan, self._context, present)
-        if plan.adopted:
-            return AdoptedBucket(plan, self._context, present)
         return PackedBucket(plan, self._context, present, buffers=self._buffers)

@@ -2,7 +2,7 @@
 
     agreed mask     1 0 1 1 0 1           which parameters have a gradient on some rank
     order           5 3 2 0               those, as backward reaches them
-    buckets         [5 3] [2] [0]         packed up to a size; a large one alone ("adopted")
+    buckets         [5 3] [2] [0]         packed up to a size; a large one alone
 
 A plan depends on the mask, the order, the parameters' specifications and the packing, and on nothing else;
 so ranks that agree on these compute the same plan and issue the same collectives.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TRIGGER_BYTES = 1 << 16
 _BUCKET_CAP_MB = 4.0
 _GPU_BUCKET_CAP_MB = 25.0  # torch's
-_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB has fresh pages in every step, and one copy less is better
+_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB is sent by itself, and nothing waits for it
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Packing:
     Attributes:
         bucket_bytes: A bucket is closed when it has reached this size. Small buckets are launched early;
             large ones pay the latency of a message less often.
-        adopt_bytes: A gradient of at least this size has a bucket of its own and is reduced in its own memory.
+        adopt_bytes: A gradient of at least this size has a bucket of its own.
         fixed: Whether a bucket always has the same parameters and is sent whole if any of them has a
             gradient. Costs bytes; needed by hooks that keep state by bucket index.
         first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that are launched first.
@@ -122,7 +122,7 @@ class BucketPlan:
         numel: Its size in elements.
         dtype: Of all members.
         device: Of all members.
-        adopted: Whether the single member is reduced where it lies.
+        adopted: Whether the single member is alone because of its size.
         sparse: Whether the single member is sparse.
         row_major: Whether all members are.
     """

@@ -256,8 +256,7 @@ class BucketSynchronizer(Synchronizer):
         backward.start_finishing()
         backward.late = late = self._take_late(backward)
         vote = self._vote(late, pack_status(int(backward.aborted), backward.dropped))
-        yield from self._hand_over(backward, schedule)
-        backward.schedule = None  # it holds the backward that holds it
+        yield from schedule.finish()
         yield vote.done
         outcome = self.negotiation.finish(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
@@ -266,14 +265,13 @@ class BucketSynchronizer(Synchronizer):
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
-        self.gradients.buffers.trim()
-        if self.sharded_parameters is not None:
-            self.sharded_parameters.trim()
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn_order(arrivals, backward.recorder)
         yield from self._broadcast_buffers(backward)
         if any(statuses) and not backward.aborted:
+            self.put_back(backward)
             raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
+        self._hand_over(backward)
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers
@@ -287,20 +285,22 @@ class BucketSynchronizer(Synchronizer):
         yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
 
     def put_back(self, backward: Backward) -> None:
-        """The communication has failed: put this rank's gradients back into ``.grad`` where there is none.
+        """The step has failed: make ``.grad`` what this rank has computed, bit by bit.
 
-        Late gradients are added: what arrived before them is in ``.grad``, or in the bucket that has failed.
+        No average was handed over, and nobody has written into a gradient, before all had succeeded.
         """
-        schedule, backward.schedule = backward.schedule, None
-        late, backward.late = backward.late, {}
-        if schedule is not None:
+        if backward.rounds:
             self.reduction.abandon()
-            gradients = schedule.put_back()
-            if schedule.record.repair:
-                late.update(gradients)
-            else:
-                self.gradients.put_back(gradients)
-        self.gradients.hand_over(list(late), list(late.values()))
+        for schedule in backward.rounds:  # the gradients of the second came after those of the first
+            self.gradients.put_back(schedule.put_back())
+        self.gradients.put_back(backward.late.items())
+        backward.late = {}
+        backward.forget_rounds()
+
+    def give_back(self, backward: Backward) -> None:
+        """This rank's backward has raised: put what it had computed into ``.grad``; the others still get it."""
+        for schedule in backward.rounds:
+            self.gradients.put_back(schedule.give_back())
 
     def _schedule(
         self, plan: Plan, prepare: Callable[[Bucket], None], waiting: bytes | bytearray, *, repair: bool = False
@@ -330,17 +330,22 @@ class BucketSynchronizer(Synchronizer):
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.negotiation.start(mask, status, is_vote=True)
 
-    def _hand_over(self, backward: Backward, schedule: LaunchSchedule[Bucket]) -> Steps:
+    def _hand_over(self, backward: Backward) -> None:
+        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
         world_size = self._groups.world_size
         factor = world_size / backward.active if self.scale_by_active and backward.active else 1.0
-
-        if backward.silent:
-            return schedule.finish(lambda _indices, _averages: None)
         owner = self.sharded_parameters or self.gradients
-        return schedule.finish(partial(owner.hand_over, factor=factor))
+        for schedule in backward.rounds:
+            if backward.silent:
+                schedule.release()
+            else:
+                schedule.hand_over(partial(owner.hand_over, factor=factor))
+        self.gradients.buffers.trim()
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.trim()
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
-        """Average the late gradients in a second round, and add them to the averages: averaging is linear."""
+        """Average the late gradients in a second round: averaging is linear, so both can be added."""
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
@@ -350,8 +355,7 @@ class BucketSynchronizer(Synchronizer):
         second = self._schedule(plan, prepare, self._nothing, repair=True)
         backward.add_round(second)
         yield from second.launch_all()
-        yield from self._hand_over(backward, second)
-        backward.schedule = None
+        yield from second.finish()
 
     def _peers_aborted(self, ranks: list[int]) -> PeerAbortedError:
         return PeerAbortedError(

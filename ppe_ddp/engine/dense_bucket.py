@@ -1,7 +1,8 @@
 """Buckets of dense gradients that a function or a hook reduces.
 
-packed     .grad -> slot of a buffer -> reduce -> .grad becomes the slot, or gets a copy of it (no views)
-adopted    .grad -> reduce where it lies
+    .grad -> slot of a buffer -> reduce -> .grad becomes the slot, or gets a copy of it (no views)
+
+What this rank has computed stays as it is until all has succeeded, so that nothing is lost by a failure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.contracts import Division, GradBucket
-from ppe_ddp.engine.bucket import Averages, Bucket
+from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
 from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.torch_internals import is_future
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket import BucketContext
     from ppe_ddp.engine.bucket_buffers import BucketBuffers
     from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.completion import Steps
 
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
@@ -50,10 +52,6 @@ class DenseBucket(Bucket, ABC):
     @abstractmethod
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         """The flat tensor, and views of it, one a member, that hold the gradients times :attr:`factor`."""
-
-    @abstractmethod
-    def _averages(self) -> list[Tensor]:
-        """One average a member, after the reduction; each the tensor that ``.grad`` is set to."""
 
     def launch(self, *, is_last: bool) -> None:
         """Pack the gradients and pass them to the function or hook."""
@@ -81,12 +79,11 @@ class DenseBucket(Bucket, ABC):
         views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
         return views, copy
 
-    def finish(self) -> Averages:
-        """Wait for the result; one average a member, each the tensor that ``.grad`` is set to."""
+    def finish(self) -> Steps:
+        """Wait for the result."""
         if self._pending is not None:
             yield probe(self._pending)
         self._take_result()
-        return self._averages()
 
     def _take_result(self) -> None:
         flat, sent = self._flat, self._sent
@@ -124,19 +121,14 @@ class DenseBucket(Bucket, ABC):
         moved_to, moved_from = [], []
         for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
             if gradient is None or not _can_hold(gradient, tensor):
-                results.append(self._as_gradient(tensor))
+                results.append(tensor.clone())  # the buffer is used again
                 continue
             results.append(gradient)
-            if gradient is not tensor:
-                moved_to.append(gradient)
-                moved_from.append(tensor)
+            moved_to.append(gradient)
+            moved_from.append(tensor)
         if moved_to:
             torch._foreach_copy_(moved_to, moved_from)
         return results
-
-    def _as_gradient(self, tensor: Tensor) -> Tensor:
-        """``tensor``, a view of the flat tensor, as a gradient that may be kept."""
-        return tensor.clone()
 
 
 class PackedBucket(DenseBucket):
@@ -157,48 +149,21 @@ class PackedBucket(DenseBucket):
         self._is_fused = plan.nbytes >= _LARGE_BYTES * len(plan.members)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        """Copy the gradients into one buffer, unless they are its slots already."""
+        """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
         gradients, factor = self.gradients, self.factor
         if self._views and True in [gradient is not None and gradient.requires_grad for gradient in gradients]:
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
-        buffer = self._buffers.holding(gradients, self.plan) if self._views else None
-        if buffer is None:
-            buffer = self._buffers.buffer(self.plan, self.specs, self.parameters)
-            if self._is_fused:
-                fill(buffer.slots, gradients, factor)
-                factor = 1.0
-            else:
-                fill(buffer.slots, gradients, 1.0)
-        scale(buffer.flat, buffer.flat, factor)
-        slots = list(buffer.slots)  # these references mark the buffer as in use
-        if self._views:  # the slots are the gradients from here on, and the old ones can be freed
-            self.gradients = [
-                None if gradient is None else slot for slot, gradient in zip(slots, gradients, strict=True)
-            ]
-        return buffer.flat, slots
-
-    def _averages(self) -> list[Tensor]:
-        return self._tensors if self._views else self._copy_to_gradients()
-
-
-class AdoptedBucket(DenseBucket):
-    """A single large gradient, reduced where it lies."""
-
-    def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        spec, gradient = self.specs[0], self.gradients[0]
-        if gradient is not None and reducible_in_place(gradient, spec):
-            memory = gradient
-            scale(memory, memory, self.factor)
+        buffer = self._buffers.buffer(self.plan, self.specs, self.parameters)
+        if self._is_fused:
+            fill(buffer.slots, gradients, factor)
         else:
-            memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-            fill([memory], [gradient], self.factor)
-        return memory.as_strided((self.plan.numel,), (1,)), [memory]
+            fill(buffer.slots, gradients, 1.0)
+            scale(buffer.flat, buffer.flat, factor)
+        return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
 
-    def _averages(self) -> list[Tensor]:
-        return self._copy_to_gradients()
-
-    def _as_gradient(self, tensor: Tensor) -> Tensor:
-        return tensor  # nobody else uses its memory
+    def averages(self) -> list[Tensor]:
+        """One average a member: the slots, or without views this rank's own gradient tensors."""
+        return self._tensors if self._views else self._copy_to_gradients()
 
 
 def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:

@@ -6,6 +6,8 @@ from bisect import bisect
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.torch_internals import storage_users
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
@@ -99,11 +101,17 @@ class Gradients:
             else:
                 there.add_(gradient)
 
+    @torch.no_grad()
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
-        """Set ``.grad`` again to gradients that were taken, where it is still empty."""
+        """Put this rank's own gradients back into ``.grad``; add what has arrived there since."""
         for i, gradient in gradients:
-            there = self._parameters[i].grad
+            parameter = self._parameters[i]
+            there = parameter.grad
             if there is None:
-                self._parameters[i].grad = gradient
-            elif local_of(there) is None:
+                parameter.grad = gradient
+            elif type(there) is ShardedGradient:
                 there.add_(gradient)
+            elif gradient.is_sparse:  # torch adds sparse to dense, not dense to sparse
+                parameter.grad = there + gradient
+            else:
+                parameter.grad = gradient + there

@@ -1,4 +1,4 @@
-"""Lets process groups end on threads of Python's only, wherever their last reference is dropped.
+"""The end of process groups: closes their connections, on threads of Python's only.
 
 The end of a group of gloo waits for gloo's threads. On those run the callbacks of Futures, which a function or hook may
 have made with the group at hand; where such a callback drops the last reference, the thread would wait for itself, and
@@ -9,17 +9,36 @@ C++ ends the process: "Resource deadlock avoided".
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+def close(groups: list[ProcessGroup]) -> None:
+    """Close the connections of these, so that ranks that wait in them leave with an error; empties the list."""
+    for group in groups:
+        if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
+            group.abort()
+    del group
+    # gloo ends what this rank has pending first, which may need the others to come by
+    threading.Thread(target=destroy, args=(groups,), name="ppe_ddp-close", daemon=True).start()
+
+
+def destroy(groups: list[ProcessGroup]) -> None:
+    """Destroy these; empties the list."""
+    while groups:
+        with contextlib.suppress(RuntimeError, ValueError):  # destroyed by the user meanwhile
+            dist.destroy_process_group(groups.pop())  # the last reference, with which the connections end
 
 
 def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,7 +34,7 @@ from ppe_ddp.backends.group_internals import (
 )
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
-from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
+from ppe_ddp.engine.group_lifetime import close, destroy, end_on_threads_of_python
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ class Groups:
         self.is_closed = True
         duplicates = [self.buckets, self.control]
         self.buckets = self.control = self.parent
-        _close(duplicates)
+        close(duplicates)
         return None if isinstance(error, PeerAbortedError) else peers
 
     def _failures(self) -> Failures:
@@ -232,7 +231,7 @@ class Groups:
         duplicates = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
         self.buckets = self.control = self.parent
         self.is_closed = True
-        _destroy(duplicates)
+        destroy(duplicates)
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""
@@ -290,22 +289,6 @@ def _config(backends: dict[str, str], config: str) -> str:
     """
     name = backends.get("cpu", "")
     return name if name and backends_named(name) == backends else config
-
-
-def _close(groups: list[ProcessGroup]) -> None:
-    """Close the connections of these, so that ranks that wait in them leave with an error; empties the list."""
-    for group in groups:
-        if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
-            group.abort()
-    del group
-    # gloo ends what this rank has pending first, which may need the others to come by
-    threading.Thread(target=_destroy, args=(groups,), name="ppe_ddp-close", daemon=True).start()
-
-
-def _destroy(groups: list[ProcessGroup]) -> None:
-    while groups:
-        with contextlib.suppress(RuntimeError, ValueError):  # destroyed by the user meanwhile
-            dist.destroy_process_group(groups.pop())  # the last reference, with which the connections end
 
 
 def _is_of_transport(error: BaseException) -> bool:

@@ -106,26 +106,31 @@ class LaunchSchedule(Generic[B]):
         """Whether all launched buckets are complete."""
         return all(bucket.is_complete() for bucket in self.buckets[: self._gone])
 
-    def finish(self, hand_over: Callable[[Sequence[int], list[Tensor]], None]) -> Steps:
-        """Wait for the buckets in order, as steps; call ``hand_over(parameter indices, averages)`` for each.
-
-        Sparse ones come last: they communicate only now.
-        """
+    def finish(self) -> Steps:
+        """Wait for the buckets in order, as steps. Sparse ones come last: they communicate only now."""
         record = self.record
         for is_sparse in (False, True):
             for k, bucket in enumerate(self.buckets):
                 if bucket.plan.sparse is not is_sparse:
                     continue
-                averages = yield from bucket.finish()
+                yield from bucket.finish()
                 record.done[k] = perf_counter_ns()
                 record.nbytes[k] = bucket.nbytes
-                if not bucket.is_exact:
-                    averages = bucket.expected_of(averages)
-                hand_over(bucket.expected, averages)
+
+    def hand_over(self, take: Callable[[Sequence[int], list[Tensor]], None]) -> None:
+        """Call ``take(parameter indices, averages)`` for each bucket, once nothing can fail any more."""
+        for bucket in self.buckets:
+            averages = bucket.averages()
+            take(bucket.expected, averages if bucket.is_exact else bucket.expected_of(averages))
         self.release()
 
+    def give_back(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's gradients as they were, by parameter index; the launched buckets go on."""
+        for bucket in self.buckets[: self._gone]:
+            yield from bucket.give_back()
+
     def put_back(self) -> Iterator[tuple[int, Tensor]]:
-        """Abandon the launched buckets; yields this rank's gradients by parameter index."""
+        """Abandon the launched buckets; yields this rank's gradients as they were, by parameter index."""
         for bucket in self.buckets[: self._gone]:
             yield from bucket.put_back()
 

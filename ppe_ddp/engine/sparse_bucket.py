@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.engine.bucket import Averages, Bucket
+from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.completion import probe
 from ppe_ddp.scaling import scale
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.bucket import BucketContext
     from ppe_ddp.engine.bucket_plan import BucketPlan
-    from ppe_ddp.engine.completion import Probe
+    from ppe_ddp.engine.completion import Probe, Steps
     from ppe_ddp.engine.groups import Groups
 
 
@@ -34,11 +34,12 @@ class SparseBucket(Bucket):
         self._groups = context.groups
         self._reduction = context.reduction
         self._spec = self.specs[0]
+        self._average: list[Tensor] = []
 
     def launch(self, *, is_last: bool) -> None:
         """Do nothing: see :meth:`finish`."""
 
-    def finish(self) -> Averages:
+    def finish(self) -> Steps:
         """All-gather indices and values over the ranks, and average."""
         self._reduction.warn_of_sparse(self._spec.name)
         groups = self._groups
@@ -46,7 +47,8 @@ class SparseBucket(Bucket):
         indices, values = local.indices(), local.values()
         self.nbytes = indices.nbytes + values.nbytes
         if groups.world_size == 1:
-            return [self._of(indices, values)]
+            self._average = [self._of(indices, values)]
+            return
         # On CPUs, so that no GPU is waited for.
         parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control, groups)
         counts = [int(part) for part in parts]
@@ -57,7 +59,16 @@ class SparseBucket(Bucket):
             values = yield from _gathered_rows(values.contiguous(), counts, longest, groups)
         average = self._of(indices, values)
         scale(average.values(), average.values(), self._reduction.mean_factor)
-        return [average]
+        self._average = [average]
+
+    def averages(self) -> list[Tensor]:
+        """The average."""
+        return self._average
+
+    def release(self) -> None:
+        """Forget what belongs to one backward."""
+        super().release()
+        self._average = []
 
     def _of(self, indices: Tensor, values: Tensor) -> Tensor:
         """A coalesced gradient; each rank's indices are those of a tensor that was checked, if any was."""

@@ -102,6 +102,9 @@ class Synchronizer(ABC):
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more."""
 
+    def give_back(self, backward: Backward) -> None:  # noqa: B027  # those in buffers stay there
+        """This rank's backward has raised: put back what it had computed, without ending the communication."""
+
     @abstractmethod
     def put_back(self, backward: Backward) -> None:
         """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
@@ -115,7 +118,7 @@ class Synchronizer(ABC):
         phase = backward.fail()
         peer_errors = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
-        backward.schedule = None
+        backward.forget_rounds()
         return next((one for one in peer_errors if one is not None), None)
 
     def abort(self, backward: Backward) -> bool:
@@ -125,6 +128,7 @@ class Synchronizer(ABC):
             Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
         """
         if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
+            self.give_back(backward)
             return False
         error = RuntimeError("its backward has raised an error; look at that rank's traceback")
         if backward.phase is Phase.BEGUN:

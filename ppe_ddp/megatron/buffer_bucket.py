@@ -19,7 +19,8 @@ from ppe_ddp.scaling import scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ppe_ddp.engine.bucket import Averages, BucketContext
+    from ppe_ddp.engine.bucket import BucketContext
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
     from ppe_ddp.megatron.buffer_layout import BucketRange
 
@@ -57,6 +58,7 @@ class BufferBucket(DenseBucket):
         self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
         self._is_reduced = False
         self._carried: Tensor | None = None
+        self._reduced_share: Tensor | None = None
 
     @property
     def share(self) -> Tensor:
@@ -79,12 +81,11 @@ class BufferBucket(DenseBucket):
         if not self._is_reduced:
             return
         self._is_reduced = False
-        if self._scatter is None:
-            scale(self._memory, self._memory, 1.0 / self._gain)
-            return
-        # No other rank has this share of the averages. As many times as there are ranks, to be reduced once more,
-        # they would be rounded in halves, or too large for them.
-        self._carried = self.share.clone()
+        if self._scatter is None and self._gain == 1.0:
+            return  # the mean of what all ranks have is the same
+        # No other rank has this share of the averages, or what they were multiplied by would be multiplied once more:
+        # undone beforehand, they would be rounded in halves, or too large for them.
+        self._carried = (self._range if self._scatter is None else self.share).clone()
         self._memory.zero_()
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -93,7 +94,7 @@ class BufferBucket(DenseBucket):
         self._is_reduced = True
 
     def launch(self, *, is_last: bool) -> None:
-        """Start the reduction, in place."""
+        """Start the reduction: an all-reduce in place, or a reduce-scatter into other memory."""
         self.reopen()
         if self.extent.padded == 0:
             return
@@ -101,17 +102,15 @@ class BufferBucket(DenseBucket):
             super().launch(is_last=is_last)
         else:
             factor = self._gain * self._reduction.mean_factor
-            self._pending = self._scatter.start(self.share, self._memory, factor=factor)
+            self._reduced_share = self._scatter.memory_for_share(self._memory)
+            self._pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         scale(self._range, self._range, self._gain * self.factor)
         return self._range, self.slots
 
-    def _averages(self) -> list[Tensor]:
-        return self.slots
-
-    def finish(self) -> Averages:
-        """Wait for the result: averages where ``main_grad`` lies.
+    def finish(self) -> Steps:
+        """Wait for the result.
 
         Raises:
             CommunicationError: The transport failed.
@@ -119,17 +118,12 @@ class BufferBucket(DenseBucket):
         """
         if self.is_under_way:
             yield self.probe()
-        try:
-            if self._scatter is not None:
-                self._take_share()
-            elif self._sent is not None:
-                self._take_result()
-        finally:
-            self.release()
-        self._is_reduced = True
-        return self.slots
+        if self._scatter is not None:
+            self._wait_for_share()
+        elif self._sent is not None:
+            self._take_result()
 
-    def _take_share(self) -> None:
+    def _wait_for_share(self) -> None:
         try:
             if self._pending is not None:
                 self._groups.failures.wait(self._pending, self.plan.device)
@@ -140,14 +134,27 @@ class BufferBucket(DenseBucket):
                 f"rank {self._groups.rank}, bucket {self.plan.index} with {self.title}: the reduce-scatter failed: "
                 f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
             ) from error
+        self._pending = None
+
+    def averages(self) -> list[Tensor]:
+        """The ``main_grad`` of each member, with the averages in it: of a reduce-scatter in this rank's share."""
+        if self._reduced_share is not None:
+            self.share.copy_(self._reduced_share)
         if self._carried is not None:
-            self.share.add_(self._carried)
+            (self._range if self._scatter is None else self.share).add_(self._carried)
             self._carried = None
+        self._is_reduced = True
+        return self.slots
+
+    def release(self) -> None:
+        """Drop what belongs to one reduction."""
+        super().release()
+        self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
         """Abandon the reduction, whose connections were closed; waits a moment for it to end.
 
-        The gradients are lost, as they are reduced in place.
+        After a reduce-scatter ``main_grad`` is as it was. An all-reduce is in place: what it had is lost.
         """
         is_done = self.probe()
         if is_done is not None:

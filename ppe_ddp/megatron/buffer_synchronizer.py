@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -160,7 +161,7 @@ class BufferSynchronizer(Synchronizer):
         schedule = backward.schedule or self.make_schedule(backward)
         yield from schedule.launch_all()
         backward.start_finishing()
-        late = self.gradients.take(backward.unexpected)
+        backward.late = late = self.gradients.take(backward.unexpected)
         if self._check_finite:
             self.step_status.note_non_finite(
                 self._specs[i].name for i, gradient in late.items() if not is_finite(gradient)
@@ -183,11 +184,16 @@ class BufferSynchronizer(Synchronizer):
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
     def put_back(self, backward: Backward) -> None:
-        """Abandon what is in flight. Those gradients are lost, as they are reduced in place."""
+        """Abandon what is in flight, and mark as accumulated what ``main_grad`` has; late gradients are added.
+
+        What an all-reduce had is lost, as it is in place; what a reduce-scatter had is not.
+        """
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
-        backward.schedule = None
+        self.gradients.put_back(backward.late)
+        backward.late = {}
+        backward.forget_rounds()
 
     # ------------------------------------------------------------------ afterwards
 
@@ -216,20 +222,26 @@ class BufferSynchronizer(Synchronizer):
 
     def _take_results(self, pending: _PendingResults) -> Steps:
         self.gradients.revision += 1
-        yield from pending.schedule.finish(lambda _indices, _averages: None)  # they lie where they shall
+        yield from pending.schedule.finish()
         for vote in pending.votes:
             yield vote.done
         outcomes = [
             reduction_group.negotiation.finish(vote, b"")
             for reduction_group, vote in zip(self._reduction_groups, pending.votes, strict=True)
         ]
+        repairs: list[tuple[ReductionGroup, LaunchSchedule[Bucket]]] = []
         for reduction_group, outcome in zip(self._reduction_groups, outcomes, strict=True):
             if any(outcome.mask):
-                yield from self._repair(pending, reduction_group, outcome.mask)
+                repairs.append((reduction_group, self._second_round(pending, reduction_group, outcome.mask)))
+                yield from repairs[-1][1].launch_all()
+                yield from repairs[-1][1].finish()
         statuses = [
             dropped.unpack(outcome.extra) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
         ]
         self.step_status.collect(statuses, aborted_here=pending.backward.aborted)
+        pending.schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
+        for reduction_group, second in repairs:
+            second.hand_over(partial(self._add_averages, reduction_group))
         self._holds_averages = True
         pending.backward.recorder.done_at = perf_counter_ns()
 
@@ -268,11 +280,13 @@ class BufferSynchronizer(Synchronizer):
             if here:
                 self.gradients.averaged[i] = 1
 
-    def _repair(self, pending: _PendingResults, reduction_group: ReductionGroup, agreed: bytes) -> Steps:
-        """Average the late gradients in a second round, and add them: averaging is linear."""
+    def _second_round(
+        self, pending: _PendingResults, reduction_group: ReductionGroup, agreed: bytes
+    ) -> LaunchSchedule[Bucket]:
+        """The schedule that averages the late gradients: averaging is linear, so both averages can be added."""
 
         def prepare(bucket: Bucket) -> None:
-            taken = [pending.late.pop(reduction_group.indices[j], None) for j in bucket.expected]
+            taken = [pending.late.get(reduction_group.indices[j]) for j in bucket.expected]
             bucket.hold([None if gradient is None else gradient * reduction_group.gain for gradient in taken])
 
         groups = reduction_group.groups
@@ -281,17 +295,15 @@ class BufferSynchronizer(Synchronizer):
         plan = reduction_group.repairs.plan(agreed)
         buckets = BucketCache(context, BucketBuffers(allocator(groups.buckets))).buckets(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
-
-        def hand_over(members: Sequence[int], gradients: list[Tensor]) -> None:
-            for j, gradient in zip(members, gradients, strict=True):
-                i = reduction_group.indices[j]
-                bucket = self._buckets[self._layout.bucket_of[i]]
-                bucket.add(i, gradient)
-                self.gradients.averaged[i] = 1
-
-        yield from schedule.launch_all()
-        yield from schedule.finish(hand_over)
         pending.backward.recorder.rounds.append(schedule.record)
+        return schedule
+
+    def _add_averages(self, reduction_group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
+        """Add the averages of late gradients to ``main_grad``."""
+        for j, average in zip(members, averages, strict=True):
+            i = reduction_group.indices[j]
+            self._buckets[self._layout.bucket_of[i]].add(i, average)
+            self.gradients.averaged[i] = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,3 +112,10 @@ class MainGradients:
         for i, gradient in taken.items():
             taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._main[i].dtype)
         return taken
+
+    def put_back(self, taken: Mapping[int, Tensor]) -> None:
+        """Add gradients that :meth:`take` has taken out to ``main_grad``: no average came of them."""
+        for i, gradient in taken.items():
+            self._main[i].add_(gradient)
+            self.accumulated[i] = 1
+        self.is_dirty = True

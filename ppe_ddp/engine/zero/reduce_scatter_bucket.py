@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.bucket import Averages, Bucket
+from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.dense_bucket import reducible_in_place
 from ppe_ddp.engine.zero.chunks import flattened
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.bucket import BucketContext
     from ppe_ddp.engine.bucket_plan import BucketPlan
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.zero.chunks import Rows
     from ppe_ddp.engine.zero.message_pool import MessagePool
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
@@ -98,10 +99,8 @@ class ReduceScatterBucket(Bucket):
             ]
         return [flat if flat.dtype is dtype else flat.to(dtype) for flat in flats]
 
-    def finish(self) -> Averages:
-        """Wait for the result; this rank's chunk of each member's average, 1-D."""
-        if self._row is None:
-            return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self.specs]
+    def finish(self) -> Steps:
+        """Wait for the result."""
         try:
             if self._pending is not None:
                 yield self.probe()
@@ -110,8 +109,13 @@ class ReduceScatterBucket(Bucket):
             raise
         except RuntimeError as error:
             raise self._failure(error) from error
-        row, self._row = self._row, None
         self._pending = self._message = None
+
+    def averages(self) -> list[Tensor]:
+        """This rank's chunk of each member's average, 1-D."""
+        if self._row is None:
+            return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self.specs]
+        row, self._row = self._row, None
         return self._rows.parts(row)
 
     def release(self) -> None:

@@ -53,6 +53,10 @@ class ReduceScatter(ABC):
         kind = AllToAllReduceScatter if backends_of(group).get(device.type) == "gloo" else NativeReduceScatter
         return kind(groups, pool, from_pool=offers_memory(group, device))
 
+    def memory_for_share(self, flat: Tensor) -> Tensor:
+        """Memory for this rank's part of the sum of ``flat``, of its dtype; with arbitrary contents."""
+        return self._pool.take(flat.numel() // self._world_size, flat.dtype, flat.device)
+
     def start(self, share: Tensor, flat: Tensor, *, factor: float = 1.0, spare: bool = True) -> Waitable | None:
         """Begin to set ``share`` to ``factor`` times the sum over the ranks of this rank's part of ``flat``.
 

@@ -1,0 +1,230 @@
+"""Law 8: after a failed step `.grad` is what this rank had computed, bit by bit, and the step can be taken again."""
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import failing_shards
+from failing import LATE, WAYS, FailingNet, Refused, Switch, square
+from one_process import assert_gradients, data, gradients, mean_gradients, mean_of, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, average
+from ppe_ddp.engine import dense_bucket
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
+
+BEFORE_AND_CULPRIT = [("nothing", 0), ("zeros", 1), ("averages", 2), ("own", 0)]
+FAILURES = ("before", "after", "in_the_wait", "in_packing", "in_the_broadcast", "in_backward")
+
+
+def own_gradients(module, step):
+    """What `step` leaves in `.grad` on this rank alone, from what is there now."""
+    twin = copy.deepcopy(module)
+    for parameter, ours in zip(twin.parameters(), module.parameters(), strict=True):
+        parameter.grad = None if ours.grad is None else ours.grad.detach().clone()
+    with contextlib.suppress(Refused):  # of its own backward
+        step(twin)
+    return {name: parameter.grad for name, parameter in twin.named_parameters()}
+
+
+def assert_same_bits(got, expected, before=None, unreached=()):
+    """Where an error has ended backward on its way, parameters that it has not reached have what was there before."""
+    for name in expected:
+        is_as_before = name.startswith(unreached) and are_same(got[name], before[name])
+        assert is_as_before or are_same(got[name], expected[name]), name
+
+
+def are_same(one, other):
+    if one is None or other is None:
+        return one is other
+    return torch.equal(*(tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other)))
+
+
+def failed(step, model):
+    """Whether `step` has failed on this rank."""
+    try:
+        step(model)
+    except (Refused, RuntimeError):
+        return True
+    return False
+
+
+def nothing(wrapper, _rank):
+    wrapper.zero_grad()
+
+
+def zeros(wrapper, rank):
+    square(wrapper, rank)
+    wrapper.zero_grad(set_to_none=False)
+
+
+def averages(wrapper, rank):
+    wrapper.zero_grad()
+    square(wrapper, rank)
+
+
+def own(wrapper, rank):
+    wrapper.zero_grad()
+    with wrapper.no_sync():
+        square(wrapper, rank)
+
+
+PREPARATIONS = {way.__name__: way for way in (nothing, zeros, averages, own)}
+
+
+@each_variant
+@on_three_ranks
+def test_gradients_are_as_they_were(options):
+    rank = dist.get_rank()
+    for way, (before, culprit) in itertools.product(FAILURES, BEFORE_AND_CULPRIT):
+        switch = Switch()
+        plugs = {"bucket_cap_mb": 4e-5, **WAYS[way](switch), **options}
+        patch, fuse = plugs.pop("patch", None), plugs.pop("own", None)
+        module = seeded(FailingNet, fuse)
+        wrapper = DistributedDataParallel(module, **plugs)
+        with pytest.MonkeyPatch.context() as patches:
+            if patch is not None:
+                patches.setattr(dense_bucket, "fill", patch)
+            PREPARATIONS[before](wrapper, rank)
+            if rank == culprit:
+                switch.left = 0 if way == "in_the_broadcast" else 1
+            there = gradients(module)
+            expected = own_gradients(module, lambda model: square(model, rank))
+            has_failed = failed(lambda model: square(model, rank), wrapper)
+            switch.left = -1
+        assert has_failed or (rank != culprit and way in LATE), (way, before)
+        if has_failed:  # in the second bucket of three, perhaps as soon as it is complete
+            unreached = () if "overlap" in options else ("layers.0.",)
+            assert_same_bits(gradients(module), expected, there, unreached)
+        if way not in (*LATE, "in_backward"):
+            tables = [None] * dist.get_world_size()
+            dist.all_gather_object(tables, gradients(module))
+            wrapper.finish_grad_sync()
+            assert_gradients(module, mean_of(tables, len(tables)))
+
+
+class Mixed(nn.Module):
+    """A sparse table, and a map inside a reentrant checkpoint, whose gradients nobody expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True)
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = x + self.table(torch.arange(len(x)) % 3 + int(x[0, 0] > 0))  # other rows on other ranks
+        return self.outer(checkpoint(self.inner, x.detach().requires_grad_(), use_reentrant=True) + x)
+
+
+@pytest.mark.parametrize("refused", ["inner", "outer"])
+@on_two_ranks
+def test_sparse_and_late_gradients_are_as_they_were(refused):
+    rank, switch = dist.get_rank(), Switch()
+
+    def reduce(bucket, group):
+        if any(name.startswith(refused) for name in bucket.names()):
+            switch.refuse()
+        return average(bucket, group)
+
+    module = seeded(Mixed)
+    wrapper = DistributedDataParallel(module, reduce_function=reduce)
+    mean = mean_gradients(module, square)
+    for culprit in range(2):
+        for _ in range(2):
+            wrapper.zero_grad()
+            square(wrapper, rank)
+            assert_gradients(module, mean)
+        assert wrapper.trace().repaired == ("inner.weight", "inner.bias")
+        wrapper.zero_grad()
+        expected = own_gradients(module, lambda model: square(model, rank))
+        switch.left = 0 if rank == culprit else -1
+        assert failed(lambda model: square(model, rank), wrapper)
+        switch.left = -1
+        unreached = ("inner.", "table.") if refused == "outer" else ()
+        assert_same_bits(gradients(module), expected, dict.fromkeys(expected), unreached)
+        tables = [None] * 2
+        dist.all_gather_object(tables, gradients(module))
+        wrapper.finish_grad_sync()
+        assert_gradients(module, mean_of(tables, 2))
+
+
+@pytest.mark.parametrize("way", list(failing_shards.PATCHES))
+@on_three_ranks
+def test_gradients_that_are_to_be_sharded_are_as_they_were(way):
+    rank, switch = dist.get_rank(), Switch()
+    module = seeded(FailingNet, None)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=4e-5)
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    with pytest.MonkeyPatch.context() as patches:
+        failing_shards.PATCHES[way](patches, switch)
+        for culprit in range(3):
+            optimizer.zero_grad()
+            expected = own_gradients(module, lambda model: square(model, rank))
+            switch.left = 1 if rank == culprit else -1
+            there = gradients(module)
+            if failed(lambda model: square(model, rank), wrapper):
+                assert_same_bits(gradients(module), expected, there, ("layers.0.",))
+            else:
+                assert rank != culprit
+                assert way == "in_the_wait"
+            switch.left = -1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("way", failing_shards.SCATTERS)
+@on_three_ranks
+def test_what_was_accumulated_for_shards_is_as_it_was(way, overlap):
+    rank, switch = dist.get_rank(), Switch()
+    module = seeded(FailingNet, None).to(torch.bfloat16)
+    config = DistributedDataParallelConfig(
+        bucket_size=1, grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+    )
+    wrapper = MegatronDDP(None, config, module)
+
+    def step(model, batch=0):
+        model(data(5, 4, step=batch, dtype=torch.bfloat16)).pow(2).sum().backward()
+
+    with pytest.MonkeyPatch.context() as patches:
+        failing_shards.PATCHES[way](patches, switch)
+        for culprit in range(3):
+            wrapper.zero_grad_buffer()
+            with wrapper.no_sync():
+                step(wrapper, 1)
+            there = main_gradients(module)
+            expected = main_gradients(module)
+            for name, gradient in own_gradients(module, step).items():
+                expected[name].add_(gradient)
+            switch.left = 0 if rank == culprit else -1
+            has_failed = failed(lambda model: (step(model), model.finish_grad_sync()), wrapper)
+            switch.left = -1
+            if has_failed:
+                unreached = ("layers.0.", "layers.1.", "layers.2.weight") if overlap else ()  # a bucket each
+                assert_same_bits(main_gradients(module), expected, there, unreached)
+            assert has_failed or (rank != culprit and way == "in_the_wait")
+            if way != "in_the_wait":  # where some may have the averages
+                kept = main_gradients(module)
+                wrapper.finish_grad_sync()
+                assert_shards(wrapper, kept)
+            wrapper.zero_grad_buffer()
+            step(wrapper)
+            wrapper.finish_grad_sync()
+            assert_shards(wrapper, own_gradients(module, step))
+
+
+def main_gradients(module):
+    return {name: parameter.main_grad.clone() for name, parameter in module.named_parameters()}
+
+
+def assert_shards(wrapper, own_table):
+    """This rank's shards are those of the mean of what the ranks have."""
+    tables = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, {name: gradient.float() for name, gradient in own_table.items()})
+    mean, sharded = mean_of(tables, len(tables)), wrapper.sharded()
+    for shard, gradient in zip(sharded.shards, sharded.gradients(), strict=True):
+        torch.testing.assert_close(gradient, mean[shard.name].flatten()[shard.start : shard.stop])
