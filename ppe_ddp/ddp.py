@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,14 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
+from ppe_ddp.engine.sync_check import check_in_sync
 from ppe_ddp.engine.torch_internals import BufferCommHookLocation, call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
 from ppe_ddp.hooks import NOT_GIVEN, Hooks
 from ppe_ddp.inputs import Inputs
 from ppe_ddp.joining import DdpJoinHook, announce
+from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import tensors_in
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.trace import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.options import IgnoredByUs
-
-logger = logging.getLogger("ppe_ddp")
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):
@@ -80,8 +79,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     Raises:
         DisagreementError: On every rank, if their parameters, buffers or options differ; names the first.
-        TypeError: An unknown keyword (the message names the nearest), or torch's positional ``device_ids``.
-        ValueError: A lazy, DTensor or expanded parameter, an expanded buffer, or contradictory arguments.
+        TypeError: An unknown keyword (named with the nearest), torch's positional ``device_ids``, or a wrong function.
+        ValueError: A lazy, DTensor or expanded parameter, an expanded buffer, a wrapper, or contradictory arguments.
+        UnusableError: Several ranks were launched, and torch.distributed is not initialized.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         record_function: bool = False,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
-        check_arguments(module, broadcast_buffers)
+        check_arguments(module, broadcast_buffers, reduce_function, broadcast_function)
         check_ignored(ignored, DistributedDataParallel.__init__)
         super().__init__(module)
         Joinable.__init__(self)
@@ -135,7 +135,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if dist.is_initialized():
             self._start(synchronize=self._options.init_sync)
         else:
-            logger.warning("torch.distributed is not initialized: the module is not synchronized with any other")
+            check_alone()
         self._precision.cast_buffers(module)
 
     def _start(self, *, synchronize: bool) -> None:
@@ -218,9 +218,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _leave(self, outputs: Any) -> Any:
         reducer, synchronizes = self._reducer, torch.is_grad_enabled()
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
-            self._hooks.buffers.after_forward(
-                self._module_state.buffers(), synchronizes=synchronizes and reducer.enabled
-            )
+            buffers = self._module_state.buffers()
+            self._hooks.buffers.after_forward(buffers, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and synchronizes:
             reducer.watch(tensors_in(outputs), is_training=self.training)
         return outputs
@@ -256,15 +255,22 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         For a step in which this rank has no backward at all, while others have one: call this or
         :meth:`finish_grad_sync` instead. Must be followed by :meth:`finish_grad_sync`.
         """
-        reducer = self._ready()
-        if reducer is not None:
+        if (reducer := self._ready()) is not None:
             reducer.start()
 
     def finish_grad_sync(self) -> None:
         """Finish what :meth:`start_grad_sync` started, or do both: afterwards ``.grad`` holds the means."""
-        reducer = self._ready()
-        if reducer is not None:
+        if (reducer := self._ready()) is not None:
             reducer.finish()
+
+    def check_in_sync(self) -> None:
+        """Compare the bits of parameters, and of buffers that are synchronized, across the ranks; on all together.
+
+        Raises:
+            DisagreementError: On every rank, with the same text; names what differs and on which ranks.
+        """
+        if (reducer := self._ready()) is not None:
+            check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
 
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a communication hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
@@ -282,8 +288,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         Returns:
             For the first kind, a handle that removes the hook.
         """
-        handle = self._hooks.add(state, hook)
-        if handle is None:
+        if (handle := self._hooks.add(state, hook)) is None:
             self._use_hooks()
         return handle
 
@@ -306,8 +311,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         From here on ``.grad`` is a ``ShardedGradient`` after a synchronized backward, or None.
         """
-        reducer = self._ready()
-        if reducer is None:
+        if (reducer := self._ready()) is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
         return reducer.synchronizer.shard()
 
@@ -350,17 +354,14 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """The device of the small tensors of ``Join``."""
         return self._inputs.device or torch.device("cpu")
 
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """The group that ``Join`` communicates in."""
-        return self.process_group
-
     # ------------------------------------------------------------------ state
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group that the gradients are averaged over."""
         return self._group.group()
+
+    join_process_group = process_group
 
     @property
     def device(self) -> torch.device | None:

@@ -230,3 +230,8 @@ class _Call(NamedTuple):
     ready: torch.cuda.Event | None
     gradients: GradBucket
     group: ProcessGroup | None
+
+
+def name_of(function: object) -> str:
+    """The qualified name of a function, or the type of another callable; for messages."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

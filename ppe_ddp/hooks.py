@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.options import check_call
+
 if TYPE_CHECKING:
     from ppe_ddp.buffer_hook import BufferHook
     from ppe_ddp.contracts import CommHook, SyncHook
@@ -41,14 +43,16 @@ class Hooks:
             if callable(hook):
                 return self._add_sync(hook)
             raise TypeError("register_comm_hook(hook) or register_comm_hook(state, hook)")
-        if not callable(hook):
-            raise TypeError(f"a communication hook must be callable, not {type(hook).__name__}")
+        if hook is NOT_GIVEN:
+            raise TypeError(f"register_comm_hook(hook) takes a function of the wrapper, not {type(state).__name__}")
+        check_call("hook", hook, ("state", "bucket"))
         if self.comm is not None:
             raise RuntimeError("a wrapper takes one hook of torch's kind, and has one already")
         self.comm = (state, hook)
         return None
 
     def _add_sync(self, hook: SyncHook) -> RemovableHandle:
+        check_call("hook", hook, ("ddp",))
         handle = RemovableHandle(self.sync)
         self.sync[handle.id] = hook
         return handle

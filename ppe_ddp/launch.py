@@ -1,41 +1,28 @@
-"""init_process_group(): finds out which launcher started this process, and joins the others.
+"""init_process_group(): joins the other ranks, whichever launcher started this process.
 
-Owns `init_process_group` and the launchers behind it. A launcher is a pure function from an
-environment to this process's place in a job, or to None where the environment is not its own, so that
-each can be tested with a plain dict. It is apart from the engine because nothing else in the package
-reads an environment variable to find its rank.
+Owns the choice of backend and device. The launchers themselves are in ``launchers.py``.
 """
 
 from __future__ import annotations
 
 import datetime
+import difflib
 import importlib.util
+import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["LAUNCHERS", "Job", "Rendezvous", "detect", "first_host", "init_process_group"]
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.launchers import Rendezvous, detect
 
-Environment = Mapping[str, str]
+__all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 
-# Rank, world size and local rank, as process managers of MPI name them.
-_MPIRUN_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH2
-    ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"),  # Cray
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH and Intel MPI
-)
-
-# Slurm gives the shells of sbatch and salloc step numbers above this one; they are not tasks of srun.
-_LAST_SRUN_STEP = 0xFFFFFFF0
-
-# Linux hands out ports below this one to outgoing connections, which could then hold ours.
-_FIRST_PORT = 61440
+logger = logging.getLogger("ppe_ddp")
 
 
 @dataclass(frozen=True)
@@ -60,36 +47,12 @@ class Job:
     launcher: str
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The job that a launcher describes in the environment.
-
-    Attributes:
-        launcher: The launcher's name.
-        rank: The rank in the whole job.
-        world_size: How many ranks the job has.
-        local_rank: The rank on this machine.
-        init_method: The address where the ranks meet, as torch.distributed takes it. None for a process
-            that is alone and opens no port.
-        note: What to tell the user about this choice; empty for nothing.
-    """
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
-    init_method: str | None
-    note: str = ""
-
-
-Launcher = Callable[[Environment, str | None], Rendezvous | None]
-
-
 def init_process_group(
     backend: str | None = None,
     *,
     init_method: str | None = None,
     timeout: float | datetime.timedelta | None = None,
+    pg_options: Any = None,
     quiet: bool = False,
 ) -> Job:
     """Joins the job that this process was started in, and says which rank and device it got.
@@ -112,203 +75,55 @@ def init_process_group(
             `file:///path`, `env://`, or `mpi://` for any backend under mpirun.
         timeout: How long a collective, or the meeting itself, may take: seconds or a timedelta. By
             default what torch.distributed has for the backend.
+        pg_options: Options of the backend, such as ``ppe_ddp.backends.mpi.MpiOptions(thread=True)``.
         quiet: Whether rank 0 leaves out the line on stderr that says what was chosen.
 
     Returns:
         The job as this rank sees it.
 
     Raises:
-        ValueError: A variable of the environment is missing, not a number or out of range, or there are
-            more ranks on this machine than CUDA devices; the message names the variable.
+        TypeError: ``timeout`` is neither a number nor a timedelta.
+        ValueError: No such backend is registered; the message names the nearest. Or a variable of the environment is
+            missing, not a number or out of range, or there are more ranks on this machine than CUDA devices; the
+            message names the variable.
         RuntimeError: The ranks could not meet, or they were started by mpirun and mpi4py is not installed or
             belongs to another MPI; the message says what to do.
     """
+    limit = _timedelta(timeout)
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed, which ppe_ddp stands on")
     if dist.is_initialized():
         return _job_of_caller()
     place = detect(os.environ, init_method)
     backend = backend or _default_backend(place.launcher)
+    check_backend(backend)
     device = _choose_device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _join(place, backend, timeout)
+    _join(place, backend, limit, pg_options)
     job = Job(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
     if job.rank == 0 and not quiet:
         print(_describe(job, place.note), file=sys.stderr, flush=True)
     return job
 
 
-def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
-    """Asks each launcher in turn whether it started this process.
-
-    Args:
-        environment: The environment's variables.
-        init_method: Where the ranks meet, if not where the launcher says.
-
-    Returns:
-        The first launcher's answer; that of a lone process where none fits.
+def check_alone() -> None:
+    """Warn of a module that is trained alone, as torch.distributed is not initialized.
 
     Raises:
-        ValueError: A launcher's variables are incomplete or wrong; the message names the variable.
-        RuntimeError: The process was started by mpirun, and mpi4py is not installed.
+        UnusableError: A launcher has started several ranks, each of which would train by itself.
     """
-    for launcher in LAUNCHERS:
-        place = launcher(environment, init_method)
-        if place is not None:
-            return place
-    return _alone(environment, init_method)
-
-
-def first_host(nodelist: str) -> str:
-    """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`.
-
-    Args:
-        nodelist: Names and ranges, as in `SLURM_JOB_NODELIST`.
-
-    Returns:
-        The name of the first machine.
-
-    Raises:
-        ValueError: The list is empty or its brackets do not match.
-    """
-    match = re.match(r"(?:[^][,\s]|\[[^][,\s-][^][\s]*\])+(?=,|$)", nodelist.strip())
-    if match is None:
-        raise ValueError(f"{nodelist!r} is not a list of machines in Slurm's notation")
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", match.group())
-
-
-def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezvous | None:
-    if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return None
-    if "RANK" not in environment and _is_srun_task(environment):
-        # Batch scripts often export WORLD_SIZE for srun's tasks, which have their rank from Slurm.
-        return None
-    rank, world_size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
-    # Kubernetes operators start one process a pod and leave LOCAL_RANK out.
-    local_rank = _integer(environment, "LOCAL_RANK", default=0)
-    if init_method is None:
-        _text(environment, "MASTER_ADDR")
-        _port(environment)
-    return Rendezvous("torchrun", rank, world_size, local_rank, init_method or "env://")
-
-
-def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvous | None:
-    for rank_name, size_name, local_name in _MPIRUN_VARIABLES:
-        if rank_name not in environment or size_name not in environment:
-            continue
-        rank, world_size = _rank_and_size(environment, rank_name, size_name)
-        if _is_srun_task(environment) and (rank, world_size) == _slurm_rank_and_size(environment):
-            # srun sets these too, for MPI programs; mpirun's differ from those of the srun beneath it.
-            return None
-        if world_size == 1:
-            return Rendezvous("alone", 0, 1, 0, init_method)
-        if init_method is None and importlib.util.find_spec("mpi4py") is None:
-            raise RuntimeError(
-                f"rank {rank} of {world_size} was started by mpirun ({rank_name}={rank}), and mpi4py, by which the "
-                "ranks would meet, is not installed: pip install 'ppe_ddp[mpi]', or start the ranks with "
-                f"`torchrun --nproc_per_node={world_size} script.py`"
-            )
-        local_rank = _integer(environment, local_name, default=_local_rank_from_slurm(environment, rank))
-        return Rendezvous("mpirun", rank, world_size, local_rank, init_method or "mpi://")
-    return None
-
-
-def _local_rank_from_slurm(environment: Environment, rank: int) -> int:
-    """The local rank where MPI's process manager sets none: Slurm's, else that of all ranks on one machine."""
-    return _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
-
-
-def _from_slurm(environment: Environment, init_method: str | None) -> Rendezvous | None:
-    if not _is_srun_task(environment):
-        return None
-    rank, world_size = _slurm_rank_and_size(environment)
-    local_rank = _integer(environment, "SLURM_LOCALID")
-    if init_method is None and world_size > 1:
-        init_method = f"tcp://{_slurm_address(environment)}:{_slurm_port(environment)}"
-    return Rendezvous("slurm", rank, world_size, local_rank, init_method)
-
-
-def _alone(environment: Environment, init_method: str | None) -> Rendezvous:
-    tasks = environment.get("SLURM_NTASKS", "1")
-    note = "" if tasks == "1" else f"SLURM_NTASKS is {tasks}: start with srun to use them all"
-    return Rendezvous("alone", 0, 1, 0, init_method, note)
-
-
-LAUNCHERS: tuple[Launcher, ...] = (_from_torchrun, _from_mpirun, _from_slurm)
-"""Every launcher that is asked, in order. torchrun comes first because it runs under Slurm and mpirun."""
-
-
-def _is_srun_task(environment: Environment) -> bool:
-    # The shell that sbatch starts has SLURM_PROCID=0 and may have SLURM_NTASKS, but it is no task of a step.
-    if "SLURM_STEP_ID" not in environment or "SLURM_JOB_ID" not in environment:
-        return False
-    return _integer(environment, "SLURM_STEP_ID") <= _LAST_SRUN_STEP
-
-
-def _slurm_rank_and_size(environment: Environment) -> tuple[int, int]:
-    # A step may use fewer tasks than its job, whose number a batch script can leave in SLURM_NTASKS.
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    return _rank_and_size(environment, "SLURM_PROCID", size_name)
-
-
-def _slurm_address(environment: Environment) -> str:
-    if environment.get("MASTER_ADDR"):
-        return _bracketed(environment["MASTER_ADDR"])
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
-        if environment.get(name):
-            try:
-                return first_host(environment[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-    # Only now: it is where srun was called, which is a login node when that was not in a batch script.
-    if environment.get("SLURM_LAUNCH_NODE_IPADDR"):
-        return _bracketed(environment["SLURM_LAUNCH_NODE_IPADDR"])
-    raise ValueError("SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0; set MASTER_ADDR")
-
-
-def _slurm_port(environment: Environment) -> int:
-    if "MASTER_PORT" in environment:
-        return _port(environment)
-    # The step counts too, so that two steps of one job can run side by side.
-    job, step = (_integer(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return _FIRST_PORT + (job + 257 * step) % (65536 - _FIRST_PORT)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def _text(environment: Environment, name: str) -> str:
-    if not environment.get(name):
-        raise ValueError(
-            f"{name} is not set, though other variables of this launcher are; start every rank with the "
-            "same launcher, or unset them all to run one process"
+    try:
+        place = detect(os.environ)
+    except (ValueError, RuntimeError):
+        place = None  # the variables are no launcher's
+    if place is not None and place.world_size > 1:
+        raise UnusableError(
+            f"rank {place.rank} of {place.world_size}, started by {place.launcher}: torch.distributed is not "
+            "initialized, so that every rank would train by itself; call ppe_ddp.init_process_group() before wrapping "
+            "the module"
         )
-    return environment[name]
-
-
-def _integer(environment: Environment, name: str, *, default: int | None = None) -> int:
-    if default is not None and name not in environment:
-        return default
-    text = _text(environment, name)
-    if not re.fullmatch(r"[0-9]+", text):
-        raise ValueError(f"{name} should be a whole number from 0, but it is {text!r}")
-    return int(text)
-
-
-def _port(environment: Environment) -> int:
-    port = _integer(environment, "MASTER_PORT")
-    if not 0 < port < 65536:
-        raise ValueError(f"MASTER_PORT should be from 1 to 65535, but it is {port}")
-    return port
-
-
-def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _integer(environment, rank_name), _integer(environment, size_name)
-    if rank >= size:
-        raise ValueError(f"{rank_name} is {rank}, but {size_name} is {size}: ranks go from 0 to one below it")
-    return rank, size
+    logger.warning("torch.distributed is not initialized: the module is not synchronized with any other")
 
 
 def _default_backend(launcher: str) -> str:
@@ -338,9 +153,36 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(place: Rendezvous, backend: str, timeout: float | datetime.timedelta | None) -> None:
-    if timeout is not None and not isinstance(timeout, datetime.timedelta):
-        timeout = datetime.timedelta(seconds=timeout)
+def check_backend(backend: str) -> None:
+    """Refuse a backend that is not registered, where torch fails with an assertion after a warning.
+
+    Args:
+        backend: A name, or one for each kind of device, such as ``cpu:gloo,cuda:nccl``.
+
+    Raises:
+        ValueError: Names those that are registered, and the nearest.
+    """
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for entry in backend.split(","):
+        name = entry.rpartition(":")[2].strip().lower()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"no backend {name!r} is registered with torch.distributed; {meant}There are {', '.join(known)}; one "
+                "of your own is registered by torch.distributed.Backend.register_backend(), in every process"
+            )
+
+
+def _timedelta(timeout: object) -> datetime.timedelta | None:
+    if timeout is None or isinstance(timeout, datetime.timedelta):
+        return timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds or a datetime.timedelta, not {timeout!r}")
+    return datetime.timedelta(seconds=timeout)
+
+
+def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, pg_options: Any) -> None:
     where = place.init_method
     # torch.distributed takes it from its C++ part without naming it in __all__.
     store = dist.HashStore() if where is None else None  # type: ignore[attr-defined]
@@ -352,6 +194,7 @@ def _join(place: Rendezvous, backend: str, timeout: float | datetime.timedelta |
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
+            pg_options=pg_options,
         )
     except dist.DistError as error:
         raise RuntimeError(

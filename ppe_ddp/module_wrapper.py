@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored, rename_in_checkpoints
 from ppe_ddp.state_dict_names import add_prefix, without_prefix, without_wrappers
@@ -19,9 +20,17 @@ class ModuleWrapper(nn.Module):
 
     Args:
         module: The module to wrap.
+
+    Raises:
+        ValueError: It is a wrapper itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        if isinstance(module, ModuleWrapper | TorchDDP):
+            raise ValueError(
+                f"the module is wrapped already, by {type(module).__module__}.{type(module).__qualname__}, and both "
+                "would average every gradient: wrap its .module, or leave one of the two out"
+            )
         super().__init__()
         self.module = module
         # not a method, which would keep the wrapper, and so its hooks, alive until the garbage is collected

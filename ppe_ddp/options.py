@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import nn
 
+from ppe_ddp.functions import name_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -149,15 +151,44 @@ def unknown_keyword(name: str, known: set[str]) -> str:
     return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{meant}"
 
 
-def check_arguments(module: object, broadcast_buffers: object) -> None:
-    """Refuse what is no module, and torch's positional ``device_ids`` in the place of ``broadcast_buffers``."""
+def check_arguments(
+    module: object, broadcast_buffers: object, reduce_function: object, broadcast_function: object
+) -> None:
+    """Refuse what cannot be wrapped or called, and torch's positional ``device_ids`` for ``broadcast_buffers``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(module).__name__}")
+    for title, function, arguments in (
+        ("reduce_function", reduce_function, ("bucket", "group")),
+        ("broadcast_function", broadcast_function, ("tensors", "group")),
+    ):
+        if function is not None:
+            check_call(title, function, arguments)
     if isinstance(broadcast_buffers, list | tuple | torch.device):
         raise TypeError(
             "the second argument of this DistributedDataParallel is broadcast_buffers (a bool), as in "
             f"pytorch-pfn-extras; pass device_ids={broadcast_buffers!r} by its name, or leave it out"
         )
+
+
+def check_call(title: str, function: object, arguments: Sequence[str]) -> None:
+    """Refuse what cannot be called with ``arguments`` by position.
+
+    Args:
+        title: What it is to the user.
+        function: What the user has given; one that does not tell what it takes, as some of C, is taken as it is.
+        arguments: Their names in the contract.
+    """
+    wanted = f"{title}({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{title} must be a function that can be called as {wanted}, not {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{name_of(function)}{signature} will be called as {wanted}, and cannot be: {error}") from None
 
 
 def first_given(*values: bool | None, default: bool) -> bool:

@@ -24,6 +24,7 @@ LAYERS = [
     "contracts",
     "functions",
     "backends",
+    "launchers",
     "launch",
     "options",
     "engine",

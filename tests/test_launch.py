@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppe_ddp import launch
-from ppe_ddp.launch import Job, detect, first_host, init_process_group
+from ppe_ddp.launch import Job, init_process_group
+from ppe_ddp.launchers import detect, first_host
 from ppe_ddp.testing import RankError
 
 TORCHRUN = {

@@ -148,7 +148,7 @@ dist.destroy_process_group()
 def test_some_ranks_of_a_gloo_job_may_have_a_group_of_their_own(tmp_path):
     script = f"""
 import os, torch, torch.distributed as dist
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 import ppe_ddp.backends
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=detect(os.environ).rank, world_size=3)
 group = dist.new_group([0, 2], backend="mpi4py")

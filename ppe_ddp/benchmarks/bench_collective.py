@@ -38,7 +38,7 @@ from ppe_ddp.benchmarks.bench_platform import BACKENDS, Platform
 from ppe_ddp.benchmarks.bench_table import console_on
 from ppe_ddp.cli.arguments import count, output, size_of
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 from ppe_ddp.testing import RankError
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from ppe_ddp.benchmarks.bench_result import Spread
 from ppe_ddp.benchmarks.bench_table import console_on
 from ppe_ddp.cli.arguments import count, output, size_of
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 from ppe_ddp.sharding import DistModule
 from ppe_ddp.testing import Ranks
 

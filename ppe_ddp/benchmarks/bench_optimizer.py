@@ -40,7 +40,7 @@ from ppe_ddp.benchmarks.bench_result import Spread
 from ppe_ddp.benchmarks.bench_table import console_on
 from ppe_ddp.cli.arguments import count, output
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 from ppe_ddp.testing import Ranks
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ppe_ddp import init_process_group
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES, torch_nccl_text
 from ppe_ddp.cli.backend_candidates import many_ranks_a_device
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 from ppe_ddp.testing import Ranks
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from ppe_ddp.benchmarks.bench_table import print_step_table
 from ppe_ddp.benchmarks.bench_trace import trace_file
 from ppe_ddp.cli.arguments import count, folder, mebibytes, output
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 from ppe_ddp.testing import RankError, Ranks
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ from ppe_ddp.cli.job_examination import examine_job, lines_of
 from ppe_ddp.cli.libraries import cupy_library, mpi_library
 from ppe_ddp.cli.machine import write_report
 from ppe_ddp.cli.torch_check import changes_of_torch, text_of_changes
-from ppe_ddp.launch import detect, init_process_group
+from ppe_ddp.launch import check_backend, init_process_group
+from ppe_ddp.launchers import detect
 
 __all__ = ["add_arguments", "run"]
 
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         0 if nothing failed; 1 if something did, a backend that was asked for by name cannot be made here, or torch
-        has changed.
+        has changed; 2 if a name is no backend's.
     """
     file = sys.stderr if arguments.json == "-" else sys.stdout
     try:
@@ -88,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     changes = changes_of_torch()
     print("\n  ".join(f"torch internals: {text_of_changes(changes)}".splitlines()), file=file, flush=True)
     asked = arguments.backend or []
+    if arguments.setup is None and not _are_known(asked):
+        return 2
     diagnoses = []
     for candidate in _chosen(asked, arguments.device):
         if not candidate.missing:
@@ -128,6 +131,17 @@ def _in_job(arguments: argparse.Namespace, rank: int, file: TextIO) -> int:
         if arguments.json is not None:
             write_report(arguments.json, "doctor", torch_internals=changes, job=asdict(findings))
     return int(bool(findings.problems or changes))
+
+
+def _are_known(names: list[str]) -> bool:
+    """Whether all of these are backends that a process has without a setup of its own; says which is not."""
+    for name in names:
+        try:
+            check_backend(name)
+        except ValueError as error:
+            print(f"{error}: --setup MODULE:FUNCTION names a function that does", file=sys.stderr)
+            return False
+    return True
 
 
 def _chosen(asked: list[str], device: str) -> Iterator[Candidate]:

@@ -19,7 +19,7 @@ from ppe_ddp.cli.backend_candidates import Candidate, candidates, many_ranks_a_d
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
 from ppe_ddp.cli.torch_check import changes_of_torch, text_of_changes
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 
 if TYPE_CHECKING:
     import argparse

@@ -9,8 +9,9 @@ import torch
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.completion import probe, run
+from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
-from ppe_ddp.functions import broadcast
+from ppe_ddp.functions import broadcast, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,8 +60,7 @@ def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups:
                 f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on "
                 "another rank ends here: look for the first traceback of all ranks."
             ) from error
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"in broadcast_function on rank {groups.rank}")
+        annotate(error, f"in broadcast_function {name_of(function)} on rank {groups.rank}")
         raise
 
 

@@ -215,9 +215,14 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
     )
     here = table[place] if place < len(table) else "nothing more"
     there = reference[place] if place < len(reference) else "nothing more"
+    if here not in reference and there in table:
+        difference = f"rank {rank} has {here}, which rank 0 lacks"
+    elif there not in table and here in reference:
+        difference = f"rank {rank} lacks {there}, which rank 0 has"
+    else:
+        difference = f"rank {rank} has {here} where rank 0 has {there}"
     also = f" (so do ranks {others[1:]}, there or elsewhere)" if others[1:] else ""
     return DisagreementError(
-        f"rank {rank} differs from rank 0{also}: rank {rank} has {here} where rank 0 has {there}. Build the same "
-        "module with the same options on every rank: parameters of the same names, order, shapes, dtypes and memory "
-        "formats."
+        f"rank {rank} differs from rank 0{also}: {difference}. Build the same module with the same options on every "
+        "rank: parameters of the same names, order, shapes, dtypes and memory formats."
     )

@@ -21,6 +21,7 @@ from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
 from ppe_ddp.engine.grad_hooks import UserGradHooks, owners_of
 from ppe_ddp.engine.gradient_arrivals import GradientArrivals
+from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
@@ -310,8 +311,8 @@ class Reducer(Generic[C]):
             self._count_arrived(backward)
 
     def _negotiate(self, backward: Backward) -> None:
-        for hook in () if backward.silent else list(self._sync_hooks.values()):
-            hook(self._wrapper())
+        if not backward.silent:
+            call_sync_hooks(self._sync_hooks, self._wrapper(), self.groups.rank)
         self.synchronizer.start_negotiation(backward)
 
     # ------------------------------------------------------------------ without autograd

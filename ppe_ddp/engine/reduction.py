@@ -18,11 +18,12 @@ from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
+from ppe_ddp.functions import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction
+    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
@@ -110,8 +111,7 @@ class Reduction(ABC):
     def _accept(self, bucket: GradBucket, value: object) -> None: ...
 
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"in {self.title} on {self.describe(bucket)}")
+        annotate(error, f"in {self.title} on {self.describe(bucket)}")
 
     def abandon(self) -> None:
         """The communication has failed: nothing of it will be waited for any more."""
@@ -150,7 +150,7 @@ class FunctionReduction(Reduction):
     @property
     def title(self) -> str:
         """The function's name."""
-        return f"reduce_function {_name(self._function)}"
+        return f"reduce_function {name_of(self._function)}"
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
         """Wait for ``pending``; what goes wrong in a plain average is the transport's."""
@@ -202,7 +202,7 @@ class HookReduction(Reduction):
     @property
     def title(self) -> str:
         """The hook's name."""
-        return f"communication hook {_name(self._hook)}"
+        return f"communication hook {name_of(self._hook)}"
 
     @property
     def progress(self) -> HookProgress:
@@ -258,6 +258,17 @@ def _groups_in(state: object) -> list[ProcessGroup]:
     return found or ([default_group()] if dist.is_initialized() else [])
 
 
-def _name(function: object) -> str:
-    """The qualified name of a function, or the type of another callable."""
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+def call_sync_hooks(hooks: Sequence[SyncHook], wrapper: object, rank: int) -> None:
+    """Call hooks of pytorch-pfn-extras' kind; an error in one says which, and on which rank."""
+    for hook in hooks:
+        try:
+            hook(wrapper)
+        except Exception as error:
+            annotate(error, f"in hook {name_of(hook)} on rank {rank}, before gradients are synchronized")
+            raise
+
+
+def annotate(error: Exception, note: str) -> None:
+    """Have ``note`` follow the traceback of ``error``, where Python can do it."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)

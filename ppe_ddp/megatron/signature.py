@@ -28,6 +28,11 @@ _FIELDS = {
     "use_distributed_optimizer": "use_distributed_optimizer",
     "check_for_nan_in_grad": "check_for_nan_in_grad",
 }
+# Megatron-Core's constructor had another order before it had a config.
+_OLD_FORM = (
+    "; this is the old form, as neither ddp_config nor the second argument is a DistributedDataParallelConfig: the new "
+    "one is DistributedDataParallel(config, ddp_config, module)"
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: di
     for name in kwargs:
         if name not in form.parameters:
             raise TypeError(unknown_keyword(name, {*form.parameters} - {"self"}))
-    call = form.bind(None, None, *args, **kwargs)
+    call = _bound(form, args, kwargs, "" if is_new else _OLD_FORM)
     call.apply_defaults()
     given = call.arguments
     if not is_new:
@@ -98,6 +103,14 @@ def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: di
             given["reduce_function"] or average,
         )
     )
+
+
+def _bound(form: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], hint: str) -> inspect.BoundArguments:
+    try:
+        return form.bind(None, None, *args, **kwargs)
+    except TypeError as error:
+        names = ", ".join(list(form.parameters)[1:])
+        raise TypeError(f"DistributedDataParallel({names}): {error}{hint}") from None
 
 
 def _forms(constructor: Callable[..., None]) -> tuple[inspect.Signature, inspect.Signature]:

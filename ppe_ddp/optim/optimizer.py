@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.clipping import scale_to, total_norm
 from ppe_ddp.optim.grad_scaler import SharedScaleCheck
@@ -95,6 +98,8 @@ class DistributedOptimizer(Optimizer):
         self._inner = optimizer
         self._dtype = master_dtype
         self._masters: list[MasterWeight] = []
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
         self._frozen = {id(p) for p in modules.parameters() if not p.requires_grad} if modules is not None else set()
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
@@ -231,7 +236,11 @@ class DistributedOptimizer(Optimizer):
         self._gradients()
         for master in self._masters:
             master.refresh()
-        self._inner.step()
+        self._is_stepping = True
+        try:
+            self._inner.step()
+        finally:
+            self._is_stepping = False
         # by what all ranks have, whatever a user has made of this rank's gradients
         self._send(master for master in self._masters if exists[master.index])
         return loss
@@ -330,3 +339,13 @@ def _check_elementwise(optimizer: Optimizer) -> None:
                 f"{kind.__name__} {_NOT_ELEMENTWISE[kind.__name__]}, so it cannot update shards by themselves: use it "
                 "without DistributedOptimizer, or choose one that works element by element (SGD, AdamW, Adagrad, ...)"
             )
+
+
+def _refuse_other_steps(owner: weakref.ref[DistributedOptimizer], optimizer: Optimizer, *_: object) -> None:
+    """A hook before each step of the wrapped optimizer, which alone would update this rank's shards on this rank."""
+    self = owner()
+    if self is not None and not self._is_stepping:
+        raise UnusableError(
+            f"this {type(optimizer).__name__} is wrapped by a DistributedOptimizer, and its own step() would leave "
+            "other parameters on each rank: call the DistributedOptimizer's step(), also by way of a gradient scaler"
+        )

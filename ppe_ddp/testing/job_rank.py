@@ -7,7 +7,7 @@ import socket
 import sys
 from multiprocessing.connection import Connection
 
-from ppe_ddp.launch import detect
+from ppe_ddp.launchers import detect
 from ppe_ddp.testing.rank_process import serve
 
 

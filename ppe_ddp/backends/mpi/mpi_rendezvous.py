@@ -102,8 +102,8 @@ def mismatch(expected: int, source: str) -> str:
     return (
         f"MPI's world has {MPI.COMM_WORLD.Get_size()} rank(s), but {source} says {expected}: these processes were not "
         f"started by the launcher of the MPI library that mpi4py has loaded, which is: {library}. Start them by that "
-        "library's own mpirun (`pip install mpich` puts one into bin/ of the environment; see `which -a mpirun`), or "
-        "take an mpi4py that is built for the MPI whose mpirun you use"
+        "library's own mpirun (`pip install mpich` puts one into bin/ of the environment; see `which -a mpirun`), take "
+        "an mpi4py that is built for the MPI whose mpirun you use, or, under torchrun, leave mpi4py and mpi:// out"
     )
 
 

@@ -79,7 +79,7 @@ class Waits:
                 who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
                 self.give_up(
                     f"{what} has waited for the group's timeout of {self.timeout:g} s: {who} did not make the call, or "
-                    "died"
+                    "died. Where ranks may be that far apart, give init_process_group() or new_group() a longer timeout"
                 )
                 raise CommunicationError(f"{self.place}: {self.failure}")
 

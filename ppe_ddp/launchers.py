@@ -1,0 +1,228 @@
+"""Finds out which launcher has started this process: torchrun, mpirun, Slurm, or none.
+
+A launcher is a pure function from an environment to this process's place in a job, or to None where the environment is
+not its own, so that each can be tested with a plain dict. Nothing else in the package reads an environment variable to
+find its rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["LAUNCHERS", "Rendezvous", "detect", "first_host"]
+
+Environment = Mapping[str, str]
+
+# Rank, world size and local rank, as process managers of MPI name them.
+_MPIRUN_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH2
+    ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"),  # Cray
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH and Intel MPI
+)
+
+# Slurm gives the shells of sbatch and salloc step numbers above this one; they are not tasks of srun.
+_LAST_SRUN_STEP = 0xFFFFFFF0
+
+# Linux hands out ports below this one to outgoing connections, which could then hold ours.
+_FIRST_PORT = 61440
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The job that a launcher describes in the environment.
+
+    Attributes:
+        launcher: The launcher's name.
+        rank: The rank in the whole job.
+        world_size: How many ranks the job has.
+        local_rank: The rank on this machine.
+        init_method: The address where the ranks meet, as torch.distributed takes it. None for a process
+            that is alone and opens no port.
+        note: What to tell the user about this choice; empty for nothing.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    init_method: str | None
+    note: str = ""
+
+
+Launcher = Callable[[Environment, str | None], Rendezvous | None]
+
+
+def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
+    """Asks each launcher in turn whether it started this process.
+
+    Args:
+        environment: The environment's variables.
+        init_method: Where the ranks meet, if not where the launcher says.
+
+    Returns:
+        The first launcher's answer; that of a lone process where none fits.
+
+    Raises:
+        ValueError: A launcher's variables are incomplete or wrong; the message names the variable.
+        RuntimeError: The process was started by mpirun, and mpi4py is not installed.
+    """
+    for launcher in LAUNCHERS:
+        place = launcher(environment, init_method)
+        if place is not None:
+            return place
+    return _alone(environment, init_method)
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`.
+
+    Args:
+        nodelist: Names and ranges, as in `SLURM_JOB_NODELIST`.
+
+    Returns:
+        The name of the first machine.
+
+    Raises:
+        ValueError: The list is empty or its brackets do not match.
+    """
+    match = re.match(r"(?:[^][,\s]|\[[^][,\s-][^][\s]*\])+(?=,|$)", nodelist.strip())
+    if match is None:
+        raise ValueError(f"{nodelist!r} is not a list of machines in Slurm's notation")
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", match.group())
+
+
+def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezvous | None:
+    if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return None
+    if "RANK" not in environment and _is_srun_task(environment):
+        # Batch scripts often export WORLD_SIZE for srun's tasks, which have their rank from Slurm.
+        return None
+    rank, world_size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
+    # Kubernetes operators start one process a pod and leave LOCAL_RANK out.
+    local_rank = _integer(environment, "LOCAL_RANK", default=0)
+    if init_method is None:
+        _text(environment, "MASTER_ADDR")
+        _port(environment)
+    return Rendezvous("torchrun", rank, world_size, local_rank, init_method or "env://")
+
+
+def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvous | None:
+    for rank_name, size_name, local_name in _MPIRUN_VARIABLES:
+        if rank_name not in environment or size_name not in environment:
+            continue
+        rank, world_size = _rank_and_size(environment, rank_name, size_name)
+        if _is_srun_task(environment) and (rank, world_size) == _slurm_rank_and_size(environment):
+            # srun sets these too, for MPI programs; mpirun's differ from those of the srun beneath it.
+            return None
+        if world_size == 1:
+            return Rendezvous("alone", 0, 1, 0, init_method)
+        if init_method is None and importlib.util.find_spec("mpi4py") is None:
+            raise RuntimeError(
+                f"rank {rank} of {world_size} was started by mpirun ({rank_name}={rank}), and mpi4py, by which the "
+                "ranks would meet, is not installed: pip install 'ppe_ddp[mpi]', or start the ranks with "
+                f"`torchrun --nproc_per_node={world_size} script.py`"
+            )
+        local_rank = _integer(environment, local_name, default=_local_rank_from_slurm(environment, rank))
+        return Rendezvous("mpirun", rank, world_size, local_rank, init_method or "mpi://")
+    return None
+
+
+def _local_rank_from_slurm(environment: Environment, rank: int) -> int:
+    """The local rank where MPI's process manager sets none: Slurm's, else that of all ranks on one machine."""
+    return _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
+
+
+def _from_slurm(environment: Environment, init_method: str | None) -> Rendezvous | None:
+    if not _is_srun_task(environment):
+        return None
+    rank, world_size = _slurm_rank_and_size(environment)
+    local_rank = _integer(environment, "SLURM_LOCALID")
+    if init_method is None and world_size > 1:
+        init_method = f"tcp://{_slurm_address(environment)}:{_slurm_port(environment)}"
+    return Rendezvous("slurm", rank, world_size, local_rank, init_method)
+
+
+def _alone(environment: Environment, init_method: str | None) -> Rendezvous:
+    tasks = environment.get("SLURM_NTASKS", "1")
+    note = "" if tasks == "1" else f"SLURM_NTASKS is {tasks}: start with srun to use them all"
+    return Rendezvous("alone", 0, 1, 0, init_method, note)
+
+
+LAUNCHERS: tuple[Launcher, ...] = (_from_torchrun, _from_mpirun, _from_slurm)
+"""Every launcher that is asked, in order. torchrun comes first because it runs under Slurm and mpirun."""
+
+
+def _is_srun_task(environment: Environment) -> bool:
+    # The shell that sbatch starts has SLURM_PROCID=0 and may have SLURM_NTASKS, but it is no task of a step.
+    if "SLURM_STEP_ID" not in environment or "SLURM_JOB_ID" not in environment:
+        return False
+    return _integer(environment, "SLURM_STEP_ID") <= _LAST_SRUN_STEP
+
+
+def _slurm_rank_and_size(environment: Environment) -> tuple[int, int]:
+    # A step may use fewer tasks than its job, whose number a batch script can leave in SLURM_NTASKS.
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    return _rank_and_size(environment, "SLURM_PROCID", size_name)
+
+
+def _slurm_address(environment: Environment) -> str:
+    if environment.get("MASTER_ADDR"):
+        return _bracketed(environment["MASTER_ADDR"])
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environment.get(name):
+            try:
+                return first_host(environment[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    # Only now: it is where srun was called, which is a login node when that was not in a batch script.
+    if environment.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return _bracketed(environment["SLURM_LAUNCH_NODE_IPADDR"])
+    raise ValueError("SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0; set MASTER_ADDR")
+
+
+def _slurm_port(environment: Environment) -> int:
+    if "MASTER_PORT" in environment:
+        return _port(environment)
+    # The step counts too, so that two steps of one job can run side by side.
+    job, step = (_integer(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return _FIRST_PORT + (job + 257 * step) % (65536 - _FIRST_PORT)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _text(environment: Environment, name: str) -> str:
+    if not environment.get(name):
+        raise ValueError(
+            f"{name} is not set, though other variables of this launcher are; start every rank with the "
+            "same launcher, or unset them all to run one process"
+        )
+    return environment[name]
+
+
+def _integer(environment: Environment, name: str, *, default: int | None = None) -> int:
+    if default is not None and name not in environment:
+        return default
+    text = _text(environment, name)
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{name} should be a whole number from 0, but it is {text!r}")
+    return int(text)
+
+
+def _port(environment: Environment) -> int:
+    port = _integer(environment, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT should be from 1 to 65535, but it is {port}")
+    return port
+
+
+def _rank_and_size(environment: Environment, rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _integer(environment, rank_name), _integer(environment, size_name)
+    if rank >= size:
+        raise ValueError(f"{rank_name} is {rank}, but {size_name} is {size}: ranks go from 0 to one below it")
+    return rank, size
