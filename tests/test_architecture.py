@@ -36,6 +36,7 @@ LAYERS = [
     "hooks",
     "mixed_precision",
     "ddp",
+    "integrations",
     "sharding",
     "megatron",
     "optim",

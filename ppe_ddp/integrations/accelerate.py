@@ -1,0 +1,83 @@
+"""Accelerate: an ``Accelerator`` that wraps models in this library's class, where Accelerate names torch's.
+
+    from ppe_ddp.integrations.accelerate import Accelerator
+
+in the place of ``from accelerate import Accelerator``.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+
+from ppe_ddp.ddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from torch import nn
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's, with this library's wrapper on several CPUs or GPUs; FSDP, DeepSpeed and others are as they were.
+
+    Args:
+        *args: Accelerate's.
+        wrapper_options: Keywords of :class:`ppe_ddp.DistributedDataParallel`, such as ``reduce_function``. They take
+            precedence over those of a ``DistributedDataParallelKwargs`` handler.
+        **kwargs: Accelerate's.
+    """
+
+    wrapper_options: Mapping[str, Any] = {}
+
+    def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.wrapper_options = dict(wrapper_options or {})
+        super().__init__(*args, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Place ``model``, set up its precision, and wrap it where several ranks train it."""
+        is_prepared = getattr(model, "_is_accelerate_prepared", False)
+        wraps = self._is_data_parallel and not evaluation_mode and not is_prepared
+        # Preparing for evaluation is all that Accelerate does beside wrapping.
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode or wraps)
+        if not (wraps and any(parameter.requires_grad for parameter in prepared.parameters())):
+            return prepared
+        options = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
+        wrapper: Any = DistributedDataParallel(prepared, **{**options, **self.wrapper_options})
+        if self.ddp_handler is not None:
+            self.ddp_handler.register_comm_hook(wrapper)
+        wrapper._is_accelerate_prepared = True
+        return wrapper
+
+    @property
+    def _is_data_parallel(self) -> bool:
+        """Whether Accelerate would wrap models in torch's ``DistributedDataParallel``."""
+        is_sharded = self.parallelism_config is not None and self.parallelism_config.tp_enabled
+        return not is_sharded and (self.multi_device or self.distributed_type == accelerate.DistributedType.MULTI_CPU)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The module that was prepared."""
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
+        """Let a backward synchronize inside ``no_sync``."""
+        if not isinstance(model, DistributedDataParallel):
+            with accelerate.Accelerator.trigger_sync_in_backward(model):
+                yield
+            return
+        before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync = before

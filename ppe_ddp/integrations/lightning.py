@@ -1,0 +1,125 @@
+"""Lightning: the strategy "ppe_ddp", for ``Trainer`` and for ``Fabric``; importing this module registers both.
+
+    import ppe_ddp.integrations.lightning
+
+    trainer = Trainer(strategy="ppe_ddp", accelerator="cpu", devices=2)
+    fabric = Fabric(strategy="ppe_ddp", accelerator="cpu", devices=2)
+
+Under mpirun, on CPUs, the process group is one over mpi4py. ``TrainerStrategy(...)`` and ``FabricStrategy(...)`` take
+what Lightning's ``DDPStrategy`` takes, and the wrapper's keywords in the place of torch's.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.environments import MPIEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
+from lightning.fabric.strategies import DDPStrategy as FabricBase
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.strategies import DDPStrategy as TrainerBase
+from lightning.pytorch.strategies import StrategyRegistry as TRAINER_STRATEGIES
+from typing_extensions import override
+
+from ppe_ddp.ddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+__all__ = ["FabricStrategy", "TrainerStrategy"]
+
+
+class TrainerStrategy(TrainerBase):
+    """Lightning's ``DDPStrategy`` with this library's wrapper, in automatic and in manual optimization.
+
+    Micro-batches that ``accumulate_grad_batches`` leaves out are not synchronized. A ``ddp_comm_hook`` is registered
+    on any device.
+    """
+
+    strategy_name = "ppe_ddp"
+    model: Any
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or _backend_of(self)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        hook = self._ddp_comm_hook
+        if hook is not None:
+            self.model.register_comm_hook(
+                self._ddp_comm_state, hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
+            )
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """A context in which backwards are not synchronized."""
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    @override
+    def teardown(self) -> None:
+        """Take the wrapper off, and end."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register this one by its name."""
+        strategy_registry.register(cls.strategy_name, cls, description="ppe_ddp.DistributedDataParallel", override=True)
+
+
+class FabricStrategy(FabricBase):
+    """Lightning Fabric's ``DDPStrategy`` with this wrapper; ``fabric.no_backward_sync`` is its ``no_sync``."""
+
+    strategy_name = "ppe_ddp"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._backward_sync_control = _NoSync()
+
+    @override
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap ``module``."""
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or _backend_of(self)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register this one by its name."""
+        strategy_registry.register(cls.strategy_name, cls, description="ppe_ddp.DistributedDataParallel", override=True)
+
+
+class _NoSync(_BackwardSyncControl):
+    """What ``fabric.no_backward_sync`` asks for; Fabric's own accepts torch's wrapper only."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, DistributedDataParallel):
+            raise TypeError(f"no_backward_sync() takes what fabric.setup() has given, not a {type(module).__name__}")
+        return module.no_sync()
+
+
+def _backend_of(strategy: TrainerBase | FabricBase) -> str:
+    if strategy.root_device.type == "cuda" and torch.distributed.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "mpi4py" if isinstance(strategy.cluster_environment, MPIEnvironment) else "gloo"
+
+
+TrainerStrategy.register_strategies(TRAINER_STRATEGIES)
+FabricStrategy.register_strategies(FABRIC_STRATEGIES)

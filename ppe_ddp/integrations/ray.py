@@ -1,0 +1,32 @@
+"""Ray Train: ``prepare_model`` for the training function of a ``TorchTrainer``, with this library's wrapper.
+
+    from ppe_ddp.integrations.ray import prepare_model
+
+in the place of ``from ray.train.torch import prepare_model``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray.train.torch
+
+from ppe_ddp.ddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["prepare_model"]
+
+
+def prepare_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Move ``model`` to the worker's device and wrap it; on all workers together.
+
+    A worker group that Ray starts again after a failure calls it anew, and all its workers start from what the one of
+    rank 0 has: load the checkpoint before.
+
+    Args:
+        model: The model.
+        **options: Keywords of :class:`ppe_ddp.DistributedDataParallel`.
+    """
+    return DistributedDataParallel(ray.train.torch.prepare_model(model, parallel_strategy=None), **options)

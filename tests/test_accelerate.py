@@ -1,0 +1,145 @@
+"""Accelerate's methods on a model that is wrapped in this library's class: as one process."""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ppe_ddp import DistributedDataParallel
+from rank_tests import on_two_ranks
+from routed import Counter, Routed, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
+from subprocesses import MPIRUN, needs_mpirun, run
+
+pytest.importorskip("accelerate", reason="needs accelerate: the extra [dev]")
+
+
+@contextmanager
+def accelerator(**options):
+    """One as torchrun's ranks make it; Accelerate keeps the first one's state for the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from ppe_ddp.integrations.accelerate import Accelerator
+
+    with started_by_torchrun():
+        try:
+            yield Accelerator(cpu=True, **options)
+        finally:
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+
+
+def steps(made_by, model, optimizer, loader, *, clip=None):
+    for index in loader:
+        with made_by.accumulate(model):
+            made_by.backward(model(index).pow(2).mean())
+            if clip is not None and made_by.sync_gradients:
+                made_by.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_two_ranks
+def test_accumulated_and_clipped():
+    counter = Counter()
+    with accelerator(gradient_accumulation_steps=3) as own:
+        # Accelerate deals the batches of one loader out to the ranks in turn.
+        loader = DataLoader(range(12), batch_size=1)
+        net = made()
+        model, optimizer, loader = own.prepare(net, sgd(net), loader)
+        assert isinstance(model, DistributedDataParallel)
+        assert own.unwrap_model(model) is model.module
+        assert own.prepare(model) is model
+        model.register_comm_hook(None, counter)
+        steps(own, model, optimizer, loader, clip=0.05)
+        assert_trained(own.unwrap_model(model), trained_alone(6, accumulated=3, clip=0.05))
+    assert counter.steps == 2
+
+
+@on_two_ranks
+def test_synchronized_in_the_last_backward_of_several_forwards():
+    with accelerator() as own:
+        net = made()
+        model, optimizer = own.prepare(net, sgd(net))
+        model.register_comm_hook(None, counter := Counter())
+        with own.no_sync(model):
+            first, last = (model(index).pow(2).mean() / 2 for index in indices(2))
+            own.backward(first)
+            assert counter.steps == 0
+            with own.trigger_sync_in_backward(model):
+                own.backward(last)
+            assert counter.steps == 1
+            assert not model.require_backward_grad_sync
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_trained(net, trained_alone(2, accumulated=2))
+
+
+@on_two_ranks
+def test_saved_and_loaded(tmp_path):
+    for part in (indices(3), indices(6)[3:]):
+        with accelerator() as own:
+            net = made()
+            model, optimizer = own.prepare(net, sgd(net))
+            if part[0] >= 3:
+                own.load_state(tmp_path)
+            steps(own, model, optimizer, part)
+            own.save_state(tmp_path)
+            assert list(own.get_state_dict(model)) == list(net.state_dict())
+    assert_trained(net, trained_alone(6))
+
+
+@on_two_ranks
+def test_options_of_the_wrapper_and_models_that_are_not_trained():
+    from accelerate import DistributedDataParallelKwargs
+
+    calls = []
+
+    def average(bucket, group):
+        calls.append(bucket.index())
+        dist.all_reduce(bucket.buffer().div_(2), group=group)
+
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=1, find_unused_parameters=True)
+    with accelerator(kwargs_handlers=[handler], wrapper_options={"reduce_function": average}) as own:
+        model = own.prepare(made())
+        own.backward(model(indices(1)[0]).sum())
+        assert calls == [0]
+        assert own.prepare_model(evaluated := made(), evaluation_mode=True) is evaluated
+        assert own.prepare(frozen := made().requires_grad_(False)) is frozen
+        assert own.unwrap_model(frozen) is frozen
+
+
+@on_two_ranks
+def test_mixed_precision():
+    with accelerator(mixed_precision="bf16") as own:
+        model = own.prepare(made())
+        output = model(indices(1)[0])
+        assert output.dtype is torch.float32
+        own.backward(output.sum())
+        assert isinstance(own.unwrap_model(model, keep_fp32_wrapper=False), Routed)
+        model.check_in_sync()
+
+
+def train_under_mpirun():
+    """The body of a rank that mpirun has started."""
+    import ppe_ddp
+    from ppe_ddp.integrations.accelerate import Accelerator
+
+    ppe_ddp.init_process_group(quiet=True)
+    own = Accelerator(cpu=True)
+    net = made()
+    model, optimizer = own.prepare(net, sgd(net))
+    steps(own, model, optimizer, indices(4))
+    assert_trained(net, trained_alone(4))
+    print(dist.get_backend())
+
+
+@needs_mpirun
+def test_under_mpirun_the_group_is_over_mpi4py():
+    folder = Path(__file__).parent
+    command = [MPIRUN, "-n", 2, sys.executable, "-c", "import test_accelerate; test_accelerate.train_under_mpirun()"]
+    code, output, errors = run(command, timeout=60, environment={"PYTHONPATH": f"{folder.parent}:{folder}"})
+    assert (code, output.count("mpi4py")) == (0, 2), errors

@@ -1,0 +1,146 @@
+"""Lightning's Trainer and Fabric with the strategy "ppe_ddp": as one process, and as few messages as needed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from rank_tests import on_two_ranks
+from routed import Counter, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
+from subprocesses import MPIRUN, needs_mpirun, run
+
+pytest.importorskip("lightning", reason="needs lightning: the extra [dev]")
+
+
+def lightning_module(*, by_hand=False):
+    """The module with Lightning's methods, of which no class can be made before Lightning is imported."""
+    from lightning.pytorch import LightningModule
+
+    class Trained(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = not by_hand
+            self.net = made()
+
+        def training_step(self, batch, _):
+            if not by_hand:
+                return self.net.loss(batch)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.net.loss(batch) / 2)
+            self.manual_backward(self.net.loss(batch) / 2)
+            optimizer.step()
+            return None
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    return Trained()
+
+
+def trainer(**options):
+    from lightning.pytorch import Trainer
+
+    import ppe_ddp.integrations.lightning  # noqa: F401  # the line of its user
+
+    return Trainer(
+        **{"strategy": "ppe_ddp", "accelerator": "cpu", "devices": 2, "use_distributed_sampler": False}
+        | {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "max_epochs": 1}
+        | {"enable_checkpointing": False}
+        | options
+    )
+
+
+AUTOMATIC = {
+    "every batch": ({}, {}, 6),
+    "accumulated": ({"accumulate_grad_batches": 3}, {"accumulated": 3}, 2),
+    "clipped": ({"gradient_clip_val": 0.05}, {"clip": 0.05}, 6),
+}
+
+
+@pytest.mark.parametrize("case", AUTOMATIC)
+@on_two_ranks
+def test_the_trainer(case):
+    options, alone, synchronized = AUTOMATIC[case]
+    from ppe_ddp.integrations.lightning import TrainerStrategy
+
+    module, counter = lightning_module(), Counter()
+    with started_by_torchrun():
+        strategy = TrainerStrategy(ddp_comm_hook=counter)
+        trainer(strategy=strategy, **options).fit(module, DataLoader(indices(6), batch_size=None))
+    assert_trained(module.net, trained_alone(6, **alone))
+    assert counter.steps == synchronized
+
+
+@on_two_ranks
+def test_the_trainer_with_backwards_by_hand():
+    module = lightning_module(by_hand=True)
+    with started_by_torchrun():
+        trainer().fit(module, DataLoader(indices(6), batch_size=None))
+    assert_trained(module.net, trained_alone(6))
+
+
+@on_two_ranks
+def test_the_trainer_goes_on_where_it_was(tmp_path):
+    with started_by_torchrun():
+        first = trainer(enable_checkpointing=True, default_root_dir=tmp_path)
+        first.fit(lightning_module(), DataLoader(indices(3), batch_size=None))
+        first.save_checkpoint(tmp_path / "checkpoint")
+        module = lightning_module()
+        later = DataLoader(indices(6)[3:], batch_size=None)
+        trainer(max_epochs=2).fit(module, later, ckpt_path=tmp_path / "checkpoint", weights_only=False)
+    assert_trained(module.net, trained_alone(6))
+
+
+@on_two_ranks
+def test_fabric():
+    from lightning.fabric import Fabric
+
+    import ppe_ddp.integrations.lightning  # noqa: F401  # the line of its user
+    from ppe_ddp import DistributedDataParallel
+
+    with started_by_torchrun():
+        fabric = Fabric(strategy="ppe_ddp", accelerator="cpu", devices=2)
+        fabric.launch()
+        net = made()
+        model, optimizer = fabric.setup(net, sgd(net))
+        wrapper = model._forward_module
+        assert isinstance(wrapper, DistributedDataParallel)
+        counter = Counter()
+        wrapper.register_comm_hook(None, counter)
+        for k, index in enumerate(indices(6)):
+            with fabric.no_backward_sync(model, enabled=k % 2 == 0):
+                fabric.backward(model(index).pow(2).mean() / 2)
+            if k % 2 == 1:
+                fabric.clip_gradients(model, optimizer, max_norm=0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_trained(net, trained_alone(6, accumulated=2, clip=0.05))
+        assert counter.steps == 3
+        with pytest.raises(TypeError, match=r"what fabric\.setup"):
+            fabric.strategy._backward_sync_control.no_backward_sync(net, enabled=True)
+
+
+def train_under_mpirun():
+    """The body of a rank that mpirun has started."""
+
+    class Later(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(indices(4))  # when there is a process group
+
+    module = lightning_module()
+    trainer().fit(module, DataLoader(Later(), batch_size=None))
+    assert_trained(module.net, trained_alone(4))
+    print(dist.get_backend())
+
+
+@needs_mpirun
+def test_under_mpirun_the_group_is_over_mpi4py():
+    program = "import test_lightning; test_lightning.train_under_mpirun()"
+    folder = Path(__file__).parent
+    command = [MPIRUN, "-n", 2, sys.executable, "-c", program]
+    code, output, errors = run(command, timeout=60, environment={"PYTHONPATH": f"{folder.parent}:{folder}"})
+    assert (code, output.count("mpi4py")) == (0, 2), errors
