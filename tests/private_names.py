@@ -35,8 +35,15 @@ def of_torch_in(root: Path) -> dict[str, list[str]]:
     trees = {path.relative_to(root).as_posix(): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _defined_in(tree)}
     torchs = _attributes_of_torch()
-    found = {file: list(_places(tree, own, torchs)) for file, tree in trees.items()}
+    found = {file: list(_places(tree, own | _of_libraries(file, tree), torchs)) for file, tree in trees.items()}
     return {file: places for file, places in found.items() if places}
+
+
+def _of_libraries(file: str, tree: ast.AST) -> set[str]:
+    """What an adapter uses of the library that it adapts, whose base classes leave such methods to override."""
+    if not file.startswith("integrations/"):
+        return set()
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def _is_private(name: str) -> bool:

@@ -21,7 +21,7 @@ from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook
     from ppe_ddp.engine.groups import Groups
@@ -258,9 +258,9 @@ def _groups_in(state: object) -> list[ProcessGroup]:
     return found or ([default_group()] if dist.is_initialized() else [])
 
 
-def call_sync_hooks(hooks: Sequence[SyncHook], wrapper: object, rank: int) -> None:
+def call_sync_hooks(hooks: Mapping[int, SyncHook], wrapper: object, rank: int) -> None:
     """Call hooks of pytorch-pfn-extras' kind; an error in one says which, and on which rank."""
-    for hook in hooks:
+    for hook in list(hooks.values()):  # which may remove themselves
         try:
             hook(wrapper)
         except Exception as error:
