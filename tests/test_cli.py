@@ -237,7 +237,7 @@ def test_everything_is_in_the_report(report):
     for model in data["models"]:
         assert [result["name"] for result in model["contestants"]] == NAMES
         assert model["name"] in done.stdout
-        assert f"<= {model['at_most']:.2f}" in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 80
     assert len(done.stderr.splitlines()) == len(data["models"])
 
 
@@ -357,7 +357,7 @@ def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path,
         factor = 1.0 if mpi["operation"] in ("all_reduce", "broadcast") else 0.5
         assert mpi["busbw"] == pytest.approx(factor * mpi["algbw"])
     assert [line["nbytes"] for line in data["lines"][:6:2]] == [256, 2048, 3072]
-    for text in ("Collectives", "2 ranks on cpu", "busbw GB/s", "x gloo"):
+    for text in ("Collectives", "2 ranks on cpu", "busbw", "x gloo"):
         assert text in output
 
 
@@ -398,7 +398,7 @@ def test_loads_side_by_side(tmp_path, two_ranks):
         assert line["wrong"] == 0
         assert len(line["peak_nbytes"]) == 2
     assert lines["torch"]["ratio"]["median"] == 1
-    for text in ("One load", "others MB", "in memory"):
+    for text in ("One load", "others", "from memory"):
         assert text in done.stdout
 
 

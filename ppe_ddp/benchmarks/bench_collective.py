@@ -30,12 +30,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.benchmarks.bench_platform import BACKENDS, Platform
-from ppe_ddp.benchmarks.bench_table import console_on
+from ppe_ddp.benchmarks.bench_table import print_table, table_of
 from ppe_ddp.cli.arguments import count, output, size_of
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
 from ppe_ddp.launchers import detect
@@ -277,36 +275,23 @@ def _wrong(operation: str, whole: Tensor, part: Tensor, group: ProcessGroup) -> 
 
 
 def _print_table(lines: list[CollectiveResult], caption: str, file: TextIO) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title="Collectives", caption=caption)
     first = lines[0].backend
-    for heading in (
-        "operation",
-        "bytes",
-        "type",
-        "backend",
-        "time us",
-        "algbw GB/s",
-        "busbw GB/s",
-        "wrong",
-        f"x {first}",
-    ):
-        left = heading in ("operation", "type", "backend")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    headings = ["operation", "backend", "bytes", "us", "algbw", "busbw", "wrong", f"x {first}"]
+    table = table_of(f"Collectives of {lines[0].dtype}; bandwidths in GB/s", caption, headings, left=2)
     base = {(line.operation, line.nbytes): line.microseconds for line in lines if line.backend == first}
     for line in lines:
         ratio = line.microseconds / base[line.operation, line.nbytes]
         table.add_row(
             line.operation,
-            str(line.nbytes),
-            line.dtype,
             line.backend,
+            str(line.nbytes),
             f"{line.microseconds:.1f}",
             f"{line.algbw:.3f}",
             f"{line.busbw:.3f}",
             str(line.wrong),
             "" if line.backend == first else f"{ratio:.3f}",
         )
-    console_on(file).print(table)
+    print_table(table, file)
 
 
 def _publish(arguments: argparse.Namespace, platform: Platform, ranks: int, lines: list[CollectiveResult]) -> None:

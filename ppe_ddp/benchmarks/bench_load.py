@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from ppe_ddp import init_process_group
 from ppe_ddp.benchmarks.bench_result import Spread
-from ppe_ddp.benchmarks.bench_table import console_on
+from ppe_ddp.benchmarks.bench_table import print_table, spread_text, table_of
 from ppe_ddp.cli.arguments import count, output, size_of
 from ppe_ddp.cli.machine import machine_facts, versions, write_report
 from ppe_ddp.launchers import detect
@@ -276,23 +274,23 @@ def _slowest(name: str, everyone: list[dict[str, list[tuple[float, int, int]]]])
 
 
 def _print_table(lines: list[LoadResult], caption: str, file: TextIO) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title="One load: medians (middle half), and peaks of memory", caption=caption)
-    table.add_column("contestant", no_wrap=True)
-    table.add_column("checkpoint", no_wrap=True)
-    for heading in ("seconds", "ratio", "rank 0 MB", "others MB", "wrong"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        compared = line.name != CONTESTANTS[line.name][1]
-        table.add_row(
-            line.name,
-            f"in {line.source}",
-            f"{line.seconds.median:.2f} ({line.seconds.lower:.2f}-{line.seconds.upper:.2f})",
-            f"{line.ratio.median:.2f} ({line.ratio.lower:.2f}-{line.ratio.upper:.2f})" if compared else "",
-            f"{line.peak_nbytes[0] / 1e6:.0f}",
-            f"{max(line.peak_nbytes[1:]) / 1e6:.0f}" if line.peak_nbytes[1:] else "-",
-            str(line.wrong),
-        )
-    console_on(file).print(table)
+    headings = ["", "seconds", "ratio", "rank 0", "others", "wrong"]
+    table = table_of("One load: medians (middle half), and peaks of memory in MB", caption, headings)
+    for source in dict.fromkeys(line.source for line in lines):
+        table.add_row(f"[bold]from {source}[/bold]")
+        for line in lines:
+            if line.source == source:
+                compared = line.name != CONTESTANTS[line.name][1]
+                table.add_row(
+                    line.name,
+                    spread_text(line.seconds, 2),
+                    spread_text(line.ratio, 2) if compared else "",
+                    f"{line.peak_nbytes[0] / 1e6:.0f}",
+                    f"{max(line.peak_nbytes[1:]) / 1e6:.0f}" if line.peak_nbytes[1:] else "-",
+                    str(line.wrong),
+                )
+        table.add_section()
+    print_table(table, file)
 
 
 def _publish(arguments: argparse.Namespace, lines: list[LoadResult], settings: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints what came out.
 
     Returns:
-        0 if all was measured, whether or not targets were met; 1 if a rank that was started here failed; 2 if
+        0 if all was measured; 1 if a rank that was started here failed; 2 if
         the ranks that there are cannot be used, or are not as many as were asked for.
 
     Raises:

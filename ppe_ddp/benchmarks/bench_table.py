@@ -13,9 +13,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ppe_ddp.benchmarks.bench_result import ContestantResult, ModelResult, Spread
 
-__all__ = ["console_on", "print_step_table"]
+__all__ = ["print_step_table", "print_table", "spread_text", "table_of"]
 
-_WIDTH = 140
+_WIDTH = 80
 
 
 def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO | None = None) -> None:
@@ -26,44 +26,55 @@ def print_step_table(models: Sequence[ModelResult], caption: str, file: TextIO |
         caption: A line below the table.
         file: Where to print; by default stdout.
     """
-    console = console_on(sys.stdout if file is None else file)
-    table = Table(box=box.SIMPLE_HEAD, title="One training step: medians (middle half)", caption=caption)
-    table.add_column("model", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for heading in ("ms a step", "ratio", "exposed", "target", "MB sent", "control B", "us/bucket", "of"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["", "ms a step", "ratio", "exposed", "MB sent"]
+    table = table_of("One training step: medians (middle half)", caption, headings)
     for model in models:
         count = f"{model.world_size} rank{'s' if model.world_size != 1 else ''}"
-        labels = [model.name, f"[dim]{count}[/dim]", f"[dim]ratio to {model.reference}[/dim]", ""]
-        labels += [""] * (len(model.contestants) - len(labels))
-        for label, result in zip(labels, model.contestants, strict=True):
-            table.add_row(label, result.name, *_cells(model, result))
+        table.add_row(f"[bold]{model.name}[/bold], {count}", "", f"to {model.reference}")
+        for result in model.contestants:
+            table.add_row(f"  {result.name}", *_cells(model, result))
         table.add_section()
-    console.print(table)
+    print_table(table, sys.stdout if file is None else file)
     for line in dict.fromkeys(_reasons(models)):
-        console.print(line, markup=False)
+        print(line, file=file)
 
 
-def console_on(file: TextIO) -> Console:
-    """A console that writes to ``file``, wide enough for a table."""
-    # Where there is less room, numbers would be cut off.
-    width = max(_WIDTH, Console(file=file).width)
-    return Console(file=file, width=width, highlight=False)
+def table_of(title: str, caption: str, headings: Sequence[str], *, left: int = 1) -> Table:
+    """A table for 80 columns, of numbers.
+
+    Args:
+        title: Above it.
+        caption: Below it, wrapped.
+        headings: One a column.
+        left: How many columns from the left are text.
+    """
+    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption, padding=(0, 1, 0, 0), show_edge=False)
+    for k, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if k < left else "right", no_wrap=True)
+    return table
+
+
+def print_table(table: Table, file: TextIO) -> None:
+    """Prints it, as wide as it is at least: where there is less room, numbers would be cut off."""
+    console = Console(file=file, width=max(_WIDTH, Console(file=file).width), highlight=False)
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    Console(file=file, width=max(console.width, needed), highlight=False).print(table)
+
+
+def spread_text(spread: Spread, digits: int) -> str:
+    """The median, and the middle half; large numbers without a fraction."""
+    digits = 0 if spread.median >= 100 else digits
+    return f"{spread.median:.{digits}f} ({spread.lower:.{digits}f}-{spread.upper:.{digits}f})"
 
 
 def _cells(model: ModelResult, result: ContestantResult) -> tuple[str, ...]:
     if result.milliseconds is None or result.ratio is None or result.traffic is None:
-        return ("skipped", "", "", "", "", "", "", "")
-    traffic = result.traffic
+        return ("skipped", "", "", "")
     return (
-        _spread(result.milliseconds, 1),
-        "" if result.name == model.reference else _spread(result.ratio, 2),
+        spread_text(result.milliseconds, 1),
+        "" if result.name == model.reference else spread_text(result.ratio, 2),
         "" if result.exposed is None or result.name in (model.reference, "bare") else f"{result.exposed:.2f}",
-        _target(model) if result.name == model.ours.name else "",
-        f"{traffic.gradient_nbytes / 1e6:.2f}" if traffic.gradient_nbytes else "-",
-        str(traffic.control_nbytes) if traffic.control_nbytes else "-",
-        f"{result.launch_us.median:.0f}" if result.launch_us else "",
-        str(result.launches) if result.launch_us else "",
+        f"{result.traffic.gradient_nbytes / 1e6:.2f}" if result.traffic.gradient_nbytes else "-",
     )
 
 
@@ -72,14 +83,3 @@ def _reasons(models: Sequence[ModelResult]) -> Iterator[str]:
         for result in model.contestants:
             if result.skipped is not None:
                 yield f"{result.name} skipped: {result.skipped}"
-
-
-def _spread(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.lower:.{digits}f}-{spread.upper:.{digits}f})"
-
-
-def _target(model: ModelResult) -> str:
-    if model.at_most is None:
-        return ""
-    met = "[green]met[/green]" if model.met else "[red]missed[/red]"
-    return f"<= {model.at_most:.2f} {met}"
