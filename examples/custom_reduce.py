@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ppe_ddp
+from command_line import parser_for, positive
 
 
 class OneBit:
@@ -145,10 +146,10 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_for(__doc__)
+    parser.add_argument("--epochs", type=positive, default=15, help="how often to go through the data")
+    parser.add_argument("--batch", type=positive, default=32, help="images of a rank in a step")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     options = parser.parse_args()
     job = ppe_ddp.init_process_group()
     data = tuple(tensor.to(job.device) for tensor in load())

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ppe_ddp
+from command_line import parser_for, positive
 
 WIDTH, STAGES, BRANCHES, EXIT_EVERY, SURVIVAL = 256, 6, 4, 2, 0.8
 
@@ -93,10 +94,10 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, job: ppe_ddp.Job)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_for(__doc__)
+    parser.add_argument("--epochs", type=positive, default=30, help="how often to go through the data")
+    parser.add_argument("--batch", type=positive, default=32, help="images of a rank in a step")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     return parser.parse_args()
 
 
@@ -145,14 +146,15 @@ def train(options: argparse.Namespace, job: ppe_ddp.Job, model: nn.Module, conso
 def report(figures: Figures, job: ppe_ddp.Job, model: nn.Module, console: Console) -> None:
     everything = sum(p.nbytes for p in model.parameters())
     table = Table(title=f"Digits, ranks: {job.world_size}", title_justify="left")
-    for heading in ("", "ppe_ddp", "torch DDP"):
+    for heading in ("", "ppe_ddp"):
         table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("test accuracy", f"{figures.accuracy:.1%}", "")
-    table.add_row("median step", f"{statistics.median(figures.milliseconds):.1f} ms", "")
+    table.add_row("test accuracy", f"{figures.accuracy:.1%}")
+    table.add_row("median step", f"{statistics.median(figures.milliseconds):.1f} ms")
     if job.world_size > 1:
         sent = statistics.fmean(figures.sent_nbytes)
-        table.add_row("sent in a step", f"{sent / 2**20:.2f} MiB", f"{everything / 2**20:.2f} MiB")
-        table.add_row("ratio", f"{sent / everything:.2f}", "1.00")
+        table.add_row("sent in a step", f"{sent / 2**20:.2f} MiB")
+        table.add_row("all gradients, which torch DDP sends", f"{everything / 2**20:.2f} MiB")
+        table.add_row("ratio", f"{sent / everything:.2f}")
     console.print(table)
     used = statistics.fmean(figures.used_nbytes) / everything
     console.print(f"A step used {used:.0%} of the parameters, on one rank or another.")

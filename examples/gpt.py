@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ppe_ddp
+from command_line import parser_for, positive
 
 WIDTH, HEADS, DEPTH, CONTEXT = 128, 4, 4, 64
 
@@ -89,13 +90,13 @@ def batch_of(text: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--steps", type=int, default=150, help="up to which step, from the very beginning")
-    parser.add_argument("--batch", type=int, default=32, help="pieces of text in a step, of all ranks together")
+    parser = parser_for(__doc__)
+    parser.add_argument("--steps", type=positive, default=150, help="up to which step, from the very beginning")
+    parser.add_argument("--batch", type=positive, default=32, help="pieces of text in a step, of all ranks together")
     parser.add_argument("--bf16", action="store_true", help="parameters and gradients in bfloat16")
     parser.add_argument("--out", type=Path, help="folder for the checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     return parser.parse_args()
 
 
@@ -164,11 +165,28 @@ def report(milliseconds: list[float], options: argparse.Namespace, training: Tra
     table = Table(title=f"GPT of {numel / 1e6:.2f} million parameters, ranks: {ranks}", title_justify="left")
     for heading in ("", "here", "plain AdamW"):
         table.add_column(heading, justify="right" if heading else "left")
-    if milliseconds:
-        table.add_row("tokens a second", f"{options.batch * CONTEXT / statistics.median(milliseconds) * 1e3:.0f}", "")
     table.add_row("optimizer state of a rank", f"{own / 2**20:.2f} MiB", f"{plain / 2**20:.2f} MiB")
     table.add_row("ratio", f"{own / plain:.2f}", "1.00")
     console.print(table)
+    if milliseconds:
+        console.print(f"{options.batch * CONTEXT / statistics.median(milliseconds) * 1e3:.0f} tokens a second")
+
+
+def entropy(text: Tensor) -> float:
+    """Bits a byte for who knows how often each byte occurs, and nothing of their order."""
+    shares = torch.bincount(text).double() / len(text)
+    return -sum(share * math.log2(share) for share in shares.tolist() if share)
+
+
+@torch.no_grad()
+def sample(module: nn.Module, prompt: str, size: int = 160) -> str:
+    """``prompt`` and what the model goes on with."""
+    device = next(module.parameters()).device
+    text = torch.tensor(list(prompt.encode()), device=device)
+    for _ in range(size):
+        chances = module(text[None, -CONTEXT:])[0, -1].float().softmax(0)
+        text = torch.cat([text, torch.multinomial(chances, 1)])
+    return bytes(text.tolist()).decode(errors="replace")
 
 
 def main() -> None:
@@ -181,6 +199,9 @@ def main() -> None:
         console.print(f"resumed at step {training.step} on {job.world_size} ranks")
     milliseconds = train(options, job, training, console)
     report(milliseconds, options, training, console)
+    console.print(f"By counting bytes alone: {entropy(load()):.3f} bits a byte. A sample:")
+    if job.rank == 0:
+        console.print(sample(training.model.module, "def "), markup=False)
     if options.out is not None:
         training.save(options.out)
         console.print(f"saved: python examples/gpt.py --out {options.out} --resume --steps {training.step + 50}")

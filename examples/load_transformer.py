@@ -31,13 +31,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import ppe_ddp
+from command_line import parser_for, positive
 from ppe_ddp.sharding import DistModule
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
+    parser = parser_for(__doc__)
+    parser.add_argument("--layers", type=positive, default=8, help="of the model")
+    parser.add_argument("--width", type=positive, default=256, help="of a layer: a multiple of 8")
     return parser.parse_args()
 
 
@@ -100,6 +101,8 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         count = len(list(Path(folder).glob("*.safetensors")))
     output = logits(model, tokens)
+    everyones = [0] * job.world_size
+    dist.all_gather_object(everyones, local_nbytes(model))
 
     if whole is not None:
         expected = logits(whole.to(job.device), tokens)
@@ -111,6 +114,7 @@ def main() -> None:
         table.add_row("checkpoint", f"{count} files")
         table.add_row("keys missing, unexpected", f"{len(missing)}, {len(unexpected)}")
         table.add_row("whole model", f"{local_nbytes(whole) / 2**20:.1f} MiB")
+        table.add_row("on each rank", ", ".join(f"{nbytes / 2**20:.1f}" for nbytes in everyones) + " MiB")
         table.add_row("loaded in", f"{1e3 * seconds:.0f} ms")
         table.add_row("largest difference of logits", f"{(output - expected).abs().max().item():.1e}")
         Console().print(table)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import ppe_ddp
+from command_line import parser_for, positive
 
 # This is the change. It was:
 # from pytorch_pfn_extras.nn.parallel import DistributedDataParallel
@@ -91,10 +92,10 @@ class PlainText:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--epochs", type=int, default=20, help="where to stop, counted from the first run")
-    parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_for(__doc__)
+    parser.add_argument("--epochs", type=positive, default=20, help="where to stop, counted from the first run")
+    parser.add_argument("--batch", type=positive, default=32, help="images of a rank in a step")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     parser.add_argument("--out", help="folder of snapshots and log; a temporary one if not given")
     parser.add_argument("--resume", action="store_true", help="go on from the newest snapshot in --out")
     options = parser.parse_args()

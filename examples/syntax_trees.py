@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ppe_ddp
+from command_line import parser_for, positive
 from tampered_functions import Edge, Version, both_versions, read_functions, seats_of
 
 if TYPE_CHECKING:
@@ -141,10 +142,10 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--functions", type=int, help="at most so many on each rank: a first look")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_for(__doc__)
+    parser.add_argument("--epochs", type=positive, default=4, help="how often to go through the data")
+    parser.add_argument("--functions", type=positive, help="at most so many on each rank: a first look")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     options = parser.parse_args()
     job = ppe_ddp.init_process_group()
     console = Console(quiet=job.rank != 0, highlight=False)
@@ -177,7 +178,8 @@ def main() -> None:
     console.print(f"The network is {100 * (right - looked_up) / count:.1f} points better than looking up.")
     mib = sum(p.nbytes for p in model.parameters()) / 2**20
     console.print(f"On average a step used {used / mib:.0%} of its {len(fields)} cells, by their size;")
-    console.print(f"{sent:.2f} MiB were sent, where torch DDP would have sent {mib:.2f}." if job.world_size > 1 else "")
+    if job.world_size > 1:
+        console.print(f"{sent:.2f} MiB were sent, where torch DDP would have sent {mib:.2f}.")
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """Random training programs (optim_programs.py), run by a DistributedOptimizer on ranks and by torch in one process.
 
-Trainer           runs one on ranks
+WrapperRunner     runs one on ranks
 ReferenceRunner   runs it in one process: for halves with master weights, as one would write it by hand
 """
 
@@ -90,7 +90,7 @@ class Runner:
         """After each step."""
 
 
-class Trainer(Runner):
+class WrapperRunner(Runner):
     """Runs a program on the ranks of a group."""
 
     def __init__(self, program, group=None):
@@ -280,7 +280,7 @@ def compare(ours, theirs):
 def first_half(seed, path):
     """Run the program up to where it is saved, and hold it to one process; what the scaler's state is."""
     program = Program.random(seed)
-    ours, theirs = Trainer(program), ReferenceRunner(program, dist.get_world_size())
+    ours, theirs = WrapperRunner(program), ReferenceRunner(program, dist.get_world_size())
     before = range(program.saved_after + 1)
     ours.run(before)
     theirs.run(before)
@@ -291,7 +291,7 @@ def first_half(seed, path):
 def second_half(seed, path, scaler, saved_by):
     """Load it on these ranks, which may be more or fewer, and run the rest."""
     program = Program.random(seed)
-    ours, theirs = Trainer(program), ReferenceRunner(program, saved_by)
+    ours, theirs = WrapperRunner(program), ReferenceRunner(program, saved_by)
     ours.load(path, scaler)
     theirs.run(range(program.saved_after + 1))
     theirs.zero_grad()

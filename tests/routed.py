@@ -13,7 +13,7 @@ from torch import nn
 RANKS = 2
 
 
-class Routed(nn.Module):
+class RoutedNet(nn.Module):
     """Two branches that the input chooses from, and one that no input ever takes."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ def made():
     """The module as every run begins with it."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        return Routed()
+        return RoutedNet()
 
 
 def sgd(module):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
-from routed import Counter, Routed, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
+from routed import Counter, RoutedNet, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run
 
 pytest.importorskip("accelerate", reason="needs accelerate: the extra [dev]")
@@ -119,7 +119,7 @@ def test_mixed_precision():
         output = model(indices(1)[0])
         assert output.dtype is torch.float32
         own.backward(output.sum())
-        assert isinstance(own.unwrap_model(model, keep_fp32_wrapper=False), Routed)
+        assert isinstance(own.unwrap_model(model, keep_fp32_wrapper=False), RoutedNet)
         model.check_in_sync()
 
 

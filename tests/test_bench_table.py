@@ -1,5 +1,6 @@
 """Tables of benchmarks fit a terminal of 80 columns, also with large numbers."""
 
+import contextlib
 import io
 
 import pytest
@@ -10,7 +11,9 @@ from ppe_ddp.benchmarks.bench_load import LoadResult
 from ppe_ddp.benchmarks.bench_optimizer import OptimizerResult
 from ppe_ddp.benchmarks.bench_result import ContestantResult, ModelResult, Spread, Traffic
 from ppe_ddp.benchmarks.bench_table import print_step_table
+from ppe_ddp.cli import main
 
+BENCHMARKS = ("step", "optimizer", "load", "collective")
 CAPTION = "2 ranks over gloo; a processor with a name of many words, as they have, @ 2.45GHz, 2 cores; torch 2.13.0+cpu"
 TIME, RATIO = Spread(1234.5, 1198.7, 1301.2), Spread(1.06, 0.98, 1.12)
 
@@ -60,3 +63,13 @@ def test_tables_fit(shown):
     assert "…" not in text
     for word in ("target", "met", "missed"):
         assert word not in text.split()
+
+
+@pytest.mark.parametrize("command", ["", "env", "doctor", "bench", *(f"bench {one}" for one in BENCHMARKS)])
+def test_help_fits(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert "usage" in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -62,9 +62,9 @@ def _cluster():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dies_at", "began_at"), [(None, 0), (3, 3)], ids=["untroubled", "a worker dies"])
+@pytest.mark.parametrize("dies_at", [None, 3], ids=["untroubled", "a worker dies"])
 @pytest.mark.usefixtures("_cluster")
-def test_workers(tmp_path, dies_at, began_at):
+def test_workers(tmp_path, dies_at):
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -75,4 +75,7 @@ def test_workers(tmp_path, dies_at, began_at):
         torch_config=TorchConfig(backend="gloo", timeout_s=30),
         run_config=RunConfig(storage_path=str(tmp_path), name="run", failure_config=FailureConfig(max_failures=1)),
     ).fit()
-    assert sorted(path.name for path in tmp_path.glob("* began at *")) == [f"{k} began at {began_at}" for k in (0, 1)]
+    began = {int(path.name.split()[0]): int(path.name.split()[-1]) for path in tmp_path.glob("* began at *")}
+    assert began[0] == began[1]
+    # The checkpoint of the last step before the failure may not have been kept.
+    assert began[0] in ([0] if dies_at is None else [dies_at - 1, dies_at])

@@ -130,7 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = list(OPERATIONS)
     parser.add_argument("--op", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)}")
     parser.add_argument("--device", choices=list(BACKENDS), default="cpu", help="of the tensors (default: cpu)")
-    parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", help="of the elements")
+    kinds = f"{', '.join(_DTYPES)} (default: float32)"
+    parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", metavar="TYPE", help=kinds)
     parser.add_argument("--min-size", type=size_of, default=4, metavar="BYTES", help="smallest message (default: 4)")
     parser.add_argument("--max-size", type=size_of, default=32 << 20, metavar="BYTES", help="largest (default: 32M)")
     parser.add_argument("--repeats", type=count, default=11, metavar="N", help="repetitions (default: 11)")

@@ -48,7 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         ("bench", "nodes"),
-        "the same on several nodes with a slow network, which it makes",
+        "the same on several nodes with a slow network that it makes",
         "ppe_ddp.benchmarks.bench_nodes",
     ),
     Command(
