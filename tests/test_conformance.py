@@ -47,8 +47,10 @@ def in_flight(gradients, group):
     return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
 
-def test_our_own_reduce_function(both):
+def test_our_own_reduce_function(both, capsys):
     check_reduce_function(ppe_ddp.average, world=both)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in told] == [f"reduce function average on {n} ranks" for n in (2, 3)]
 
 
 @pytest.mark.parametrize(

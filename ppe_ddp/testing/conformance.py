@@ -11,6 +11,7 @@ errors that come only with more ranks, more data or other hardware than it is gi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -177,6 +178,7 @@ def check_backend(
     cases = _cases(dtypes, tuple(Kind))
     for ranks in _worlds(world, f"backend {backend}"):
         where = f"backend {backend} on {ranks.world_size} ranks"
+        _tell(where, cases)
         _judge(where, _ran(where, ranks, probe_backend, device))
         _judge(where, _laws(where, ranks, cases, Plugs(), device))
 
@@ -194,8 +196,14 @@ def _check(
     cases = _cases(trained or dtypes, kinds)
     for ranks in _worlds(world, name):
         where = f"{name} on {ranks.world_size} ranks"
+        _tell(where, cases)
         _judge(where, _ran(where, ranks, probe, plugs, tuple(dtypes), world.device))
         _judge(where, _laws(where, ranks, cases, plugs, world.device))
+
+
+def _tell(where: str, cases: Sequence[Case]) -> None:
+    """What comes now, which can take half a minute, on stderr."""
+    print(f"{where}: the contract, then {len(cases)} random models ...", file=sys.stderr, flush=True)
 
 
 def _cases(dtypes: Sequence[torch.dtype], kinds: Sequence[Kind]) -> list[Case]:
