@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from rank_tests import on_two_ranks
 from routed import Counter, RoutedNet, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run
 
-pytest.importorskip("accelerate", reason="needs accelerate: the extra [dev]")
+# Not imported here: that takes seconds, and every worker collects every file.
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: the extra [dev]")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric with the strategy "ppe_ddp": as one process, and as few messages as needed."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from rank_tests import on_two_ranks
 from routed import Counter, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run
 
-pytest.importorskip("lightning", reason="needs lightning: the extra [dev]")
+# Not imported here: that takes seconds, and every worker collects every file.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: the extra [dev]")
 
 
 def lightning_module(*, by_hand=False):

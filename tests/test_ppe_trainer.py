@@ -1,5 +1,7 @@
 """pytorch-pfn-extras' Trainer, snapshots and distributed evaluator around this wrapper: as one process."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,10 @@ from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
 from routed import assert_trained, indices, made, sgd, trained_alone
 
-pytest.importorskip("pytorch_pfn_extras", reason="needs pytorch-pfn-extras: the extra [dev]")
+# Not imported here: that takes seconds, and every worker collects every file.
+pytestmark = pytest.mark.skipif(
+    find_spec("pytorch_pfn_extras") is None, reason="needs pytorch_pfn_extras: the extra [dev]"
+)
 
 
 class Reporting(nn.Module):

@@ -1,6 +1,7 @@
 """Ray Train with this library's wrapper: as one process, also where a worker has died on the way."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from routed import assert_trained, indices, made, sgd, trained_alone
 
-ray = pytest.importorskip("ray", reason="needs ray, which is heavy: make test-integrations")
-pytest.importorskip("ray.train.torch", reason="needs ray[train]: make test-integrations")
+# Not imported here: that takes seconds, and every worker collects every file.
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray, which is heavy: make test-integrations")
 
 STEPS = 6
 
@@ -54,6 +55,8 @@ def train(config):
 
 @pytest.fixture(scope="module")
 def _cluster():
+    import ray
+
     folder = Path(__file__).parent
     environment = {"PYTHONPATH": f"{folder.parent}:{folder}", "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, log_to_driver=False)

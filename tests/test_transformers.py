@@ -1,5 +1,7 @@
 """transformers' Trainer with this library's wrapper: as one process, and its checkpoints load without it."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch.utils.data import SequentialSampler
@@ -8,7 +10,8 @@ from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
 from routed import assert_trained, made, sgd, started_by_torchrun, trained_alone
 
-pytest.importorskip("transformers", reason="needs transformers: the extra [dev]")
+# Not imported here: that takes seconds, and every worker collects every file.
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: the extra [dev]")
 
 
 def model_class():
