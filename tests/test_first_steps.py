@@ -16,6 +16,7 @@ from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptim
 from ppe_ddp.cli import doctor
 from ppe_ddp.launch import check_backend
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_three_ranks, on_two_ranks
 
 LAUNCHED = {
@@ -165,6 +166,11 @@ def test_a_parameter_that_one_rank_lacks(rank):
 def test_megatrons_old_form_is_told_from_its_new_one(arguments):
     with pytest.raises(TypeError, match=r"\(config, module, data_.*this is the old form.*\(config, ddp_config, module"):
         MegatronDDP(None, nn.Linear(1, 1), *arguments)
+
+
+def test_megatrons_reduce_function_is_checked():
+    with pytest.raises(TypeError, match=r"takes_one\(bucket\) will be called as reduce_function\(bucket, group\)"):
+        MegatronDDP(None, DistributedDataParallelConfig(), nn.Linear(1, 1), reduce_function=takes_one)
 
 
 @pytest.mark.parametrize("timeout", ["30s", True])

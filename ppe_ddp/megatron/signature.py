@@ -13,7 +13,7 @@ from typing_extensions import get_overloads  # in typing from Python 3.11 on; co
 from ppe_ddp.functions import average
 from ppe_ddp.megatron.config import DistributedDataParallelConfig
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
-from ppe_ddp.options import unknown_keyword
+from ppe_ddp.options import check_call, unknown_keyword
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,6 +123,7 @@ def _checked(setup: Setup) -> Setup:
         raise TypeError(f"ddp_config must be a DistributedDataParallelConfig, not {type(setup.ddp_config).__name__}")
     if not isinstance(setup.module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(setup.module).__name__}")
+    check_call("reduce_function", setup.reduce_function, ("bucket", "group"))
     if setup.ddp_config.use_distributed_optimizer and setup.reduce_function is not average:
         raise ValueError(
             "reduce_function averages by all-reduce; with use_distributed_optimizer gradients are reduce-scattered: "
