@@ -305,9 +305,8 @@ def check_traces(folder):
         assert expected <= ours if "ppe_ddp" in name else not ours
 
 
-def test_the_hosts_time_for_a_bucket_is_told(report):
-    data, done = report
-    assert "us/bucket" in done.stdout
+def test_the_hosts_time_for_a_bucket_is_in_the_report(report):
+    data, _ = report
     for model in data["models"]:
         results = results_of(model)
         sends = ["ppe_ddp"] if model["world_size"] > 1 else []

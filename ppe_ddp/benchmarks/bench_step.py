@@ -4,8 +4,8 @@ ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
 the same data, in turn, within one run over one backend, one thread a rank.
 Look at the ratios: times on a shared machine mean little by themselves.
 "exposed" is what a step takes beyond the bare model's, where torch DDP's is 1.
-us/bucket is the host's time for packing a bucket and starting its collective,
-over as many buckets.
+--json has more: bytes of masks, and launch_us, the host's time for packing a
+bucket and starting its collective.
 
 Started alone it starts its own ranks; under torchrun, srun or mpirun it uses
 those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
