@@ -237,7 +237,8 @@ def test_gradients_of_any_dtype(name, dtype):
         for key, parameter in module.named_parameters():
             assert parameter.grad.dtype is dtype
             total[key] += parameter.grad / 60
-    assert_gradients_of(total, expected, rtol=0.1, atol=0.5)  # what is kept is at most a few gradients
+    for key, value in expected.items():  # what is kept is a few gradients of sixty
+        assert (total[key] - value).norm() <= 0.25 * value.norm() + 0.02, key
 
 
 def assert_gradients_of(found, expected, **tolerance):
@@ -297,14 +298,8 @@ def test_gradients_that_come_late_are_compressed_in_a_second_round():
     assert_gradients_of({key: handed[key] + kept[key] for key in total}, total, rtol=1e-4, atol=1e-4)
 
 
-class Falling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, _):
-        raise KeyError("in the middle of backward")
+def fall(_gradient):
+    raise KeyError("in the middle of backward")
 
 
 @on_two_ranks
@@ -314,13 +309,14 @@ def test_a_backward_that_raises_on_one_rank_leaves_what_was_kept():
     wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
     walk(0)(wrapper, dist.get_rank())
     wrapper.zero_grad()
-    x = data(5, 16)
-    x = wrapper(x, [0, 1, 2])
+    middle = []
+    handle = module.layers[1].register_forward_hook(lambda _module, _inputs, output: middle.append(output))
+    loss = wrapper(data(5, 16), [0, 1, 2]).sum()
+    handle.remove()
     if dist.get_rank() == 0:
-        x = wrapper.module.layers[3](x)
-        x = Falling.apply(x)
+        middle[0].register_hook(fall)
     with pytest.raises(PeerAbortedError if dist.get_rank() else KeyError):
-        x.sum().backward()
+        loss.backward()
     for step in range(1, 4):
         wrapper.zero_grad()
         walk(step)(wrapper, dist.get_rank())
