@@ -111,14 +111,11 @@ class HookedWrapper(ModuleWrapper):
         Each rank has its own, to be saved beside the state of model and optimizer: training that goes on from all
         three is what it would have been without the interruption. Empty without a compressor.
         """
-        reducer = self._ready()
-        if reducer is None or self._hooks.compressor is None:
+        reducer, compressor = self._ready(), self._hooks.compressor
+        if reducer is None or compressor is None:
             return {}
-        return {
-            **self._comm_identity(reducer),
-            "buckets": reducer.synchronizer.negotiation.order_state(),
-            **self._hooks.comm_state.state_dict(reducer.groups),
-        }
+        state = self._hooks.comm_state.state_dict(compressor, reducer.groups)
+        return {**state, "buckets": reducer.synchronizer.negotiation.order_state()}
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the compressor go on from what :meth:`comm_state_dict` gave; on all ranks together.
@@ -126,22 +123,16 @@ class HookedWrapper(ModuleWrapper):
         Raises:
             ValueError: It is that of another rank, of another number of ranks, or of another module or compressor.
         """
-        reducer = self._ready()
+        reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
-        if not state and self._hooks.compressor is None:
-            return
-        for key, here in self._comm_identity(reducer).items():
-            if state.get(key) != here:
+        if compressor is None:
+            if state:
                 raise ValueError(
-                    f"rank {reducer.groups.rank}: the state of communication is of {key} {state.get(key)!r}, and here "
-                    f"it is {here!r}: each rank loads its own, with the same compressor and the same number of ranks. "
-                    "Without it training goes on, less what had not been sent yet"
+                    f"rank {reducer.groups.rank}: the state of communication is that of {state.get('compressor')}: "
+                    "register it before"
                 )
+            return
         devices = {spec.name: spec.device for spec in self._module_state.specs}
-        self._hooks.comm_state.load_state_dict(state, reducer.groups, devices)
+        self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, devices)
         reducer.synchronizer.negotiation.load_order_state(state["buckets"])
-
-    def _comm_identity(self, reducer: Reducer[BucketSynchronizer]) -> dict[str, Any]:
-        groups = reducer.groups
-        return {"rank": groups.rank, "world_size": groups.world_size, "compressor": repr(self._hooks.compressor)}

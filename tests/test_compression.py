@@ -2,12 +2,15 @@
 
 import copy
 import io
+import itertools
 import logging
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
@@ -454,3 +457,73 @@ def test_one_rank_alone_compresses_as_well():
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             assert torch.equal(found[name], parameter.grad.half().float())
+
+
+def settled(hook):
+    """The gradients of a module whose parameters stay, after many steps with the same data."""
+    module = seeded(lambda: mlp(4, 30, 20, 4))
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(*hook)
+    for _ in range(40):
+        wrapper.zero_grad()
+        wrapper(data(5, 4)).pow(2).sum().backward()
+    return gradients(module)
+
+
+@on_two_ranks
+def test_torchs_hook_of_the_same_method_agrees():
+    state = power.PowerSGDState(
+        None,
+        matrix_approximation_rank=1,
+        start_powerSGD_iter=2,
+        min_compression_rate=1,
+        use_error_feedback=False,
+        random_seed=3,
+    )
+    exact = settled((Uncompressed(),))
+    for ours, theirs, tolerance in (
+        (PowerSGD(1, min_compression=1), (state, power.powerSGD_hook), 1e-3),
+        (FP16(), (None, default.fp16_compress_hook), 2e-3),
+        (BF16(), (None, default.bf16_compress_hook), 2e-2),
+    ):
+        found, expected = settled((ours,)), settled(theirs)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=tolerance, atol=tolerance)
+        assert any(not torch.equal(gradient, exact[name]) for name, gradient in found.items())
+
+
+class Slow(Compressor):
+    """Three rounds of messages that tell what goes on; each is right only if every rank sends the same in its turn."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __repr__(self):
+        return "Slow()"
+
+    def average(self, gradients, link):
+        name = gradients.segments[0].name
+        for number in range(3):
+            stamp = torch.tensor([float(sum(map(ord, name)) + number)])
+            self.log.append((name, number))
+            yield from link.all_reduce(stamp)
+            assert stamp.item() == link.size * (sum(map(ord, name)) + number)
+        yield from Uncompressed().average(gradients, link)
+
+
+@each_variant
+@on_three_ranks
+def test_several_buckets_are_under_way_in_the_same_order_everywhere(options):
+    log, module = [], seeded(Routes)
+    wrapper = DistributedDataParallel(module, **{"bucket_cap_mb": 1e-3, **options})
+    wrapper.register_comm_hook(Slow(log))
+    for step in range(6):
+        expected = mean_gradients(module, walk(step))
+        wrapper.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+    logs = [None] * 3
+    dist.all_gather_object(logs, log)
+    assert logs[0] == logs[1] == logs[2]
+    firsts = [k for k, (_, number) in enumerate(logs[0]) if number == 0]
+    assert any(later == earlier + 1 for earlier, later in itertools.pairwise(firsts))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.engine.groups import Groups
 
 _GENERATION = 1 << 32  # steps; ranks that have failed in one may have counted a different number until then
@@ -50,21 +51,33 @@ class CommState:
         """A number for the bucket with this index in this step, the same on every rank."""
         return (self.step(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
 
-    def state_dict(self, groups: Groups) -> dict[str, Any]:
+    def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
         """A copy of everything, of tensors and plain values."""
-        return {"steps": self.steps(groups), "parameters": copy.deepcopy(self._of)}
+        parameters = copy.deepcopy(self._of)
+        return {**_identity(compressor, groups), "steps": self.steps(groups), "parameters": parameters}
 
-    def load_state_dict(self, state: Mapping[str, Any], groups: Groups, devices: Mapping[str, torch.device]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, devices: Mapping[str, torch.device]
+    ) -> None:
         """Go on from what :meth:`state_dict` gave.
 
         Args:
             state: That.
+            compressor: Whose state it is.
             groups: Where steps are counted from now on.
             devices: Those of the parameters, by name.
 
         Raises:
-            ValueError: It has a parameter that is not among ``devices``; names it.
+            ValueError: It is that of another compressor, of another rank or number of ranks, or has a parameter that is
+                not among ``devices``.
         """
+        for key, here in _identity(compressor, groups).items():
+            if state.get(key) != here:
+                raise ValueError(
+                    f"rank {groups.rank}: the state of communication is of {key} {state.get(key)!r}, and here it is "
+                    f"{here!r}: each rank loads its own, with the same compressor and the same number of ranks. "
+                    "Without it training goes on, less what had not been sent yet"
+                )
         unknown = sorted(set(state["parameters"]) - set(devices))
         if unknown:
             raise ValueError(
@@ -82,6 +95,10 @@ class CommState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a wrapper has groups of its own, where steps are counted anew."""
         return self.__dict__ | {"_offset": None}
+
+
+def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
+    return {"rank": groups.rank, "world_size": groups.world_size, "compressor": repr(compressor)}
 
 
 def _count(groups: Groups) -> int:

@@ -41,11 +41,14 @@ class CompressorReduction(Reduction):
         compressor: How to send.
         state: What is remembered of each parameter.
         groups: Where to communicate.
+
+    Attributes:
+        compressor: The same.
     """
 
     def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
         super().__init__(groups)
-        self._compressor = compressor
+        self.compressor = compressor
         self._state = state
         self._layouts: OrderedDict[tuple[object, ...], tuple[Segment, ...]] = OrderedDict()
         self._queue = ExchangeQueue(self._wait_for)
@@ -53,7 +56,7 @@ class CompressorReduction(Reduction):
     @property
     def title(self) -> str:
         """The compressor."""
-        return f"compressor {self._compressor!r}"
+        return f"compressor {self.compressor!r}"
 
     @property
     def may_launch(self) -> Probe:
@@ -86,7 +89,7 @@ class CompressorReduction(Reduction):
             step=self._state.step(self._groups),
             seed=self._state.seed(self._groups, bucket.index()),
         )
-        yield from self._compressor.average(gradients, link)
+        yield from self.compressor.average(gradients, link)
         if wide is not plain:
             plain.copy_(wide)
 
