@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import data, mlp, seeded
+from one_process import assert_same_on_all_ranks, data, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
 from rank_tests import on_three_ranks, on_two_ranks
@@ -123,7 +123,7 @@ def test_outer_steps_are_compressed():
         return float(loss), wrapper.trace().gradient_nbytes
 
     plain, bytes_of_all = run(None)
-    for compressor, part in ((Int8(), 0.3), (ErrorFeedback(TopK(0.1, min_numel=500)), 0.3)):
+    for compressor, part in ((Int8(), 0.3), (ErrorFeedback(TopK(0.1, min_numel=500)), 0.35)):
         loss, nbytes = run(compressor)
         assert nbytes < part * bytes_of_all
         assert loss < 2 * plain + 0.05
@@ -151,9 +151,7 @@ def test_stopped():
     outer.stop()
     assert wrapper.require_backward_grad_sync
     inner(wrapper, optimizer, dist.get_rank(), 0)
-    same = [None] * 2
-    dist.all_gather_object(same, [parameter.detach() for parameter in wrapper.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*same, strict=True))
+    assert_same_on_all_ranks(wrapper.module)
 
 
 def test_an_outer_step_follows_an_inner_one():

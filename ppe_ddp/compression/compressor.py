@@ -49,11 +49,11 @@ def together(exchanges: Iterable[Exchange]) -> Exchange:
     while running:
         started = [(exchange, pending) for exchange in running if (pending := next(exchange, None)) is not None]
         if started:
-            yield Everything([pending for _, pending in started])
+            yield AllPending([pending for _, pending in started])
         running = [exchange for exchange, _ in started]
 
 
-class Everything:
+class AllPending:
     """Several things in flight, waited for as one.
 
     Args:

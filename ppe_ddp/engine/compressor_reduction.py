@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.compression.compressor import Everything
+from ppe_ddp.compression.compressor import AllPending
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
 from ppe_ddp.compression.link import Exchange, Link
 from ppe_ddp.engine.exchange_queue import ExchangeQueue, PendingExchange
@@ -113,7 +113,7 @@ class CompressorReduction(Reduction):
             start += numel
 
     def _wait_for(self, pending: Waitable, device: torch.device) -> None:
-        for part in pending.parts if isinstance(pending, Everything) else (pending,):
+        for part in pending.parts if isinstance(pending, AllPending) else (pending,):
             self._groups.failures.wait(part, device)
 
     def _wait(self, bucket: GradBucket, pending: Waitable) -> None:
