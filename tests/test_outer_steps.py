@@ -123,10 +123,15 @@ def test_outer_steps_are_compressed():
         return float(loss), wrapper.trace().gradient_nbytes
 
     plain, bytes_of_all = run(None)
-    for compressor, part in ((Int8(), 0.3), (ErrorFeedback(TopK(0.1, min_numel=500)), 0.35)):
+    assert plain < 0.4
+    # Ten outer steps are few for what is sent late.
+    for compressor, part, at_most in (
+        (Int8(), 0.3, 1.1 * plain),
+        (ErrorFeedback(TopK(0.1, min_numel=500)), 0.35, 0.9),
+    ):
         loss, nbytes = run(compressor)
         assert nbytes < part * bytes_of_all
-        assert loss < 2 * plain + 0.05
+        assert loss < at_most
 
 
 @on_two_ranks
