@@ -11,45 +11,40 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ppe_ddp.buffer_hook import BufferHook
+from ppe_ddp.comm_hooks import HookedWrapper
 from ppe_ddp.engine.broadcasting import broadcast_all
-from ppe_ddp.engine.bucket_plan import Packing
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.engine.group_handle import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
-from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
+from ppe_ddp.engine.reduction import FunctionReduction
 from ppe_ddp.engine.sync_check import check_in_sync
-from ppe_ddp.engine.torch_internals import BufferCommHookLocation, call_uncompiled, is_in_join
+from ppe_ddp.engine.torch_internals import call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
-from ppe_ddp.hooks import NOT_GIVEN, Hooks
 from ppe_ddp.inputs import Inputs
 from ppe_ddp.joining import DdpJoinHook, announce
 from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
-from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.options import Options, check_arguments, check_ignored, first_given
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
-    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.algorithms.join import JoinHook
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
+    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
     from ppe_ddp.engine.trace import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.options import IgnoredByUs
 
 
-class DistributedDataParallel(ModuleWrapper, Joinable):
+class DistributedDataParallel(HookedWrapper, Joinable):
     """Data parallelism for modules whose graphs change from step to step and from rank to rank.
 
     After a synchronized backward each ``.grad`` is the mean over the ranks of ``process_group`` (a rank
@@ -123,12 +118,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._negotiate = bool(negotiate_grads)
         self._group = GroupHandle(self._options.group(process_group))
         self._broadcast_function: BroadcastFunction = broadcast_function or broadcast
-        self._hooks = Hooks()
         self._precision = Precision(mixed_precision)
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         self._synchronizes = True
         self._is_copy = False
-        self._reducer: Reducer[BucketSynchronizer] | None = None
         self._module_state = ModuleState(module, self._ignored())
         self._inputs = Inputs(module)
         self._options.check_device(self._inputs.device)
@@ -163,20 +156,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._reducer.synchronizer.negotiation.check()
             state = [*self._module_state.buffers().values(), *self._module_state.parameters]
             broadcast_all(self._broadcast_function, state, groups)
-
-    def _use_hooks(self) -> None:
-        if self._reducer is None:
-            return
-        self._reducer.recover()
-        synchronizer = self._reducer.synchronizer
-        if self._hooks.comm is not None:
-            reduction = HookReduction(*self._hooks.comm, self._reducer.groups)
-            synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
-        if self._hooks.buffers is not None:
-            synchronizer.use_broadcast(self._hooks.buffers.finish)
-
-    def _packing(self, *, fixed: bool = False) -> Packing:
-        return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed)
 
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
@@ -271,36 +250,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """
         if (reducer := self._ready()) is not None:
             check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
-
-    def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
-        """Register a communication hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
-
-        ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
-        sees every local ``.grad`` and may change, set or remove it. Communication then starts when backward
-        is over. There may be several.
-
-        ``register_comm_hook(state, hook)``: ``hook(state, bucket)`` reduces a bucket instead of the reduce
-        function, and returns a ``torch.futures.Future`` of the flat result; torch's own hooks
-        (``torch.distributed.algorithms.ddp_comm_hooks``) are of this kind. There may be one. With a state that is
-        neither None nor a process group, buckets are made of the same parameters in every step, since such
-        hooks keep state by bucket. All ranks must register the same.
-
-        Returns:
-            For the first kind, a handle that removes the hook.
-        """
-        if (handle := self._hooks.add(state, hook)) is None:
-            self._use_hooks()
-        return handle
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
-        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Let ``hook(state, buffers)`` synchronize the buffers, not the broadcast; the same on all ranks."""
-        self._hooks.buffers = BufferHook(state, hook, comm_hook_location)
-        self._use_hooks()
 
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""

@@ -57,6 +57,11 @@ COMMANDS: tuple[Command, ...] = (
         "ppe_ddp.benchmarks.bench_collective",
     ),
     Command(
+        ("bench", "compression"),
+        "what compressors send and cost, and on which links they pay",
+        "ppe_ddp.benchmarks.bench_compression",
+    ),
+    Command(
         ("bench", "load"),
         "a checkpoint into shards, beside torch and accelerate",
         "ppe_ddp.benchmarks.bench_load",

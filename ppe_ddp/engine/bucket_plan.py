@@ -273,6 +273,17 @@ class Planner:
         self._set_order(sorted(range(count), key=lambda i: (keys[i], -i)))
         self._plans.clear()
 
+    @property
+    def learned(self) -> list[int]:
+        """The parameters whose places in the order are no guess."""
+        return sorted(self._learned)
+
+    def restore(self, order: Sequence[int], learned: Sequence[int]) -> None:
+        """Take an order that was learned before; every rank must pass the same."""
+        self._learned = set(learned)
+        self._set_order(list(order))
+        self._plans.clear()
+
     def _set_order(self, order: list[int]) -> None:
         self.order = order
         self.launch_triggers: set[int] = set()

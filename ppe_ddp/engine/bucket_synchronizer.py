@@ -311,6 +311,7 @@ class BucketSynchronizer(Synchronizer):
             waiting,
             prepare,
             one_at_a_time=self.reduction.one_at_a_time,
+            may_launch=self.reduction.may_launch,
             repair=repair,
             ranges=self._policy.ranges,
         )

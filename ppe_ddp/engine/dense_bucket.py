@@ -91,6 +91,8 @@ class DenseBucket(Bucket, ABC):
         if sent is None:
             return
         self._reduction.finish(sent, self._pending, self._tensors)
+        nbytes = self._reduction.nbytes(self._pending)
+        self.nbytes = self.plan.nbytes if nbytes is None else nbytes
         self._pending = None
         result = sent.buffer()
         if result is not flat and (result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype):

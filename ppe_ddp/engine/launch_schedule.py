@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.engine.bucket_plan import Plan
-    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.completion import Probe, Steps
 
 B = TypeVar("B", bound=Bucket)
 
@@ -30,6 +30,7 @@ class LaunchSchedule(Generic[B]):
         waiting: One byte a parameter: whether its gradient is expected here and has not arrived.
         prepare: Called with a bucket right before it is launched: gives it this rank's gradients.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
+        may_launch: Asks whether a bucket can be launched without waiting; None where it always can.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
 
@@ -47,6 +48,7 @@ class LaunchSchedule(Generic[B]):
         prepare: Callable[[B], None],
         *,
         one_at_a_time: bool = False,
+        may_launch: Probe | None = None,
         repair: bool = False,
         ranges: bool = False,
     ) -> None:
@@ -55,6 +57,7 @@ class LaunchSchedule(Generic[B]):
         self.record = RoundRecord(plan, [bucket.nbytes for bucket in buckets], repair=repair)
         self._prepare = prepare
         self._one_at_a_time = one_at_a_time
+        self._may_launch = may_launch
         self._ranges = ranges
         self._gone = 0
         self._previous: B | None = None
@@ -72,6 +75,8 @@ class LaunchSchedule(Generic[B]):
         while self._gone < len(self.buckets) and self._missing[self._gone] <= 0:
             if self._one_at_a_time and not self.is_complete():
                 break
+            if self._may_launch is not None and not self._may_launch():
+                break
             with torch.no_grad():
                 self._launch()
 
@@ -83,6 +88,8 @@ class LaunchSchedule(Generic[B]):
                 if previous.is_under_way:
                     yield previous.probe()
                 previous.wait()
+            if self._may_launch is not None and not self._may_launch():
+                yield self._may_launch
             self._launch()
 
     def _launch(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -163,6 +163,27 @@ class Negotiation:
         self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
         self._digest = fingerprint(self._lines())
         recorder.control_nbytes += sums.nbytes
+
+    def order_state(self) -> dict[str, Any]:
+        """The order of arrival as learned so far, by names."""
+        names = self._module_state.names
+        return {
+            "order": [names[i] for i in self.planner.order],
+            "learned": [names[i] for i in self.planner.learned],
+            "count": self._count,
+        }
+
+    def load_order_state(self, state: Mapping[str, Any]) -> None:
+        """Plan buckets by an order that :meth:`order_state` gave; every rank must load the same.
+
+        Parameters that it does not have come last.
+        """
+        index = {name: i for i, name in enumerate(self._module_state.names)}
+        learned = [index[name] for name in state["learned"] if name in index]
+        order = [index.pop(name) for name in state["order"] if name in index]
+        self.planner.restore([*order, *index.values()], learned)
+        self._count = int(state["count"])
+        self._digest = fingerprint(self._lines())
 
     def _current_digest(self, local: bytes | bytearray, buffers: Mapping[str, Tensor]) -> bytes:
         lines = _buffer_lines(buffers)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook
+    from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
@@ -52,6 +53,15 @@ class Reduction(ABC):
     """Whether anything else that averages may take the place of what is called, and nothing of it is checked."""
     sends_nothing = False
     """Whether nothing is sent at all: one rank alone has its averages already."""
+
+    @property
+    def may_launch(self) -> Probe | None:
+        """Whether the next bucket can be launched without waiting for those ahead of it; None where it always can."""
+        return None
+
+    def nbytes(self, pending: Waitable | None) -> int | None:
+        """What this rank has sent by ``pending``, in bytes of an all-reduce; None where that is the whole bucket."""
+        return None
 
     @property
     def progress(self) -> HookProgress | None:

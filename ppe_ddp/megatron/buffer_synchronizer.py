@@ -149,7 +149,7 @@ class BufferSynchronizer(Synchronizer):
         waiting = backward.waiting or bytes(len(self._parameters))
         plan = self._layout.plan(bytes(present))
         buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
-        schedule = LaunchSchedule(plan, buckets, waiting, self._prepare)
+        schedule = LaunchSchedule(plan, buckets, waiting, self._prepare, may_launch=self._may_launch)
         backward.start_launching(schedule)
         return schedule
 
@@ -188,6 +188,8 @@ class BufferSynchronizer(Synchronizer):
 
         What an all-reduce had is lost, as it is in place; what a reduce-scatter had is not.
         """
+        for reduction_group in self._reduction_groups:
+            reduction_group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
@@ -266,6 +268,10 @@ class BufferSynchronizer(Synchronizer):
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._check_finite:
             self.step_status.note_non_finite(bucket.non_finite())
+
+    def _may_launch(self) -> bool:
+        probes = [reduction_group.reduction.may_launch for reduction_group in self._reduction_groups]
+        return all(probe is None or probe() for probe in probes)
 
     def _answers(self, exchanges: Sequence[MaskExchange], local: bytes) -> bytearray:
         present = bytearray(len(self._parameters))

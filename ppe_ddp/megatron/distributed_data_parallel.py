@@ -25,11 +25,12 @@ from ppe_ddp.megatron.signature import setup_of, showing_both_forms
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
+    from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
     from ppe_ddp.engine.trace import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
@@ -66,7 +67,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         groups: The ranks that average; default: all.
         data_parallel_group: Instead of ``groups``.
         expert_data_parallel_group: Instead of ``groups``.
-        reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce.
+        reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce. Or a
+            :class:`ppe_ddp.compression.Compressor`.
         accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``.
         overlap_grad_reduce: In the old form, the field of this name.
         use_distributed_optimizer: In the old form, the field of this name.
@@ -93,7 +95,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         *,
         data_parallel_group: ProcessGroup | None = None,
         expert_data_parallel_group: ProcessGroup | None = None,
-        reduce_function: ReduceFunction | None = None,
+        reduce_function: ReduceFunction | Compressor | None = None,
     ) -> None: ...
 
     @overload
@@ -110,7 +112,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         *,
         groups: ParallelGroups | None = None,
         expert_data_parallel_group: ProcessGroup | None = None,
-        reduce_function: ReduceFunction | None = None,
+        reduce_function: ReduceFunction | Compressor | None = None,
     ) -> None: ...
 
     @showing_both_forms
@@ -140,6 +142,21 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self._reducer.enabled = self.ddp_config.overlap_grad_reduce
         if self.ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
+
+    # ------------------------------------------------------------------ compression
+
+    def comm_state_dict(self) -> list[dict[str, Any]]:
+        """A copy of what compressors remember on this rank: of dense parameters, and of experts where there are any."""
+        return [group.comm_state_dict() for group in self._gradient_buffers.reduction_groups]
+
+    def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together.
+
+        Raises:
+            ValueError: It is that of another rank, number of ranks, module or compressor.
+        """
+        for group, state in zip(self._gradient_buffers.reduction_groups, states, strict=True):
+            group.load_comm_state_dict(state)
 
     # ------------------------------------------------------------------ forward
 

@@ -18,6 +18,7 @@ from ppe_ddp.options import check_call, unknown_keyword
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -44,14 +45,14 @@ class Setup:
         ddp_config: How to synchronize.
         disable_bucketing: Whether everything goes into one bucket a buffer.
         groups: The ranks that average.
-        reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`.
+        reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Or a compressor that does.
     """
 
     module: nn.Module
     ddp_config: DistributedDataParallelConfig
     disable_bucketing: bool = False
     groups: ParallelGroups = field(default_factory=ParallelGroups)
-    reduce_function: ReduceFunction = average
+    reduce_function: ReduceFunction | Compressor = average
 
 
 def showing_both_forms(constructor: F) -> F:
@@ -126,8 +127,8 @@ def _checked(setup: Setup) -> Setup:
     check_call("reduce_function", setup.reduce_function, ("bucket", "group"))
     if setup.ddp_config.use_distributed_optimizer and setup.reduce_function is not average:
         raise ValueError(
-            "reduce_function averages by all-reduce; with use_distributed_optimizer gradients are reduce-scattered: "
-            "leave one of the two out"
+            "a reduce_function or a compressor averages whole buckets; with use_distributed_optimizer gradients are "
+            "reduce-scattered: leave one of the two out"
         )
     return setup
 

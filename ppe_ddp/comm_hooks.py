@@ -1,0 +1,138 @@
+"""The base of the wrapper that takes hooks and compressors, and hands them to the engine."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from ppe_ddp.buffer_hook import BufferHook
+from ppe_ddp.engine.bucket_plan import Packing
+from ppe_ddp.engine.compressor_reduction import CompressorReduction, check_compressor
+from ppe_ddp.engine.reduction import HookReduction
+from ppe_ddp.engine.torch_internals import BufferCommHookLocation
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.hooks import NOT_GIVEN, Hooks
+from ppe_ddp.module_wrapper import ModuleWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.reducer import Reducer
+    from ppe_ddp.options import Options
+
+
+class HookedWrapper(ModuleWrapper):
+    """A module wrapper whose communication can be changed by hooks and compressors.
+
+    Args:
+        module: The module to wrap.
+    """
+
+    _options: Options
+    _module_state: ModuleState
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._hooks = Hooks()
+        self._reducer: Reducer[BucketSynchronizer] | None = None
+
+    @abstractmethod
+    def _ready(self) -> Reducer[BucketSynchronizer] | None:
+        """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
+
+    def _packing(self, *, fixed: bool = False) -> Packing:
+        return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed)
+
+    def _use_hooks(self) -> None:
+        if self._reducer is None:
+            return
+        self._reducer.recover()
+        synchronizer, groups = self._reducer.synchronizer, self._reducer.groups
+        if self._hooks.comm is not None:
+            reduction = HookReduction(*self._hooks.comm, groups)
+            synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
+        if self._hooks.compressor is not None:
+            self._hooks.comm_state.begin(groups)
+            compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
+            synchronizer.use_reduction(compressing, self._packing())
+        if self._hooks.buffers is not None:
+            synchronizer.use_broadcast(self._hooks.buffers.finish)
+
+    def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
+        """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
+
+        ``register_comm_hook(compressor)``: a :class:`ppe_ddp.compression.Compressor` averages the buckets from now
+        on, such as ``ErrorFeedback(PowerSGD(rank=4))``. What it remembers is in :meth:`comm_state_dict`. There may be
+        one; every rank must register the same, together.
+
+        ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
+        sees every local ``.grad`` and may change, set or remove it. Communication then starts when backward
+        is over. There may be several.
+
+        ``register_comm_hook(state, hook)``: ``hook(state, bucket)`` reduces a bucket instead of the reduce
+        function, and returns a ``torch.futures.Future`` of the flat result; torch's own hooks
+        (``torch.distributed.algorithms.ddp_comm_hooks``) are of this kind. There may be one. With a state that is
+        neither None nor a process group, buckets are made of the same parameters in every step, since such
+        hooks keep state by bucket. All ranks must register the same.
+
+        Returns:
+            For pytorch-pfn-extras' kind, a handle that removes the hook.
+
+        Raises:
+            DisagreementError: On every rank, if their compressors differ.
+            RuntimeError: There is a compressor or a hook of torch's kind already.
+        """
+        handle = self._hooks.add(state, hook)
+        if handle is None:
+            if self._hooks.compressor is not None and self._reducer is not None:
+                check_compressor(self._hooks.compressor, self._reducer.groups)
+            self._use_hooks()
+        return handle
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, buffers)`` synchronize the buffers, not the broadcast; the same on all ranks."""
+        self._hooks.buffers = BufferHook(state, hook, comm_hook_location)
+        self._use_hooks()
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
+
+        Each rank has its own, to be saved beside the state of model and optimizer: training that goes on from all
+        three is what it would have been without the interruption. Empty without a compressor.
+        """
+        reducer, compressor = self._ready(), self._hooks.compressor
+        if reducer is None or compressor is None:
+            return {}
+        state = self._hooks.comm_state.state_dict(compressor, reducer.groups)
+        return {**state, "buckets": reducer.synchronizer.negotiation.order_state()}
+
+    def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the compressor go on from what :meth:`comm_state_dict` gave; on all ranks together.
+
+        Raises:
+            ValueError: It is that of another rank, of another number of ranks, or of another module or compressor.
+        """
+        reducer, compressor = self._ready(), self._hooks.compressor
+        if reducer is None:
+            raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        if compressor is None:
+            if state:
+                raise ValueError(
+                    f"rank {reducer.groups.rank}: the state of communication is that of {state.get('compressor')}: "
+                    "register it before"
+                )
+            return
+        devices = {spec.name: spec.device for spec in self._module_state.specs}
+        self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, devices)
+        reducer.synchronizer.negotiation.load_order_state(state["buckets"])

@@ -1,0 +1,82 @@
+"""The contract of a compressor, and how several go on side by side."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ppe_ddp.compression.flat_gradients import FlatGradients
+    from ppe_ddp.compression.link import Exchange, Link
+    from ppe_ddp.contracts import Waitable
+
+
+class Compressor(ABC):
+    """Averages gradients over the ranks of a link, and sends less than all of them.
+
+    It is a value: its fields say how, and never change. What it remembers is in the ``state`` of each parameter, so
+    that buckets may be made of other parameters in every step. Its ``repr`` must tell it from any other, since ranks
+    compare it. Derive from :class:`~ppe_ddp.compression.block_codec.BlockCodec` for a method that encodes and decodes
+    and leaves the exchange as it is.
+    """
+
+    @abstractmethod
+    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """Average ``gradients`` over the ranks of ``link``, in place; a generator that yields before it waits.
+
+        It is started when the bucket is complete here, while backward is still running, and resumed when what it has
+        yielded has been waited for, in an order that is the same on every rank. Other buckets are under way meanwhile.
+
+        What it must see to:
+
+        - every rank gets the same ``gradients.average``, bit by bit;
+        - what is not finite on any rank is not finite in the average, so that a ``GradScaler`` notices;
+        - ``gradients.keeps``: what was not sent is in ``gradients.given`` in the end;
+        - ``state`` changes only at the end, and remains usable after a step that was not finite.
+        """
+        ...
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+def together(exchanges: Iterable[Exchange]) -> Exchange:
+    """Let several exchanges go on side by side, in their order."""
+    running = list(exchanges)
+    while running:
+        started = [(exchange, pending) for exchange in running if (pending := next(exchange, None)) is not None]
+        if started:
+            yield AllPending([pending for _, pending in started])
+        running = [exchange for exchange, _ in started]
+
+
+class AllPending:
+    """Several things in flight, waited for as one.
+
+    Args:
+        parts: These.
+
+    Attributes:
+        parts: The same.
+    """
+
+    def __init__(self, parts: list[Waitable]) -> None:
+        self.parts = parts
+
+    def is_completed(self) -> bool:
+        """Whether all of them are; asks each, since asking may be what advances it."""
+        return all([is_completed(one) for one in self.parts])
+
+    def wait(self) -> None:
+        """Wait for one after another."""
+        for one in self.parts:
+            one.wait()
+
+
+def is_completed(pending: Waitable) -> bool:
+    """Whether waiting would return at once, without waiting."""
+    probe = getattr(pending, "done", None) or getattr(pending, "is_completed", None)
+    return probe is None or bool(probe())

@@ -1,0 +1,79 @@
+"""The ranks that compressed gradients are exchanged with, and the collectives that this takes.
+
+Each collective is a generator: it starts, yields what is in flight, and returns its result when it is resumed. So a
+compressor reads as if it waited, ``rows = yield from link.all_gather(message)``, and several buckets are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.contracts import Waitable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+Exchange = Generator[Waitable, None, None]
+"""Yields what its next step waits for; whoever resumes it has waited for that."""
+
+
+class Link:
+    """The ranks on the two sides of what compression is for: a process group whose connection is slow.
+
+    All ranks must start the same collectives in the same order, with the same sizes.
+
+    Args:
+        group: Where to communicate: all ranks of the wrapper, or one rank a node, where nodes sum by other means.
+        rank: This process in the group.
+        size: The number of ranks.
+        device: Where the tensors are.
+
+    Attributes:
+        rank: The same.
+        size: The same.
+        device: The same.
+        nbytes: What was sent, as the size of an all-reduce that puts as many bytes on the link: so that it compares
+            with the bytes of the gradients whatever the collectives are.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int, device: torch.device) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.nbytes = 0
+
+    def all_reduce(self, tensor: Tensor) -> Exchange:
+        """Add up ``tensor``, float32 or float64, in place."""
+        if self.size > 1 and tensor.numel():
+            self.nbytes += tensor.nbytes
+            yield dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def all_gather(self, message: Tensor) -> Generator[Waitable, None, Tensor]:
+        """The messages of all ranks, ``(size, *message.shape)``: contiguous tensors of one shape and dtype."""
+        if self.size == 1 or not message.numel():
+            return message.expand(self.size, *message.shape)
+        self.nbytes += message.nbytes * self.size // 2
+        rows = message.new_empty((self.size, *message.shape))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        yield gather(_as_bytes(rows), _as_bytes(message), group=self._group, async_op=True)
+        return rows
+
+    def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
+        """What every rank has in row ``rank`` of ``rows``, a contiguous tensor of one row a rank; in the same shape."""
+        if self.size == 1 or not rows.numel():
+            return rows
+        self.nbytes += rows.nbytes // 2
+        received = torch.empty_like(rows)
+        yield dist.all_to_all_single(_as_bytes(received), _as_bytes(rows), group=self._group, async_op=True)
+        return received
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, 1-D: no backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)

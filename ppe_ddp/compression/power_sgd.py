@@ -1,0 +1,142 @@
+"""Low-rank approximation of each gradient matrix by one step of power iteration.
+
+T. Vogels, S. P. Karimireddy and M. Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization, NeurIPS 2019 (https://arxiv.org/abs/1905.13727).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.compression.compressor import Compressor, together
+from ppe_ddp.compression.flat_gradients import is_finite
+from ppe_ddp.compression.orthonormal import orthonormal
+from ppe_ddp.compression.uncompressed import Uncompressed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
+    from ppe_ddp.compression.link import Exchange, Link
+
+_STATE = "power_sgd"
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """Sends two thin matrices P and Q for each gradient matrix M, of which M is about P Q. Use it with error feedback.
+
+    Both are linear in M once the other is known, so that they are added up by all-reduce. P is made orthonormal in
+    between; where nobody has a gradient, or it has a lower rank than P, the rest of P is zero.
+
+    Attributes:
+        rank: Of the approximation. More is more precise, and takes as many times more bytes and arithmetic.
+        warm_start: Begin with the Q of the last step, which the state holds, instead of at random: one step of the
+            iteration then is enough for gradients that change slowly.
+        min_compression: A matrix is compressed if it has so many times the elements of P and Q together; vectors and
+            other matrices are sent uncompressed.
+    """
+
+    rank: int = 4
+    warm_start: bool = True
+    min_compression: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse a rank that cannot be meant."""
+        if self.rank < 1:
+            raise ValueError(f"PowerSGD(rank={self.rank}): the rank is at least 1")
+
+    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """See :meth:`Compressor.average`."""
+        matrices = gradients.chosen(self._pays)
+        others = gradients.chosen(lambda segment: not self._pays(segment))
+        yield from together([self._average(matrices, link), Uncompressed().average(others, link)])
+
+    def _pays(self, segment: Segment) -> bool:
+        if segment.rows <= 1 or not segment.numel:
+            return False
+        rows, columns = segment.rows, segment.numel // segment.rows
+        return min(self.rank, rows, columns) * (rows + columns) * self.min_compression <= segment.numel
+
+    def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """Average matrices. The factors are kept as rows, which the products below go through in order of memory."""
+        segments = gradients.segments
+        if not segments:
+            return
+        matrices = _matrices(gradients.given, segments)
+        right = [self._start(segment, gradients) for segment in segments]
+        flat, left = _rows_of([(len(q), len(matrix)) for q, matrix in zip(right, matrices, strict=True)], right[0])
+        for p, q, matrix in zip(left, right, matrices, strict=True):
+            torch.mm(q, matrix.mT, out=p)
+        yield from link.all_reduce(flat.mul_(1.0 / link.size))
+        left = _orthonormal(left)
+        flat, right = _rows_of([tuple(q.shape) for q in right], flat)
+        for p, q, matrix in zip(left, right, matrices, strict=True):
+            torch.mm(p, matrix, out=q)
+            if gradients.keeps:
+                matrix.addmm_(p.mT, q, alpha=-1)
+        yield from link.all_reduce(flat.mul_(1.0 / link.size))
+        for average, p, q in zip(_matrices(gradients.average, segments), left, right, strict=True):
+            torch.mm(p.mT, q, out=average)
+        if self.warm_start and is_finite(flat):
+            for segment, q in zip(segments, _next_starts(right, segments, gradients.seed), strict=True):
+                segment.state[_STATE] = q
+
+    def _start(self, segment: Segment, gradients: FlatGradients) -> Tensor:
+        """The Q to begin with, ``(rank, columns)``: that of the last step, or random numbers."""
+        columns = segment.numel // segment.rows
+        shape = (min(self.rank, segment.rows, columns), columns)
+        known: Tensor | None = segment.state.get(_STATE) if self.warm_start else None
+        if known is not None and known.shape == shape and known.dtype is gradients.given.dtype:
+            return known
+        drawn = _random(shape, segment, 0 if self.warm_start else gradients.seed, gradients.given)
+        return orthonormal([drawn])[0]
+
+
+def _matrices(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+    return [flat[segment.start : segment.stop].view(segment.rows, -1) for segment in segments]
+
+
+def _rows_of(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A flat tensor, and matrices of these shapes that lie in it one after another."""
+    sizes = [rows * columns for rows, columns in shapes]
+    flat = like.new_empty(sum(sizes))
+    return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
+    """The same with orthonormal rows; those of one rank at once."""
+    results: list[Tensor] = list(factors)
+    by_rank = sorted(range(len(factors)), key=lambda k: len(factors[k]))
+    for _, group in groupby(by_rank, key=lambda k: len(factors[k])):
+        members = list(group)
+        for k, basis in zip(members, orthonormal([factors[k] for k in members]), strict=True):
+            results[k] = basis
+    return results
+
+
+def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int) -> list[Tensor]:
+    """What to begin the next step with: orthonormal rows, so that the iteration keeps small directions apart.
+
+    Random rows take the place of those that a gradient of lower rank lacks, since zeros would stay zeros.
+    """
+    starts = _orthonormal(right)
+    lacking = torch.stack([(q != 0).any(1).all() for q in starts]).logical_not_().nonzero().view(-1)
+    for k in lacking.tolist():
+        drawn = _random(starts[k].shape, segments[k], seed, starts[k])
+        starts[k] = torch.where((starts[k] != 0).any(1, keepdim=True), starts[k], drawn)
+    return starts
+
+
+def _random(shape: tuple[int, ...], segment: Segment, seed: int, like: Tensor) -> Tensor:
+    # On the CPU, so that ranks with unlike devices have the same numbers.
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(segment.name.encode()))
+    numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+    return numbers

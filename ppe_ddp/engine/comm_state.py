@@ -1,0 +1,109 @@
+"""What compressors remember: of each parameter by its name, and which step it is. It outlives groups and buckets."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from ppe_ddp.compression.compressor import Compressor
+    from ppe_ddp.engine.groups import Groups
+
+_GENERATION = 1 << 32  # steps; ranks that have failed in one may have counted a different number until then
+_BUCKETS = 1 << 20  # more than a step has
+_SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can be added to them
+
+
+class CommState:
+    """The state of one wrapper's compressor."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[str, Any]] = {}
+        self._steps = 0
+        self._offset: int | None = None
+
+    def of(self, name: str) -> dict[str, Any]:
+        """What is remembered of the parameter ``name``: always the same dict, to be changed in place."""
+        return self._of.setdefault(name, {})
+
+    def begin(self, groups: Groups) -> None:
+        """Count steps in ``groups`` from here on; go on counting where this is a copy."""
+        if self._offset is None:
+            self._offset = self._steps - _count(groups)
+
+    def step(self, groups: Groups) -> int:
+        """How many synchronized backwards came before the one that is under way in ``groups``."""
+        return self.steps(groups) - 1
+
+    def steps(self, groups: Groups) -> int:
+        """How many synchronized backwards have begun."""
+        assert self._offset is not None
+        self._steps = _count(groups) + self._offset
+        return self._steps
+
+    def seed(self, groups: Groups, bucket: int) -> int:
+        """A number for the bucket with this index in this step, the same on every rank."""
+        return (self.step(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
+
+    def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
+        """A copy of everything, of tensors and plain values."""
+        parameters = copy.deepcopy(self._of)
+        return {**_identity(compressor, groups), "steps": self.steps(groups), "parameters": parameters}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, devices: Mapping[str, torch.device]
+    ) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Args:
+            state: That.
+            compressor: Whose state it is.
+            groups: Where steps are counted from now on.
+            devices: Those of the parameters, by name.
+
+        Raises:
+            ValueError: It is that of another compressor, of another rank or number of ranks, or has a parameter that is
+                not among ``devices``.
+        """
+        for key, here in _identity(compressor, groups).items():
+            if state.get(key) != here:
+                raise ValueError(
+                    f"rank {groups.rank}: the state of communication is of {key} {state.get(key)!r}, and here it is "
+                    f"{here!r}: each rank loads its own, with the same compressor and the same number of ranks. "
+                    "Without it training goes on, less what had not been sent yet"
+                )
+        unknown = sorted(set(state["parameters"]) - set(devices))
+        if unknown:
+            raise ValueError(
+                f"rank {groups.rank}: the state of communication has parameter {unknown[0]!r}, which the module does "
+                "not have: load the state of the same module"
+            )
+        self._offset = int(state["steps"]) - _count(groups)
+        for name in self._of.keys() - state["parameters"].keys():
+            self._of[name].clear()
+        for name, entries in state["parameters"].items():
+            own = self.of(name)
+            own.clear()
+            own.update({key: _own(value, devices[name]) for key, value in entries.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a wrapper has groups of its own, where steps are counted anew."""
+        return self.__dict__ | {"_offset": None}
+
+
+def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
+    return {"rank": groups.rank, "world_size": groups.world_size, "compressor": repr(compressor)}
+
+
+def _count(groups: Groups) -> int:
+    return groups.generation * _GENERATION + groups.step
+
+
+def _own(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value

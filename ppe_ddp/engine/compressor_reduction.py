@@ -1,0 +1,154 @@
+"""Reduces buckets by a compressor: hands it flat gradients with what is remembered of each parameter."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.compression.compressor import AllPending
+from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
+from ppe_ddp.compression.link import Exchange, Link
+from ppe_ddp.engine.exchange_queue import ExchangeQueue, PendingExchange
+from ppe_ddp.engine.reduction import Reduction
+from ppe_ddp.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor
+
+    from ppe_ddp.compression.compressor import Compressor
+    from ppe_ddp.contracts import GradBucket, Waitable
+    from ppe_ddp.engine.comm_state import CommState
+    from ppe_ddp.engine.completion import Probe
+    from ppe_ddp.engine.groups import Groups
+
+logger = logging.getLogger("ppe_ddp")
+
+_LAYOUTS = 256
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class CompressorReduction(Reduction):
+    """Calls a compressor.
+
+    Args:
+        compressor: How to send.
+        state: What is remembered of each parameter.
+        groups: Where to communicate.
+
+    Attributes:
+        compressor: The same.
+    """
+
+    def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
+        super().__init__(groups)
+        self.compressor = compressor
+        self._state = state
+        self._layouts: OrderedDict[tuple[object, ...], tuple[Segment, ...]] = OrderedDict()
+        self._queue = ExchangeQueue(self._wait_for)
+
+    @property
+    def title(self) -> str:
+        """The compressor."""
+        return f"compressor {self.compressor!r}"
+
+    @property
+    def may_launch(self) -> Probe:
+        """Whether the next bucket can be launched without waiting for those ahead of it."""
+        return self._queue.is_ready
+
+    def abandon(self) -> None:
+        """Leave what is under way."""
+        self._queue.abandon()
+
+    def nbytes(self, pending: Waitable | None) -> int | None:
+        """What this rank has sent by ``pending``, in bytes of an all-reduce."""
+        return pending.nbytes if isinstance(pending, PendingExchange) else None
+
+    def _call(self, bucket: GradBucket) -> PendingExchange:
+        groups = self._groups
+        link = Link(groups.buckets, groups.rank, groups.world_size, bucket.buffer().device)
+        return self._queue.start(self._average(bucket, link), link)
+
+    def _average(self, bucket: GradBucket, link: Link) -> Exchange:
+        flat = bucket.buffer()
+        plain = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        wide = plain.to(_WIDE.get(plain.dtype, plain.dtype))
+        gradients = FlatGradients(
+            given=wide,
+            average=wide,
+            segments=self._segments(bucket),
+            keeps=False,
+            dtype=plain.dtype,
+            step=self._state.step(self._groups),
+            seed=self._state.seed(self._groups, bucket.index()),
+        )
+        yield from self.compressor.average(gradients, link)
+        if wide is not plain:
+            plain.copy_(wide)
+
+    def _segments(self, bucket: GradBucket) -> tuple[Segment, ...]:
+        """Those of the members of ``bucket``; made once, as long as the same layout comes along."""
+        layout = (bucket.names(), *((tensor.shape, tensor.stride()) for tensor in bucket))
+        segments = self._layouts.get(layout)
+        if segments is None:
+            segments = self._layouts[layout] = tuple(self._cut(bucket))
+            if len(self._layouts) > _LAYOUTS:
+                self._layouts.popitem(last=False)
+        else:
+            self._layouts.move_to_end(layout)
+        return segments
+
+    def _cut(self, bucket: GradBucket) -> Generator[Segment, None, None]:
+        start = 0
+        for name, tensor in zip(bucket.names(), bucket, strict=True):
+            numel = tensor.numel() * (2 if tensor.is_complex() else 1)
+            yield Segment(name, start, numel, _rows(tensor), self._state.of(name))
+            start += numel
+
+    def _wait_for(self, pending: Waitable, device: torch.device) -> None:
+        for part in pending.parts if isinstance(pending, AllPending) else (pending,):
+            self._groups.failures.wait(part, device)
+
+    def _wait(self, bucket: GradBucket, pending: Waitable) -> None:
+        pending.wait()
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        """The result is in place."""
+
+
+def _rows(tensor: Tensor) -> int:
+    """The size of the dimension that is the outermost in memory: of a matrix the rows as they lie."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return 1
+    return max(zip(tensor.stride(), tensor.shape, strict=True))[1]
+
+
+def check_compressor(compressor: Compressor, groups: Groups) -> None:
+    """See that all ranks use the same compressor; all must call this together. Warns where it cannot pay.
+
+    Raises:
+        DisagreementError: On every rank, with the same text, if one differs from rank 0.
+    """
+    if groups.world_size == 1:
+        return
+    found: list[tuple[str, str]] = [("", "")] * groups.world_size
+    dist.all_gather_object(found, (repr(compressor), socket.gethostname()), group=groups.control)
+    for rank, (other, _) in enumerate(found):
+        if other != found[0][0]:
+            raise DisagreementError(
+                f"rank {rank} differs from rank 0: it compresses by {other}, and rank 0 by {found[0][0]}. Register the "
+                "same compressor on every rank"
+            )
+    if len({host for _, host in found}) == 1 and groups.rank == 0:
+        logger.warning(
+            "all ranks are on one machine, where %r takes longer than the memory that it saves: compression is for "
+            "links between machines",
+            compressor,
+        )

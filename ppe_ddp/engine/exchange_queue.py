@@ -1,0 +1,143 @@
+"""Several exchanges of messages under way, each of several rounds, in an order that is the same on every rank.
+
+A round can start when the one before it has arrived, which is at another moment on every rank; but all ranks must
+start the same collectives in the same order. So the order follows from the number of the bucket alone:
+
+    turn        0       1       2       3       4       5       6
+    bucket 0    start           2nd             end
+    bucket 1            start           2nd             end
+    bucket 2                    start           2nd             end
+
+In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the second
+round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they need; who
+does not want to wait asks first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ppe_ddp.compression.compressor import is_completed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ppe_ddp.compression.link import Exchange, Link
+    from ppe_ddp.contracts import Waitable
+
+_DISTANCE = 2  # turns from a round to the next of the same bucket
+
+
+class ExchangeQueue:
+    """Advances exchanges, turn by turn.
+
+    Args:
+        wait: Waits for something in flight, on a device.
+    """
+
+    def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
+        self._wait = wait
+        self._turn = 0
+        self._running: deque[_Running] = deque()
+
+    def start(self, exchange: Exchange, link: Link) -> PendingExchange:
+        """Begin ``exchange``, which is over ``link``, after a turn of those that are under way."""
+        self._advance()
+        entry = _Running(exchange, link, self._turn)
+        entry.resume(self._turn)
+        if not entry.is_over:
+            self._running.append(entry)
+        return PendingExchange(self, entry)
+
+    def is_ready(self) -> bool:
+        """Whether the next turn would not wait."""
+        return all(entry.is_ready() for entry in self._due())
+
+    def abandon(self) -> None:
+        """Nothing of what is under way will be waited for any more."""
+        for entry in self._running:
+            entry.is_over = True
+            entry.pending = None
+            entry.exchange.close()
+        self._running.clear()
+
+    def advance_until(self, entry: _Running, *, may_wait: bool) -> None:
+        """Take turns until ``entry`` is over, or until one of them would have to wait."""
+        while not entry.is_over and (may_wait or self.is_ready()):
+            self._advance()
+
+    def _due(self) -> list[_Running]:
+        return [entry for entry in self._running if entry.due == self._turn + 1]
+
+    def _advance(self) -> None:
+        due = self._due()
+        self._turn += 1
+        for entry in due:
+            if entry.pending is not None:
+                self._wait(entry.pending, entry.link.device)
+            entry.resume(self._turn)
+            if entry.is_over:
+                self._running.remove(entry)
+
+
+@dataclass(eq=False)
+class _Running:
+    """One exchange under way.
+
+    Attributes:
+        exchange: The generator.
+        link: Where it communicates.
+        due: The turn in which it goes on.
+        pending: What it waits for.
+        is_over: Whether it has ended.
+    """
+
+    exchange: Exchange
+    link: Link
+    due: int
+    pending: Waitable | None = field(default=None)
+    is_over: bool = False
+
+    def is_ready(self) -> bool:
+        """Whether it can go on without the host waiting: on GPUs a stream waits."""
+        return self.pending is None or self.link.device.type != "cpu" or is_completed(self.pending)
+
+    def resume(self, turn: int) -> None:
+        """Go on to the next round, or to the end; what is pending was waited for."""
+        self.pending = None
+        self.due = turn + _DISTANCE
+        try:
+            self.pending = next(self.exchange)
+        except StopIteration:
+            self.is_over = True
+
+
+class PendingExchange:
+    """What a bucket waits for. May be asked and waited for only when all buckets of the backward have been started.
+
+    Args:
+        queue: Where it is under way.
+        entry: Its place there.
+    """
+
+    def __init__(self, queue: ExchangeQueue, entry: _Running) -> None:
+        self._queue = queue
+        self._entry = entry
+
+    @property
+    def nbytes(self) -> int:
+        """What it has sent so far, see :attr:`Link.nbytes`."""
+        return self._entry.link.nbytes
+
+    def done(self) -> bool:
+        """Whether the average is there; takes the turns that need not wait."""
+        self._queue.advance_until(self._entry, may_wait=False)
+        return self._entry.is_over
+
+    def wait(self) -> None:
+        """Take turns until the average is there."""
+        self._queue.advance_until(self._entry, may_wait=True)

@@ -1,0 +1,529 @@
+"""Compressors in the wrapper: on graphs that change, against one process, resumed, and beside everything else."""
+
+import copy
+import io
+import itertools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.utils.checkpoint import checkpoint
+
+from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
+from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp.compression import (
+    BF16,
+    FP16,
+    ByParameter,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    Uncompressed,
+    WarmUp,
+)
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
+
+METHODS = {
+    "fp16": FP16(),
+    "int8": Int8(block=64),
+    "topk": ErrorFeedback(TopK(0.2, min_numel=20)),
+    "randomk": ErrorFeedback(RandomK(0.2, min_numel=20)),
+    "sign": ErrorFeedback(Sign(block=64)),
+    "powersgd": ErrorFeedback(PowerSGD(1)),
+    "mixed": WarmUp(ErrorFeedback(ByParameter({"*.bias": BF16(), "layers.0.*": PowerSGD(1)}, Int8(block=8))), 2),
+}
+each_method = pytest.mark.parametrize("name", METHODS)
+
+
+class Routes(nn.Module):
+    """Layers of which each input uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x, way):
+        for k in way:
+            x = x + torch.tanh(self.layers[k](x))
+        return x
+
+
+def way(rank, step):
+    generator = torch.Generator().manual_seed(97 * step + 7 * rank)
+    return torch.randperm(6, generator=generator)[: 1 + (step + rank) % 4].tolist()
+
+
+def walk(step):
+    def run(model, rank):
+        model(data(5, 16, rank=rank, step=step), way(rank, step)).pow(2).sum().backward()
+
+    return run
+
+
+def residuals(wrapper):
+    """The mean over the ranks of what they have kept, by name."""
+    found = {}
+    state = wrapper.comm_state_dict()["parameters"]
+    for name, parameter in wrapper.module.named_parameters():
+        kept = state.get(name, {}).get("residual")
+        kept = torch.zeros_like(parameter) if kept is None else kept.view_as(parameter)
+        dist.all_reduce(kept)
+        found[name] = kept / dist.get_world_size()
+    return found
+
+
+def check_that_nothing_is_lost(name, **options):
+    """Train on masks that change, and account for every gradient: handed over, or kept."""
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module, **options)
+    wrapper.register_comm_hook(METHODS[name])
+    handed = {key: torch.zeros_like(parameter) for key, parameter in module.named_parameters()}
+    total = copy.deepcopy(handed)
+    for step in range(8):
+        expected = mean_gradients(module, walk(step))
+        wrapper.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+        assert_same_on_all_ranks(module)
+        for key, parameter in module.named_parameters():
+            assert (parameter.grad is None) == (expected[key] is None)
+            if expected[key] is not None:
+                total[key] += expected[key]
+                handed[key] += parameter.grad
+    rough = {"fp16": 2e-2, "int8": 0.5}.get(name)
+    kept = residuals(wrapper)
+    for key in handed:
+        tolerance = 1e-4 if rough is None else rough
+        torch.testing.assert_close(handed[key] + kept[key], total[key], rtol=tolerance, atol=tolerance)
+    if rough is None:
+        assert max(part.abs().max() for part in kept.values()) > 1e-3
+    return wrapper
+
+
+@each_method
+@each_variant
+@on_two_ranks
+def test_masks_that_change_lose_nothing(name, options):
+    check_that_nothing_is_lost(name, **options)
+
+
+@each_method
+@on_three_ranks
+def test_masks_that_change_lose_nothing_on_three_ranks(name):
+    check_that_nothing_is_lost(name, bucket_cap_mb=2e-3)
+
+
+@on_two_ranks
+def test_without_loss_of_information_gradients_are_those_of_no_compression():
+    for compressor, exact in ((Uncompressed(), True), (ErrorFeedback(TopK(1.0, min_numel=0)), False)):
+        plain, ours = seeded(Routes), seeded(Routes)
+        wrappers = [DistributedDataParallel(module, bucket_cap_mb=2e-3) for module in (plain, ours)]
+        wrappers[1].register_comm_hook(compressor)
+        for step in range(5):
+            for wrapper in wrappers:
+                wrapper.zero_grad()
+                walk(step)(wrapper, dist.get_rank())
+            for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None)
+                if one.grad is not None and exact:
+                    assert torch.equal(one.grad, other.grad)
+                elif one.grad is not None:
+                    torch.testing.assert_close(one.grad, other.grad)
+
+
+def train(wrapper, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+        optimizer.step()
+
+
+@each_method
+@on_two_ranks
+def test_a_resumed_run_equals_an_uninterrupted_one(name):
+    def made():
+        wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=2e-3)
+        wrapper.register_comm_hook(METHODS[name])
+        return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9)
+
+    wrapper, optimizer = made()
+    train(wrapper, optimizer, range(7))
+    saved = copy.deepcopy((wrapper.state_dict(), optimizer.state_dict(), wrapper.comm_state_dict()))
+    train(wrapper, optimizer, range(7, 14))
+
+    again, its_optimizer = made()
+    again.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    again.load_comm_state_dict(saved[2])
+    train(again, its_optimizer, range(7, 14))
+    for key, value in wrapper.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key]), key
+    if name not in ("fp16", "int8"):  # and that is not so by itself
+        forgetful, other = made()
+        forgetful.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        train(forgetful, other, range(7, 14))
+        assert any(not torch.equal(value, forgetful.state_dict()[key]) for key, value in wrapper.state_dict().items())
+
+
+@on_two_ranks
+def test_a_state_is_that_of_one_rank_and_one_compressor():
+    wrapper = DistributedDataParallel(seeded(Routes))
+    assert wrapper.comm_state_dict() == {}
+    wrapper.load_comm_state_dict({})
+    wrapper.register_comm_hook(ErrorFeedback(Sign()))
+    walk(0)(wrapper, dist.get_rank())
+    state = wrapper.comm_state_dict()
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=True).keys() == state.keys()
+    with pytest.raises(ValueError, match="state of communication is of rank 5, and here it is"):
+        wrapper.load_comm_state_dict({**state, "rank": 5})
+    with pytest.raises(ValueError, match="of world_size 7, and here it is 2"):
+        wrapper.load_comm_state_dict({**state, "world_size": 7})
+    with pytest.raises(ValueError, match=r"of compressor 'Int8\(\)'"):
+        wrapper.load_comm_state_dict({**state, "compressor": "Int8()"})
+    with pytest.raises(ValueError, match="parameter 'gone', which the module does not have"):
+        wrapper.load_comm_state_dict({**state, "parameters": {"gone": {}}})
+    with pytest.raises(ValueError, match="state of communication is of rank None"):
+        wrapper.load_comm_state_dict({})
+
+
+@on_two_ranks
+def test_a_copy_of_the_wrapper_remembers():
+    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper.register_comm_hook(WarmUp(ErrorFeedback(TopK(0.1, min_numel=0)), 1))
+    for step in range(3):
+        wrapper.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+    twin = copy.deepcopy(wrapper)
+    for one in (wrapper, twin):
+        one.zero_grad()
+        walk(3)(one, dist.get_rank())
+    for one, other in zip(wrapper.parameters(), twin.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@each_method
+@on_two_ranks
+def test_gradients_of_any_dtype(name, dtype):
+    def run(model, rank):
+        for k, parameter in enumerate(model.parameters()):
+            parameter.grad = data(*parameter.shape, rank=rank, step=k, dtype=dtype)
+
+    class Tensors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for k, shape in enumerate([(16, 16), (), (0,), (5,), (8, 2, 3, 3)]):
+                setattr(self, f"p{k}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
+            self.t = nn.Parameter(torch.zeros(12, 20, dtype=dtype).t())
+            self.c = nn.Parameter(torch.zeros(4, 6, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
+
+    module = Tensors()
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(METHODS[name])
+    total = {key: torch.zeros_like(parameter) for key, parameter in module.named_parameters()}
+    expected = mean_gradients(module, run)
+    for _ in range(60):
+        run(module, dist.get_rank())
+        wrapper.finish_grad_sync()
+        assert_same_on_all_ranks(module)
+        for key, parameter in module.named_parameters():
+            assert parameter.grad.dtype is dtype
+            total[key] += parameter.grad / 60
+    for key, value in expected.items():  # what is kept is a few gradients of sixty
+        assert (total[key] - value).norm() <= 0.25 * value.norm() + 0.02, key
+
+
+def assert_gradients_of(found, expected, **tolerance):
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}", **tolerance)
+
+
+@on_two_ranks
+def test_one_rank_alone_has_a_gradient():
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(PowerSGD(16, min_compression=0)))
+
+    def step(model, rank):
+        if rank == 1:
+            model(data(5, 16, rank=rank), [2, 4]).sum().backward()
+
+    expected = mean_gradients(module, step)
+    step(wrapper, dist.get_rank())
+    if dist.get_rank() != 1:
+        wrapper.finish_grad_sync()
+    assert_gradients(module, expected, rtol=1e-4, atol=1e-4)
+    assert_same_on_all_ranks(module)
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+
+    def forward(self, x, rank):
+        x = torch.tanh(self.first(x))
+        if rank == 0:
+            return checkpoint(self.second, x, use_reentrant=True)
+        return self.second(x)
+
+
+@on_two_ranks
+def test_gradients_that_come_late_are_compressed_in_a_second_round():
+    module = seeded(Reentrant)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    total, handed = {}, {}
+    for turn in range(6):
+
+        def step(model, rank, turn=turn):
+            model(data(5, 16, rank=rank, step=turn), rank).pow(2).sum().backward()
+
+        expected = mean_gradients(module, step)
+        wrapper.zero_grad()
+        step(wrapper, dist.get_rank())
+        for key, parameter in module.named_parameters():
+            total[key] = total.get(key, 0) + expected[key]
+            handed[key] = handed.get(key, 0) + parameter.grad
+    kept = residuals(wrapper)
+    assert_gradients_of({key: handed[key] + kept[key] for key in total}, total, rtol=1e-4, atol=1e-4)
+
+
+def fall(_gradient):
+    raise KeyError("in the middle of backward")
+
+
+@on_two_ranks
+def test_a_backward_that_raises_on_one_rank_leaves_what_was_kept():
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    walk(0)(wrapper, dist.get_rank())
+    wrapper.zero_grad()
+    middle = []
+    handle = module.layers[1].register_forward_hook(lambda _module, _inputs, output: middle.append(output))
+    loss = wrapper(data(5, 16), [0, 1, 2]).sum()
+    handle.remove()
+    if dist.get_rank() == 0:
+        middle[0].register_hook(fall)
+    with pytest.raises(PeerAbortedError if dist.get_rank() else KeyError):
+        loss.backward()
+    for step in range(1, 4):
+        wrapper.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+        assert_same_on_all_ranks(module)
+
+
+class Failing(Compressor):
+    """Raises on one rank, in one step, between two rounds."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def average(self, gradients, link):
+        yield from link.all_reduce(torch.ones(3))
+        if gradients.step == self.step and link.rank == 1:
+            raise KeyError("between two rounds")
+        yield from Uncompressed().average(gradients, link)
+
+
+@on_two_ranks
+def test_a_compressor_that_raises_is_named_and_the_next_step_works():
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
+    wrapper.register_comm_hook(Failing(1))
+    walk(0)(wrapper, dist.get_rank())
+    wrapper.zero_grad()
+    with pytest.raises(KeyError if dist.get_rank() == 1 else RuntimeError, match="between two rounds"):
+        walk(1)(wrapper, dist.get_rank())
+    for step in range(2, 5):
+        expected = mean_gradients(module, walk(step))
+        wrapper.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+
+
+@on_two_ranks
+def test_what_is_not_finite_shows_and_the_next_step_is_right():
+    module = seeded(lambda: mlp(4, 40, 4))
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(PowerSGD(1, min_compression=1)))
+
+    def step(model, rank, factor=1.0):
+        (factor * model(data(5, 4, rank=rank))).pow(2).sum().backward()
+
+    step(wrapper, dist.get_rank(), float("inf") if dist.get_rank() else 1.0)
+    assert not all(parameter.grad.isfinite().all() for parameter in module.parameters())
+    for _ in range(2):
+        wrapper.zero_grad()
+        step(wrapper, dist.get_rank())
+        assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@on_two_ranks
+def test_ranks_must_register_the_same():
+    wrapper = DistributedDataParallel(seeded(Routes))
+    with pytest.raises(DisagreementError, match=r"rank 1 differs from rank 0: it compresses by TopK\(ratio=0.2"):
+        wrapper.register_comm_hook(TopK(0.1 * (1 + dist.get_rank())))
+
+
+@on_two_ranks
+def test_a_wrapper_takes_one():
+    wrapper = DistributedDataParallel(seeded(Routes))
+    with pytest.raises(TypeError, match=r"takes a compressor, not its class: Int8\(\.\.\.\)"):
+        wrapper.register_comm_hook(Int8)
+    wrapper.register_comm_hook(Int8())
+    with pytest.raises(RuntimeError, match=r"and has Int8\(block=256, stochastic=False\)"):
+        wrapper.register_comm_hook(Sign())
+    with pytest.raises(RuntimeError, match="takes one compressor or one hook"):
+        wrapper.register_comm_hook(None, lambda state, bucket: None)
+    other = DistributedDataParallel(seeded(Routes))
+    other.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(RuntimeError, match="has a hook already"):
+        other.register_comm_hook(Int8())
+
+
+@on_two_ranks
+def test_one_warning_where_all_ranks_are_on_one_machine():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("ppe_ddp").addHandler(handler)
+    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper.register_comm_hook(Int8())
+    for step in range(2):
+        walk(step)(wrapper, dist.get_rank())
+    logging.getLogger("ppe_ddp").removeHandler(handler)
+    found = [message for message in messages if "compression is for links between machines" in message]
+    assert len(found) == (1 if dist.get_rank() == 0 else 0)
+
+
+@on_two_ranks
+def test_the_trace_has_the_bytes_that_are_sent():
+    sizes = {}
+    for key, compressor in {"none": Uncompressed(), "fp16": FP16(), "int8": Int8(), "topk": TopK(0.01)}.items():
+        wrapper = DistributedDataParallel(seeded(lambda: mlp(4, 512, 512, 4)))
+        wrapper.register_comm_hook(compressor)
+        wrapper(data(5, 4)).sum().backward()
+        sizes[key] = wrapper.trace().gradient_nbytes
+    assert sizes["none"] == 4 * sum(parameter.numel() for parameter in wrapper.parameters())
+    assert sizes["fp16"] * 2 == sizes["none"]
+    assert 0.25 < sizes["int8"] / sizes["none"] < 0.27
+    assert sizes["topk"] / sizes["none"] < 0.04
+
+
+@each_method
+@on_two_ranks
+def test_a_distributed_optimizer_gets_the_same_averages(name):
+    plain, sharded = seeded(Routes), seeded(Routes)
+    wrappers = [DistributedDataParallel(module) for module in (plain, sharded)]
+    for wrapper in wrappers:
+        wrapper.register_comm_hook(METHODS[name])
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        DistributedOptimizer(torch.optim.SGD(sharded.parameters(), lr=0.1), wrappers[1]),
+    ]
+    for step in range(5):
+        for wrapper, optimizer in zip(wrappers, optimizers, strict=True):
+            optimizer.zero_grad()
+            walk(step)(wrapper, dist.get_rank())
+            optimizer.step()
+    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@on_two_ranks
+def test_one_rank_alone_compresses_as_well():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module, process_group=groups[dist.get_rank()])
+    wrapper.register_comm_hook(FP16())
+    walk(0)(wrapper, dist.get_rank())
+    found = gradients(module)
+    plain = seeded(Routes)
+    walk(0)(plain, dist.get_rank())
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(found[name], parameter.grad.half().float())
+
+
+def settled(hook):
+    """The gradients of a module whose parameters stay, after many steps with the same data."""
+    module = seeded(lambda: mlp(4, 30, 20, 4))
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(*hook)
+    for _ in range(40):
+        wrapper.zero_grad()
+        wrapper(data(5, 4)).pow(2).sum().backward()
+    return gradients(module)
+
+
+@on_two_ranks
+def test_torchs_hook_of_the_same_method_agrees():
+    state = power.PowerSGDState(
+        None,
+        matrix_approximation_rank=1,
+        start_powerSGD_iter=2,
+        min_compression_rate=1,
+        use_error_feedback=False,
+        random_seed=3,
+    )
+    exact = settled((Uncompressed(),))
+    for ours, theirs, tolerance in (
+        (PowerSGD(1, min_compression=1), (state, power.powerSGD_hook), 1e-3),
+        (FP16(), (None, default.fp16_compress_hook), 2e-3),
+        (BF16(), (None, default.bf16_compress_hook), 2e-2),
+    ):
+        found, expected = settled((ours,)), settled(theirs)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=tolerance, atol=tolerance)
+        assert any(not torch.equal(gradient, exact[name]) for name, gradient in found.items())
+
+
+class Slow(Compressor):
+    """Three rounds of messages that tell what goes on; each is right only if every rank sends the same in its turn."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __repr__(self):
+        return "Slow()"
+
+    def average(self, gradients, link):
+        name = gradients.segments[0].name
+        for number in range(3):
+            stamp = torch.tensor([float(sum(map(ord, name)) + number)])
+            self.log.append((name, number))
+            yield from link.all_reduce(stamp)
+            assert stamp.item() == link.size * (sum(map(ord, name)) + number)
+        yield from Uncompressed().average(gradients, link)
+
+
+@each_variant
+@on_three_ranks
+def test_several_buckets_are_under_way_in_the_same_order_everywhere(options):
+    log, module = [], seeded(Routes)
+    wrapper = DistributedDataParallel(module, **{"bucket_cap_mb": 1e-3, **options})
+    wrapper.register_comm_hook(Slow(log))
+    for step in range(6):
+        expected = mean_gradients(module, walk(step))
+        wrapper.zero_grad()
+        walk(step)(wrapper, dist.get_rank())
+        assert_gradients(module, expected)
+    logs = [None] * 3
+    dist.all_gather_object(logs, log)
+    assert logs[0] == logs[1] == logs[2]
+    firsts = [k for k, (_, number) in enumerate(logs[0]) if number == 0]
+    assert any(later == earlier + 1 for earlier, later in itertools.pairwise(firsts))
