@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from typing_extensions import get_overloads  # in typing from Python 3.11 on; comes with torch
 
+from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.functions import average
 from ppe_ddp.megatron.config import DistributedDataParallelConfig
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
@@ -18,7 +19,6 @@ from ppe_ddp.options import check_call, unknown_keyword
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -124,7 +124,8 @@ def _checked(setup: Setup) -> Setup:
         raise TypeError(f"ddp_config must be a DistributedDataParallelConfig, not {type(setup.ddp_config).__name__}")
     if not isinstance(setup.module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(setup.module).__name__}")
-    check_call("reduce_function", setup.reduce_function, ("bucket", "group"))
+    if not isinstance(setup.reduce_function, Compressor):
+        check_call("reduce_function", setup.reduce_function, ("bucket", "group"))
     if setup.ddp_config.use_distributed_optimizer and setup.reduce_function is not average:
         raise ValueError(
             "a reduce_function or a compressor averages whole buckets; with use_distributed_optimizer gradients are "
