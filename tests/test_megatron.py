@@ -190,7 +190,7 @@ def test_bad_arguments():
             None,
             DistributedDataParallelConfig(use_distributed_optimizer=True),
             net(),
-            reduce_function=ppe_ddp.overlapped,
+            reduce_function=ppe_ddp.overlapped(ppe_ddp.average),
         )
     expert = net()
     expert[2].bias.allreduce = False
