@@ -239,7 +239,10 @@ class MpiCollectives:
         return list(flat.split(max(1, self._options.piece_bytes // reduction.wire.itemsize)))
 
     def _scratch_like(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory to compute in: kept from call to call, as fresh memory costs page faults."""
+        """Memory to compute in: kept from call to call, as fresh memory costs page faults.
+
+        All-reduces are done there: MPI goes on with one in a group that was given up, and would change gradients.
+        """
         if piece.is_cuda:
             return torch.empty_like(piece, dtype=dtype)
         scratch = self._scratch.get(dtype)
@@ -254,16 +257,17 @@ class MpiCollectives:
         return shared
 
     def _all_reduce_at_once(self, tensor: Tensor, reduction: MpiReduction) -> Requests:
-        yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(tensor, reduction.datatype), reduction.op), (tensor,)
+        wire = self._scratch_like(tensor, tensor.dtype).view(tensor.shape).copy_(tensor)
+        yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(wire, reduction.datatype), reduction.op), (wire,)
+        tensor.data.copy_(wire)  # as a backend in C++, unseen by autograd
 
     def _all_reduce_in_pieces(self, tensor: Tensor, host: Tensor, op: Any, reduction: MpiReduction) -> Requests:
-        for piece in self._pieces(host.view(-1).view(reduction.view), reduction):
-            wire = piece if reduction.wire is piece.dtype else self._scratch_like(piece, reduction.wire).copy_(piece)
+        for piece in self._pieces(host.data.view(-1).view(reduction.view), reduction):
+            wire = self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
             yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(wire, reduction.datatype), reduction.op), (wire,)
             self._divide(wire, reduction)
-            if wire is not piece:
-                piece.copy_(wire)
+            piece.copy_(wire)
         self.copy_back(tensor, host)
 
     def _reduce(self, tensor: Tensor, host: Tensor, op: Any, root: int, reduction: MpiReduction) -> Requests:

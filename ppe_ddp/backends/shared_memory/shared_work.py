@@ -26,7 +26,7 @@ class SharedMemoryWork(PendingWork):
         self._launched = launched
 
     def _has_ended(self) -> bool:
-        return self._queue.is_finished(self._launched[-1]) or bool(self._waits.failure)
+        return self._queue.is_left_alone(self._launched[-1])
 
     def _failure(self) -> BaseException | None:
         reasons = [reason for reason in map(self._queue.failure_of, self._launched) if reason]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.shared_memory.shared_steps import Step
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
-_ARRIVED, _DONE, _CLOSED, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 24, 64, 4
+_ARRIVED, _DONE, _CLOSED, _ACTING, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 24, 64, 4
 CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
@@ -116,6 +116,12 @@ class StepQueue:
         """Whether a step is complete on all ranks, and its result where it belongs."""
         return self._finished >= launched.number
 
+    def is_left_alone(self, launched: LaunchedStep) -> bool:
+        """Whether no rank writes into the memory of a step any more: it is complete, or was given up."""
+        return self.is_finished(launched) or (
+            bool(self._own[_CLOSED]) and not any([page[_ACTING] for page in self._controls])
+        )
+
     def failure_of(self, launched: LaunchedStep) -> str:
         """Why a step has not ended well; empty if it has, or is under way."""
         return launched.error or ("" if self.is_finished(launched) else self._waits.failure)
@@ -151,6 +157,7 @@ class StepQueue:
             self._waiting.clear()
             self._arriving.clear()
             self._own[_CLOSED] = 1
+            self._progress.fence()
 
     def _publish_waiting(self) -> bool:
         """Publish what there is room for; whether there was something."""
@@ -177,9 +184,8 @@ class StepQueue:
         """Do this rank's part of what all have published; whether there was something."""
         count = len(self._arriving)
         while self._arriving and min([page[_ARRIVED] for page in self._controls]) >= self._arriving[0].number:
-            self._progress.fence()
-            self._act(self._arriving[0])
-            self._progress.fence()
+            if not self._act(self._arriving[0]):
+                break
             self._own[_DONE] = self._arriving.popleft().number
         return len(self._arriving) < count
 
@@ -207,7 +213,20 @@ class StepQueue:
         self._progress.fence()
         own[_ARRIVED] = launched.number
 
-    def _act(self, launched: LaunchedStep) -> None:
+    def _act(self, launched: LaunchedStep) -> bool:
+        """Do this rank's part of a step; False where a rank has given the group up, whose memory is its own again."""
+        self._own[_ACTING] = 1
+        self._progress.fence()  # either it sees that, or this rank sees that it has closed
+        is_open = not any([page[_CLOSED] for page in self._controls])
+        try:
+            if is_open:
+                self._compute(launched)
+        finally:
+            self._progress.fence()
+            self._own[_ACTING] = 0
+        return is_open
+
+    def _compute(self, launched: LaunchedStep) -> None:
         step, record = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
         records = [page[record : record + _WIDTH].tolist() for page in self._controls]
         if records != step.records:
