@@ -78,7 +78,6 @@ def shared_stages_are_left_alone_until_all_have_read_them():
     else:
         apart.Barrier()
         works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
-        assert not any(work.is_completed() for work in works)
         apart.Barrier()
     for work in works:
         work.wait()
