@@ -262,7 +262,7 @@ def test_wrong_arguments():
         with pytest.raises(TypeError, match=r"hook"):
             wrapper.register_comm_hook(*arguments)
     wrapper.register_comm_hook(None, average)
-    with pytest.raises(RuntimeError, match="has one already"):
+    with pytest.raises(RuntimeError, match="has a hook already"):
         wrapper.register_comm_hook(None, average)
 
 

@@ -401,6 +401,7 @@ def test_one_warning_where_all_ranks_are_on_one_machine():
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("ppe_ddp").addHandler(handler)
+    logging.getLogger("ppe_ddp").setLevel(logging.WARNING)
     wrapper = DistributedDataParallel(seeded(Routes))
     wrapper.register_comm_hook(Int8())
     for step in range(2):

@@ -38,7 +38,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(("env",), "versions, launcher, devices, backends that can be made here", "ppe_ddp.cli.env"),
     Command(
         ("doctor",),
-        "tries each of these backends on ranks, and torch's internals",
+        "tries each of these backends on ranks, torch's internals",
         "ppe_ddp.cli.doctor",
     ),
     Command(
