@@ -105,9 +105,9 @@ class CollectiveQueue:
                 self._queue.popleft()
         return True
 
-    def drain(self) -> None:
-        """Wait until every collective is over."""
-        self._waits.until(lambda: not self._queue, "destroy_process_group")
+    def drain(self, seconds: float) -> None:
+        """Wait until every collective is over; raises CommunicationError if that takes longer."""
+        self._waits.until(lambda: not self._queue, "destroy_process_group", seconds=seconds)
 
     def _fail_all(self) -> None:
         with self._progress.lock:

@@ -190,10 +190,10 @@ class MpiCollectives:
 
         return self._begin("barrier", steps())
 
-    def drain(self) -> None:
-        """Wait until nothing is under way."""
-        self.shared.drain()
-        self._queue.drain()
+    def drain(self, seconds: float) -> None:
+        """Wait until nothing is under way; raises CommunicationError if that takes longer."""
+        self.shared.drain(seconds)
+        self._queue.drain(seconds)
 
     def host_memory(self, tensor: Tensor) -> Tensor:
         """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""

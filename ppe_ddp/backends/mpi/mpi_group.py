@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.process_group.python_work import PythonWork
 
 _FEWEST_TAGS = 32767  # that any MPI allows
+_DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
 
 __all__ = ["MpiOptions", "MpiProcessGroup", "make_group"]
 
@@ -196,11 +197,14 @@ class MpiProcessGroup(CollectiveGroup):
         if self._closed:
             return
         self._closed = True
-        with suppress(CommunicationError):  # one that was given up
-            self._mpi.drain()
+        is_idle = False
+        with suppress(CommunicationError):  # of a group that was given up
+            self._mpi.drain(_DRAIN_SECONDS)
             self._waits.check("destroy_process_group")
-        # Another would get the number of the communicator, and what is still under way in this one.
-        if not self._waits.failure and not MPI.Is_finalized():
+            is_idle = True
+        # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the
+        # number of the communicator, and what comes for this one.
+        if is_idle and not MPI.Is_finalized():
             with self._call.under_way("destroy_process_group"):
                 self._mpi.comm.Free()
 

@@ -87,10 +87,10 @@ class SharedMemoryGroup:
         assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
-    def drain(self) -> None:
-        """Wait until nothing is under way."""
+    def drain(self, seconds: float) -> None:
+        """Wait until nothing is under way; raises CommunicationError if that takes longer."""
         if self._queue is not None:
-            self._queue.drain()
+            self._queue.drain(seconds)
 
     def start(self, what: str, *arguments: Any) -> SharedMemoryWork | None:
         """Begin a collective of addressable tensors.

@@ -132,10 +132,10 @@ class StepQueue:
         late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
         return late[0] or late[1]
 
-    def drain(self) -> None:
-        """Wait until every step is complete on all ranks."""
+    def drain(self, seconds: float) -> None:
+        """Wait until every step is complete on all ranks; raises CommunicationError if that takes longer."""
         last = self._launched
-        self._waits.until(lambda: self._finished >= last, "destroy_process_group")
+        self._waits.until(lambda: self._finished >= last, "destroy_process_group", seconds=seconds)
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
