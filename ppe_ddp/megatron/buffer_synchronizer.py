@@ -93,6 +93,10 @@ class BufferSynchronizer(Synchronizer):
         """The process groups of all reduction groups."""
         return [reduction_group.groups for reduction_group in self._reduction_groups]
 
+    def abort(self, backward: Backward) -> bool:
+        """Never: ``finish_grad_sync()`` may still come; the next forward finishes it for the other ranks."""
+        return False
+
     @property
     def sends_nothing(self) -> bool:
         """Never: also one rank alone has its reduce function called."""
