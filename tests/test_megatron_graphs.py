@@ -234,9 +234,7 @@ def test_an_error_in_one_backward_reaches_the_others_and_the_next_step_is_right(
         else:
             loss(model, rank, turn, taken=[1]).backward()
             if overlap:
-                with pytest.raises(
-                    PeerAbortedError, match=f"rank {rank}: the backward of rank {turn} raised"
-                ):
+                with pytest.raises(PeerAbortedError, match=f"rank {rank}: the backward of rank {turn} raised"):
                     model.finish_grad_sync()
         model.zero_grad_buffer()
         loss(model, rank, turn, taken=routes(rank, turn)).backward()
