@@ -138,6 +138,20 @@ def waits_for_a_rank_that_does_not_come(name):
     assert one.item() == size
 
 
+@check("by messages", "in shared memory", ranks=2)
+def futures_that_no_other_rank_completes(way):
+    """A thread waits for them: it ends at the timeout, too, and who waits for the future gets the error."""
+    group = new_group(seconds=0.2)
+    total = torch.ones(1000 if way == "in shared memory" else 1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        future = dist.all_reduce(total, group=group, async_op=True).get_future()
+        assert not future.done()
+        with pytest.raises(CommunicationError, match=r"all_reduce has waited for the group's timeout of 0\.2 s"):
+            future.wait()
+    dist.barrier()
+
+
 @check(ranks=2)
 def waits_that_an_interrupt_ends():
     """Ctrl-C comes through, and what was waited for goes on: the ranks stay in step."""

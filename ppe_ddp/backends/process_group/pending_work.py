@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # Most end sooner than a thread would be started; not longer, as what they wait for may wait for the caller.
 _PATIENCE_SECONDS = 0.005
-_NAP_SECONDS = 100e-6
 
 
 class FailableWaits(Protocol):
@@ -122,9 +121,7 @@ class PendingWork(PythonWork):
         end = time.monotonic() + _PATIENCE_SECONDS
         while not self.is_completed():
             if time.monotonic() > end:
-                threading.Thread(
-                    target=self._complete_later, args=(future,), name="ppe_ddp-future", daemon=True
-                ).start()
+                threading.Thread(target=self._complete, args=(future,), name="ppe_ddp-future", daemon=True).start()
                 return future
         self._complete(future)
         return future
@@ -154,12 +151,10 @@ class PendingWork(PythonWork):
         return self._is_settled
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self.outputs)
+        """Wait, and hand on what came of it."""
+        try:
+            self.wait()
+        except Exception as error:
+            future.set_exception(error)
         else:
-            future.set_exception(self._error)
-
-    def _complete_later(self, future: torch.futures.Future[Any]) -> None:
-        while not self.is_completed():
-            time.sleep(_NAP_SECONDS)
-        self._complete(future)
+            future.set_result(self.outputs)
