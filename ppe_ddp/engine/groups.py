@@ -163,7 +163,7 @@ class Groups:
         attempt, self._attempts = self._attempts, self._attempts + 1
         self.failures.announce(attempt, "")
         end = monotonic() + self.timeout_seconds
-        advance = getattr(self.parent, "progress", lambda: None)
+        advance = getattr(backend_for(self.parent, torch.device("cpu")), "progress", lambda: None)
         while (reasons := self.failures.announced(attempt, self.world_size)) is None:
             if monotonic() > end:
                 raise CommunicationError(
