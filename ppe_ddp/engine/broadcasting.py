@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.contracts import Waitable
+from ppe_ddp.contracts import is_waitable
 from ppe_ddp.engine.completion import probe, run
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
@@ -46,7 +46,7 @@ def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups:
         send = partial(broadcast, source=source) if function is broadcast else function
         pending = [(send(kind, groups.buckets), kind[0].device) for kind in _by_kind(tensors)]
         for work, device in pending:
-            if isinstance(work, Waitable):
+            if is_waitable(work):
                 yield probe(work)
                 groups.failures.wait(work, device)
             elif work is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
 
@@ -76,7 +77,7 @@ class BucketBuffer:
             storage_users(self.memory),
             list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
             users_of_tensors(slots),  # ... or torch, as a .grad
-            [slot.requires_grad for slot in slots],
+            any(map(_REQUIRES_GRAD, slots)),
         )
 
 
@@ -109,9 +110,10 @@ class BucketBuffers:
                 break
             self._used.add(id(buffer))  # the gradients lie in it: it is the next step's, when they lie in this one's
         else:
-            fitting = [buffer for buffer in held if buffer.memory.numel() >= bucket.numel and buffer.is_free()]
-            if fitting:
-                buffer = min(fitting, key=lambda buffer: buffer.memory.numel())
+            fitting = sorted((b for b in held if b.memory.numel() >= bucket.numel), key=lambda b: b.memory.numel())
+            free = next(filter(BucketBuffer.is_free, fitting), None)
+            if free is not None:
+                buffer = free
             else:
                 unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
                 capacity = -(-bucket.numel // unit) * unit

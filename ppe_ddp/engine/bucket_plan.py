@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ppe_ddp.engine.strides import is_packed
@@ -50,17 +51,17 @@ class ParameterSpec:
     device: torch.device
     sparse: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The size of a dense gradient in bytes."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def is_row_major(self) -> bool:
         """Whether the elements of a gradient lie in the order of their indices."""
         return is_packed(zip(reversed(self.stride), reversed(self.shape), strict=True))
@@ -194,10 +195,11 @@ def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packin
         key = (spec.dtype, spec.device)
         open_groups.setdefault(key, []).append(i)
         open_groups.move_to_end(key)
-        sizes[key] = sizes.get(key, 0) + spec.nbytes
-        if sizes[key] >= packing.capacity(len(groups)):
+        size = sizes.get(key, 0) + spec.nbytes
+        if size >= packing.capacity(len(groups)):
             groups.append(open_groups.pop(key))
-            sizes[key] = 0
+            size = 0
+        sizes[key] = size
     groups.extend(open_groups.values())
     return groups
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.contracts import Division, Waitable
+from ppe_ddp.contracts import Division, is_waitable
 from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
@@ -23,7 +23,7 @@ from ppe_ddp.functions import name_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook
+    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
     from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.groups import Groups
 
@@ -180,7 +180,7 @@ class FunctionReduction(Reduction):
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)
-        if pending is None or isinstance(pending, Waitable):
+        if pending is None or is_waitable(pending):
             return pending
         raise FunctionError(
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
@@ -229,7 +229,7 @@ class HookReduction(Reduction):
         self._calls += 1
         self._last = None
         future = self._hook(self._state, bucket)
-        if isinstance(future, Waitable):
+        if is_waitable(future):
             self._last = future
             return future
         raise FunctionError(

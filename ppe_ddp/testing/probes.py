@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.contracts import Division, GradBucket, Waitable
+from ppe_ddp.contracts import Division, GradBucket, is_waitable
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
 from ppe_ddp.functions import average, broadcast
@@ -182,7 +182,7 @@ def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
             wanted = _assorted(dtype, device, members[0])
             with torch.no_grad():
                 work = function(tensors, group)
-                if isinstance(work, Waitable):
+                if is_waitable(work):
                     work.wait()
                 elif work is not None:
                     problems.append(f"it returned {type(work).__name__}, not None, a Work or a Future")
