@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor, together
 from ppe_ddp.compression.flat_gradients import is_finite
-from ppe_ddp.compression.top_k import count_of
-from ppe_ddp.compression.uncompressed import Uncompressed
+from ppe_ddp.compression.sparsification import Sparsification, count_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RandomK(Compressor):
+class RandomK(Sparsification):
     """Sends one element of each stretch of ``1 / ratio`` elements, other ones in every step, and sums them up.
 
     With error feedback the elements are sent as they are. Without, they are multiplied by the length of their stretch,
@@ -37,21 +35,6 @@ class RandomK(Compressor):
         ratio: The part of the elements that is sent, of each parameter; in (0, 1].
         min_numel: Parameters with fewer elements are sent uncompressed.
     """
-
-    ratio: float
-    min_numel: int = 1024
-
-    def __post_init__(self) -> None:
-        """Refuse a ratio that cannot be meant."""
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"RandomK(ratio={self.ratio}): the part that is sent is above 0 and at most 1")
-
-    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
-        least = max(1, self.min_numel)
-        sparse = gradients.chosen(lambda segment: segment.numel >= least)
-        dense = gradients.chosen(lambda segment: segment.numel < least)
-        yield from together([self._average(sparse, link), Uncompressed().average(dense, link)])
 
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
         if not gradients.segments:

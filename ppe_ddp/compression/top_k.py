@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, together
-from ppe_ddp.compression.uncompressed import Uncompressed
+from ppe_ddp.compression.sparsification import Sparsification, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +28,7 @@ _MARGIN = 3.0  # standard deviations by which a sample may be wrong
 
 
 @dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(Sparsification):
     """Sends the largest elements of each parameter's gradient by magnitude. Use it with error feedback.
 
     Each rank sends its own choice, which are gathered: so what comes in grows with the number of ranks, and where an
@@ -40,24 +39,10 @@ class TopK(Compressor):
         min_numel: Parameters with fewer elements are sent uncompressed.
     """
 
-    ratio: float
-    min_numel: int = 1024
-
-    def __post_init__(self) -> None:
-        """Refuse a ratio that cannot be meant."""
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"TopK(ratio={self.ratio}): the part that is sent is above 0 and at most 1")
-
-    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
-        sparse = gradients.chosen(lambda segment: self._pays(segment, gradients.given.element_size(), link.size))
-        dense = gradients.chosen(lambda segment: not self._pays(segment, gradients.given.element_size(), link.size))
-        yield from together([self._average(sparse, link), Uncompressed().average(dense, link)])
-
-    def _pays(self, segment: Segment, itemsize: int, size: int) -> bool:
-        gathered = count_of(segment, self.ratio) * (itemsize + 4) * (size - 1)
-        reduced = 2 * segment.numel * itemsize * (size - 1) / size
-        return segment.numel >= max(1, self.min_numel) and gathered <= reduced
+    def _pays(self, segment: Segment, *, itemsize: int, world_size: int) -> bool:
+        gathered = count_of(segment, self.ratio) * (itemsize + 4) * (world_size - 1)
+        reduced = 2 * segment.numel * itemsize * (world_size - 1) / world_size
+        return super()._pays(segment, itemsize=itemsize, world_size=world_size) and gathered <= reduced
 
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
         if not gradients.segments:
@@ -82,11 +67,6 @@ class TopK(Compressor):
         for row in rows:  # one rank after another: within one no index comes twice, so that the order is always this
             places = row[len(values) :].view(narrow)[: len(values)]
             gradients.average.index_add_(0, places, row[: len(values)] * (1.0 / link.size))
-
-
-def count_of(segment: Segment, ratio: float) -> int:
-    """How many elements of a parameter are sent: at least one, if there is any."""
-    return min(segment.numel, max(1, math.ceil(segment.numel * ratio)))
 
 
 def largest(values: Tensor, count: int) -> Tensor:
