@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from ppe_ddp.comm_hooks import HookedWrapper
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
+from ppe_ddp.engine.distributed_tensors import check_meshes
 from ppe_ddp.engine.group_handle import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
@@ -75,7 +76,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     Raises:
         DisagreementError: On every rank, if their parameters, buffers or options differ; names the first.
         TypeError: An unknown keyword (named with the nearest), torch's positional ``device_ids``, or a wrong function.
-        ValueError: A lazy, DTensor or expanded parameter, an expanded buffer, a wrapper, or contradictory arguments.
+        ValueError: A lazy or expanded parameter, an expanded buffer, a DTensor that is distributed over the ranks
+            that are averaged over, a wrapper, or contradictory arguments.
         UnusableError: Several ranks were launched, and torch.distributed is not initialized.
     """
 
@@ -122,7 +124,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         self._synchronizes = True
         self._is_copy = False
-        self._module_state = ModuleState(module, self._ignored())
+        self._module_state = self._list_tensors()
         self._inputs = Inputs(module)
         self._options.check_device(self._inputs.device)
         if dist.is_initialized():
@@ -130,6 +132,12 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         else:
             check_alone()
         self._precision.cast_buffers(module)
+
+    def _list_tensors(self) -> ModuleState:
+        module_state = ModuleState(self.module, self._ignored())
+        if dist.is_initialized():
+            check_meshes(self.module, module_state.distributed_tensors(), self._group.group())
+        return module_state
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
@@ -168,7 +176,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         reducer.check()
         # A recovery comes first: in it the other ranks speak of the module as it was.
         if reducer.recover() and not self._module_state.is_current():
-            module_state = ModuleState(self.module, self._ignored())
+            module_state = self._list_tensors()
             reducer.use_module(module_state)
             self._module_state = module_state
             self._inputs.find_device(self.module)

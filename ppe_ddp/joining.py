@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from ppe_ddp.engine.distributed_tensors import local_tensor
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class DdpJoinHook(JoinHook):
         groups = reducer.groups
         last = torch.tensor([groups.rank if is_last_joiner else -1])
         dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)
-        state = [tensor.detach() for tensor in (*self._module.parameters(), *self._module.buffers())]
+        state = [local_tensor(tensor).detach() for tensor in (*self._module.parameters(), *self._module.buffers())]
         pending = broadcast(state, groups.buckets, source=int(last.item()))
         if pending is not None:
             pending.wait()

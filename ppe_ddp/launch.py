@@ -8,17 +8,21 @@ from __future__ import annotations
 import datetime
 import difflib
 import importlib.util
+import inspect
 import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.launchers import Rendezvous, detect
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 
@@ -54,6 +58,7 @@ def init_process_group(
     timeout: float | datetime.timedelta | None = None,
     pg_options: Any = None,
     quiet: bool = False,
+    **unknown: Never,
 ) -> Job:
     """Joins the job that this process was started in, and says which rank and device it got.
 
@@ -77,18 +82,21 @@ def init_process_group(
             default what torch.distributed has for the backend.
         pg_options: Options of the backend, such as ``ppe_ddp.backends.mpi.MpiOptions(thread=True)``.
         quiet: Whether rank 0 leaves out the line on stderr that says what was chosen.
+        **unknown: There are no others; those of torch are told from misspelt ones.
 
     Returns:
         The job as this rank sees it.
 
     Raises:
-        TypeError: ``timeout`` is neither a number nor a timedelta.
+        TypeError: ``timeout`` is neither a number nor a timedelta, or there is no such keyword.
         ValueError: No such backend is registered; the message names the nearest. Or a variable of the environment is
             missing, not a number or out of range, or there are more ranks on this machine than CUDA devices; the
             message names the variable.
         RuntimeError: The ranks could not meet, or they were started by mpirun and mpi4py is not installed or
             belongs to another MPI; the message says what to do.
     """
+    if unknown:
+        raise TypeError(_unknown_keyword(next(iter(unknown))))
     limit = _timedelta(timeout)
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed, which ppe_ddp stands on")
@@ -105,6 +113,18 @@ def init_process_group(
     if job.rank == 0 and not quiet:
         print(_describe(job, place.note), file=sys.stderr, flush=True)
     return job
+
+
+def _unknown_keyword(name: str) -> str:
+    known = inspect.signature(init_process_group).parameters.keys() - {"unknown"}
+    if name in inspect.signature(dist.init_process_group).parameters.keys() - known:
+        return (
+            f"ppe_ddp.init_process_group() takes no {name!r}: it finds out who the ranks are from what started them. "
+            "Leave it out, or call torch.distributed.init_process_group(), which this library works with as well"
+        )
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"ppe_ddp.init_process_group() got an unexpected keyword argument {name!r}{meant}"
 
 
 def check_alone() -> None:

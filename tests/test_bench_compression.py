@@ -1,6 +1,5 @@
 """`bench compression`: each method is measured, and what it says fits together."""
 
-import json
 from contextlib import nullcontext
 from unittest import mock
 
@@ -9,6 +8,7 @@ import pytest
 from ppe_ddp import cli
 from ppe_ddp.benchmarks import bench_compression
 from ppe_ddp.benchmarks.bench_compression import METHODS
+from reports import report_in
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,12 @@ def report(two_ranks, tmp_path_factory):
     with mock.patch.object(bench_compression, "Ranks", return_value=nullcontext(two_ranks)):
         words = ["bench", "compression", "--width", "128", "--mbit", "1", "--repeats", "2", "--json", str(file)]
         assert cli.main(words) == 0
-    return json.loads(file.read_text())
+    return report_in(file.read_text())
 
 
 def test_every_method_has_a_line(report):
     assert [line["name"] for line in report["lines"]] == list(METHODS)
-    assert report["mbit"] == 1
+    assert report["settings"] == {"width": 128, "mbit": 1, "repeats": 2}
 
 
 def test_what_is_sent_less_is_what_the_method_says(report):

@@ -8,6 +8,7 @@ import torch
 
 from ppe_ddp import cli
 from ppe_ddp.benchmarks.bench_platform import BACKENDS
+from reports import report_in
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ def test_all_train_the_same_over_each_backend_and_leave_traces(backend, tmp_path
     words = ["bench", "step", "--device", "cuda", "--backend", backend, "--quick"]
     words += ["--model", "supernet-own", "--model", "transformer-bf16", "--trace", str(traces), "--json", str(file)]
     assert f"over {backend}" in called(capfd, *words)
-    data = json.loads(file.read_text())
+    data = report_in(file.read_text())
     platform = data["settings"]["platform"]
     assert (platform["device_name"], platform["backend"]) == (torch.cuda.get_device_name(), backend)
     assert (platform["nccl"] is not None) == ("nccl" in backend)
@@ -48,6 +49,6 @@ def test_collectives_are_right_over_both_nccls(tmp_path, capfd):
     words = ["--op", "all_reduce", "--op", "all_gather", "--op", "reduce_scatter", "--op", "broadcast"]
     words += ["--max-size", "64K", "--repeats", "2", "--json", str(file)]
     assert "x nccl" in called(capfd, "bench", "collective", "--device", "cuda", *words)
-    lines = json.loads(file.read_text())["lines"]
+    lines = report_in(file.read_text())["lines"]
     assert lines[0]["backend"] == "nccl"
     assert {line["wrong"] for line in lines} == {0}

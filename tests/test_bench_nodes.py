@@ -1,6 +1,5 @@
 """`python -m ppe_ddp bench nodes`: `bench step` on nodes made for it; and what is exposed of communication."""
 
-import json
 import os
 
 import pytest
@@ -9,6 +8,7 @@ from ppe_ddp import cli
 from ppe_ddp.benchmarks.bench_contestants import Traffic
 from ppe_ddp.benchmarks.bench_measure import RankResult, workload_named
 from ppe_ddp.benchmarks.bench_result import combine
+from reports import report_in
 from subprocesses import needs_mpirun
 
 
@@ -40,7 +40,7 @@ def test_all_contestants_are_measured_on_nodes(launcher, tmp_path, capsys):
     report = tmp_path / "report.json"
     words = ["--quick", "--model", "small", "--ranks", "1", "--mbit", "5000", "--launcher", launcher]
     assert cli.main(["bench", "nodes", *words, "--json", str(report)]) == 0
-    found = json.loads(report.read_text())
+    found = report_in(report.read_text())
     assert found["settings"] == {"nodes": 2, "ranks": [1, 1], "mbit": 5000}
     (model,) = found["launchers"][launcher]["models"]
     assert (model["name"], model["world_size"]) == ("small", 2)

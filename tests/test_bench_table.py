@@ -5,24 +5,28 @@ import io
 
 import pytest
 
-from ppe_ddp.benchmarks import bench_collective, bench_load, bench_optimizer
+from ppe_ddp.benchmarks import bench_collective, bench_compression, bench_load, bench_optimizer
 from ppe_ddp.benchmarks.bench_collective import CollectiveResult
+from ppe_ddp.benchmarks.bench_compression import CompressionLine
 from ppe_ddp.benchmarks.bench_load import LoadResult
 from ppe_ddp.benchmarks.bench_optimizer import OptimizerResult
 from ppe_ddp.benchmarks.bench_result import ContestantResult, ModelResult, Spread, Traffic
 from ppe_ddp.benchmarks.bench_table import print_step_table
-from ppe_ddp.cli import main
+from ppe_ddp.cli import COMMANDS, main
 
-BENCHMARKS = ("step", "optimizer", "load", "collective")
 CAPTION = "2 ranks over gloo; a processor with a name of many words, as they have, @ 2.45GHz, 2 cores; torch 2.13.0+cpu"
 TIME, RATIO = Spread(1234.5, 1198.7, 1301.2), Spread(1.06, 0.98, 1.12)
 
 
 def step(file):
     contestants = [
-        ContestantResult(name, None, TIME, RATIO, Traffic(33600000, 123456)) for name in ("torch", "over mpi4py")
+        ContestantResult(name, None, TIME, RATIO, 12.345, Traffic(33600000, 123456))
+        for name in ("torch", "over mpi4py")
     ]
-    contestants += [ContestantResult("ppe_ddp", None, TIME, RATIO, Traffic(0, 0)), ContestantResult("ppe", "away")]
+    contestants += [
+        ContestantResult("ppe_ddp", None, TIME, RATIO, None, Traffic(0, 0)),
+        ContestantResult("ppe", "away"),
+    ]
     models = [
         ModelResult(name, "a title", 2, 3, 9, 9, 9, "torch", 0.5, False, tuple(contestants))
         for name in ("supernet-common", "transformer-bf16")
@@ -31,8 +35,12 @@ def step(file):
 
 
 def optimizer(file):
-    names = ["ppe_ddp", "zero", "torch", "over mpi4py"]
-    lines = [OptimizerResult("transformer", name, 2, TIME, RATIO, RATIO, 10**8) for name in names]
+    names = bench_optimizer.CONTESTANTS
+    lines = [
+        OptimizerResult("transformer", name, 2, time, ratio, ratio, 10**8)
+        for name in names
+        for time, ratio in ((TIME, RATIO), (Spread(53.62, 48.11, 62.05), Spread(9.12, 8.34, 10.56)))
+    ]
     bench_optimizer._print_table(lines, CAPTION, file)
 
 
@@ -52,20 +60,29 @@ def collective(file):
     bench_collective._print_table(lines, CAPTION, file)
 
 
-@pytest.mark.parametrize("shown", [step, optimizer, load, collective], ids=lambda shown: shown.__name__)
+def compression(file):
+    lines = [
+        CompressionLine(name, 2, nbytes, 10**9, 12.3456, 1.0, nbytes and 99999.9, nbytes and 1.0)
+        for name in bench_compression.METHODS
+        for nbytes in (10**9, None)
+    ]
+    bench_compression._print(lines, 100000, file)
+
+
+@pytest.mark.parametrize("shown", [step, optimizer, load, collective, compression], ids=lambda shown: shown.__name__)
 def test_tables_fit(shown):
     file = io.StringIO()
     shown(file)
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     text = " ".join(file.getvalue().split())
-    assert "2.45GHz" in text  # nothing was cut off
+    assert ("without compression" if shown is compression else "2.45GHz") in text  # nothing was cut off
     assert "…" not in text
     for word in ("target", "met", "missed"):
         assert word not in text.split()
 
 
-@pytest.mark.parametrize("command", ["", "env", "doctor", "bench", *(f"bench {one}" for one in BENCHMARKS)])
+@pytest.mark.parametrize("command", ["", "bench", *(" ".join(one.words) for one in COMMANDS)])
 def test_help_fits(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with contextlib.suppress(SystemExit):

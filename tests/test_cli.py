@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp import cli
-from ppe_ddp.benchmarks import bench_contestants, bench_load, bench_measure
+from ppe_ddp.benchmarks import bench_contestants, bench_load, bench_measure, bench_optimizer
 from ppe_ddp.benchmarks.bench_collective import OPERATIONS, _wrong
 from ppe_ddp.benchmarks.bench_collective import measure as measure_collectives
 from ppe_ddp.benchmarks.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
@@ -30,6 +30,7 @@ from ppe_ddp.benchmarks.bench_platform import Platform
 from ppe_ddp.benchmarks.bench_result import Spread, combine
 from ppe_ddp.cli.arguments import size_of
 from ppe_ddp.testing import RankError
+from reports import report_in
 from subprocesses import MPIRUN, needs_mpirun, run
 
 NAMES = [kind.name for kind in CONTESTANTS]
@@ -211,7 +212,7 @@ def report(tmp_path_factory, two_ranks):
     with mock.patch.object(Platform, "start", started):
         done = called(*TINY_RUN, *models, "--no-views", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text()), done
+    return report_in(file.read_text()), done
 
 
 def results_of(model):
@@ -278,7 +279,7 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     code, output, errors = run([*command, *(["--mpi-thread"] if MPIRUN else [])], timeout=150, environment=environment)
     assert code == 0, errors
-    (model,) = json.loads(output)["models"]
+    (model,) = report_in(output)["models"]
     assert model["world_size"] == 2
     results = results_of(model)
     assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in errors
@@ -344,7 +345,7 @@ def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path,
     code = cli.main(sys.argv[1:])
     output, errors = capfd.readouterr()
     assert code == 0, errors
-    data = json.loads(file.read_text())
+    data = report_in(file.read_text())
     assert data["settings"]["ranks"] == 2
     assert [(line["operation"], line["backend"]) for line in data["lines"][::6]] == [
         (name, "gloo") for name in OPERATIONS
@@ -387,7 +388,7 @@ def test_loads_side_by_side(tmp_path, two_ranks):
     with mock.patch.object(bench_load, "Ranks", return_value=contextlib.nullcontext(two_ranks)):
         done = called("bench", "load", "--ranks", "2", "--size", "200K", "--repeats", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    data = json.loads(file.read_text())
+    data = report_in(file.read_text())
     assert data["settings"] == {"ranks": 2, "backend": "gloo", "size": 200 << 10, "repeats": 1}
     lines = {line["name"]: line for line in data["lines"]}
     assert [*lines][:2] == ["torch", "ppe_ddp"]
@@ -412,9 +413,13 @@ def test_what_is_no_size(text):
         size_of(text)
 
 
-def test_optimizers_are_measured_and_their_state_counted(two_ranks):
+def test_optimizers_are_measured_and_their_state_counted(two_ranks, capsys):
     lines, same = two_ranks.run(measure_optimizers, ["small"], 1, 1, 0)
     assert [line.name for line in lines] == list(OPTIMIZER_CONTESTANTS)
+    bench_optimizer._publish(argparse.Namespace(json="-", steps=1, repeats=1), lines)
+    printed = capsys.readouterr()
+    assert [line["name"] for line in report_in(printed.out)["lines"]] == list(OPTIMIZER_CONTESTANTS)
+    assert max(map(len, printed.err.splitlines())) <= 80
     assert lines == same
     state = {line.name: line.state_nbytes for line in lines}
     assert state["torch"] == state["ppe_ddp, whole"] == 2 * state["ppe_ddp"] == 2 * state["zero"]

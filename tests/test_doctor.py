@@ -1,6 +1,5 @@
 """`python -m ppe_ddp doctor`: working backends pass, broken ones are named, and no rank is left behind."""
 
-import json
 from unittest import mock
 
 import pytest
@@ -11,6 +10,7 @@ from ppe_ddp.cli import backend_diagnosis, doctor
 from ppe_ddp.cli.backend_candidates import Candidate
 from ppe_ddp.cli.backend_diagnosis import Diagnosis, diagnose
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary
+from reports import report_in
 from subprocesses import needs_mpirun
 
 NOTHING = (MpiLibrary(None, None, None, None, "not there"), CupyLibrary(None, None, 0, "not there"))
@@ -26,7 +26,7 @@ def bare(monkeypatch):
 def examined(capsys, *words):
     code = cli.main(["doctor", *words, "--json", "-"])
     captured = capsys.readouterr()
-    return code, {one["backend"]: one for one in json.loads(captured.out)["diagnoses"]}, captured.err
+    return code, {one["backend"]: one for one in report_in(captured.out)["diagnoses"]}, captured.err
 
 
 def test_what_is_well_is_called_well_and_what_is_absent_is_skipped_with_a_remedy(bare, capsys):
@@ -150,7 +150,7 @@ def test_a_torch_that_has_changed_is_named(bare, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "torch internals: 1 changed" in captured.err
     assert "\n  is_in_backward: torch " in captured.err
-    assert [change.split(":")[0] for change in json.loads(captured.out)["torch_internals"]] == ["is_in_backward"]
+    assert [change.split(":")[0] for change in report_in(captured.out)["torch_internals"]] == ["is_in_backward"]
 
 
 def test_a_torch_that_has_changed_is_a_failure_by_itself(monkeypatch, capsys):

@@ -1,12 +1,12 @@
 """`python -m ppe_ddp doctor` in a job: which ranks share a node, what goes through memory and what over a network."""
 
-import json
 import sys
 
 import pytest
 
 from ppe_ddp import cli
 from ppe_ddp.testing import Nodes
+from reports import report_in
 from subprocesses import MPIRUN, needs_mpirun, run
 
 DOCTOR = [sys.executable, "-m", "ppe_ddp", "doctor"]
@@ -20,7 +20,7 @@ def routes(job):
 def test_in_a_job_on_one_node_its_own_ranks_are_examined():
     code, output, errors = run([MPIRUN, "-n", "2", *DOCTOR, "--json", "-"], timeout=60)
     assert code == 0, errors
-    job = json.loads(output)["job"]
+    job = report_in(output)["job"]
     assert (job["launcher"], job["backend"], job["problems"]) == ("mpirun", "mpi4py", [])
     ((_, ranks),) = job["nodes"]
     assert ranks == [0, 1]
@@ -34,7 +34,7 @@ def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
     with Nodes(2) as nodes:
         done = nodes.launch("mpirun", [*DOCTOR, "--json", "-"], ranks=(2, 1), timeout=60)
     assert done.code == 0, done.errors
-    job = json.loads(done.output)["job"]
+    job = report_in(done.output)["job"]
     assert job["nodes"] == [["n0", [0, 1]], ["n1", [2]]]
     found = routes(job)
     assert found["all ranks"][0] == [[0, 1, 2]]
@@ -51,7 +51,7 @@ def test_under_torchrun_on_two_nodes():
     with Nodes(2) as nodes:
         done = nodes.launch("torchrun", [*DOCTOR, "--json", "-"], ranks=(1, 1), timeout=60)
     assert done.code == 0, done.errors
-    assert json.loads(done.output)["job"]["nodes"] == [["n0", [0]], ["n1", [1]]]
+    assert report_in(done.output)["job"]["nodes"] == [["n0", [0]], ["n1", [1]]]
 
 
 def test_a_job_has_one_backend(monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """`python -m ppe_ddp env`: what it lists exists, and what is missing has a reason and a remedy."""
 
-import json
 import os
 import sys
 
@@ -12,6 +11,7 @@ from ppe_ddp.backends.cupy_nccl.nccl_version import version_text
 from ppe_ddp.cli import env, libraries
 from ppe_ddp.cli.backend_candidates import candidates, many_ranks_a_device
 from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary, cupy_library, mpi_library
+from reports import report_in
 from subprocesses import run
 
 HAS = MpiLibrary("4.1", "MPICH Version: 5.0", "5.0", "on PATH")
@@ -23,7 +23,7 @@ def test_it_tells_people_and_programs_the_same():
     script += "assert 'mpi4py.MPI' not in sys.modules and 'cupy' not in sys.modules; sys.exit(code)"
     code, output, text = run([sys.executable, "-c", script], timeout=90)
     assert code == 0, text
-    report = json.loads(output)
+    report = report_in(output)
     assert report["command"] == "env"
     assert f"torch:           {torch.__version__}" in text
     assert [backend["name"] for backend in report["backends"]] == ["gloo", "mpi4py", "nccl", "cupy_nccl"]

@@ -173,6 +173,15 @@ def test_megatrons_reduce_function_is_checked():
         MegatronDDP(None, DistributedDataParallelConfig(), nn.Linear(1, 1), reduce_function=takes_one)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [("rank", "takes no 'rank': .*torch.distributed.init_process_group"), ("time_out", "did you mean 'timeout'")],
+)
+def test_keywords_of_torchs_function_are_told_from_misspelt_ones(keyword, message):
+    with pytest.raises(TypeError, match=message):
+        ppe_ddp.init_process_group(**{keyword: 1})
+
+
 @pytest.mark.parametrize("timeout", ["30s", True])
 def test_a_timeout_that_is_no_number(timeout):
     with pytest.raises(TypeError, match=r"number of seconds or a datetime\.timedelta, not"):

@@ -1,10 +1,13 @@
-"""Measures compressors on one bucket of gradients: what they send, what they cost, and from which link on they pay.
+"""Measures compressors: what they send and cost, and on which links they pay.
 
-Each averages the gradients of a model over the ranks, as the wrapper has it do it, and so does torch's hook of the
-same method. "sent" is in bytes of an all-reduce; "CPU" is the processor time of all threads of a rank for one average,
-transport included; "error" is the distance to the mean of the ranks, in parts of its length, in one step without error
-feedback. Below the link speed "pays below" a step with this method is shorter than one that sends everything, by the
-time that the bytes take on the link and the processor time; "at" says by how much at the speed that --mbit names.
+Each averages the gradients of a model over the ranks, as in the wrapper, and so
+does torch's hook of the same method. "sent" is in bytes of an all-reduce; "CPU"
+is the processor time of all threads of a rank for one average, transport
+included; "error" is the distance to the mean of the ranks, in parts of its
+length, in one step without error feedback. Below the link speed "pays below" a
+step with this method is shorter than one that sends everything, by the time
+that the bytes take on the link and the processor time; "a step" is the ratio of
+the two at the speed that --mbit names.
 
   python -m ppe_ddp bench compression --mbit 100
   mpirun -n 2 python -m ppe_ddp bench compression --json result.json
@@ -23,14 +26,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ppe_ddp import DistributedDataParallel, init_process_group
-from ppe_ddp.benchmarks.bench_table import print_table
+from ppe_ddp.benchmarks.bench_table import print_table, table_of
 from ppe_ddp.cli.arguments import count, output
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
@@ -213,22 +214,19 @@ def _pays_below(saved_nbytes: int, lost_seconds: float) -> float | None:
 
 
 def _publish(arguments: argparse.Namespace, lines: list[CompressionLine]) -> None:
-    if arguments.json:
-        content = [asdict(line) for line in lines]
-        write_report(arguments.json, "bench compression", mbit=arguments.mbit, lines=content)
-    if arguments.json != "-":
-        _print(lines, arguments.mbit, sys.stdout)
+    _print(lines, arguments.mbit, sys.stderr if arguments.json == "-" else sys.stdout)
+    if arguments.json is not None:
+        used = {"width": arguments.width, "mbit": arguments.mbit, "repeats": arguments.repeats}
+        write_report(arguments.json, "bench compression", settings=used, lines=[asdict(line) for line in lines])
 
 
 def _print(lines: list[CompressionLine], mbit: float, file: TextIO) -> None:
     facts = machine_facts()
     backend = "mpi4py" if over_mpi() else "gloo"
     caption = f"{lines[0].ranks} ranks over {backend}, torch {versions()['torch']}, {facts['cores']} cores"
+    caption += f"; a step at {mbit:g} Mbit/s, as a part of one without compression; pays below so many Mbit/s"
     title = f"{lines[0].whole_nbytes / 1e6:.1f} MB of gradients"
-    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
-    table.add_column("method", no_wrap=True)
-    for heading in ("MB sent", "of all", "CPU ms", "error", "pays below Mbit/s", f"at {mbit:g} Mbit/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = table_of(title, caption, ["method", "MB sent", "of all", "CPU ms", "error", "pays below", "a step"])
     for line in lines:
         sent = line.nbytes
         table.add_row(

@@ -1,4 +1,4 @@
-"""Measures `bench step` on several nodes that are made for it, under each launcher.
+"""Measures `bench step` on several nodes that it makes, under each launcher.
 
 The nodes are on this machine: each has a network, processes and memory of its
 own, and a link of --mbit to the others (as root, of Linux namespaces; see

@@ -48,7 +48,7 @@ def table_of(title: str, caption: str, headings: Sequence[str], *, left: int = 1
         headings: One a column.
         left: How many columns from the left are text.
     """
-    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption, padding=0, show_edge=False)
     for k, heading in enumerate(headings):
         table.add_column(heading, justify="left" if k < left else "right", no_wrap=True)
     return table
@@ -62,8 +62,8 @@ def print_table(table: Table, file: TextIO) -> None:
 
 
 def spread_text(spread: Spread, digits: int) -> str:
-    """The median, and the middle half; large numbers without a fraction."""
-    digits = 0 if spread.median >= 100 else digits
+    """The median, and the middle half; the larger the numbers, the fewer digits."""
+    digits = 0 if spread.upper >= 100 else min(digits, 1) if spread.upper >= 10 else digits
     return f"{spread.median:.{digits}f} ({spread.lower:.{digits}f}-{spread.upper:.{digits}f})"
 
 

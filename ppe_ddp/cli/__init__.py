@@ -126,7 +126,8 @@ def _listing(group: Sequence[str]) -> str:
     width = max(map(len, commands))
     lines = [f"  {words:<{width}}  {summary}" for words, summary in commands.items()]
     title = " ".join([_PROGRAM, *group])
-    return "\n".join([f"usage: {title} COMMAND ...", "", *lines, "", f"{_PROGRAM} COMMAND --help tells more of each."])
+    more = [f"{_PROGRAM} COMMAND --help tells more of each.", "The schema of --json: ppe_ddp/cli/report.schema.json."]
+    return "\n".join([f"usage: {title} COMMAND ...", "", *lines, "", *more])
 
 
 def _complaint(group: Sequence[str], word: str) -> str:

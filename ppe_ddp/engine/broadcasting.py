@@ -9,6 +9,7 @@ import torch
 
 from ppe_ddp.contracts import is_waitable
 from ppe_ddp.engine.completion import probe, run
+from ppe_ddp.engine.distributed_tensors import local_tensor
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
@@ -68,5 +69,6 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors grouped by dtype and device, in the order in which the kinds come along."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        local = local_tensor(tensor).detach()
+        kinds.setdefault((local.dtype, local.device), []).append(local)
     return list(kinds.values())

@@ -42,6 +42,7 @@ class ParameterSpec:
         dtype: Of the parameter and its gradient.
         device: Of the gradient; its index may differ from rank to rank.
         sparse: Whether the gradient is a sparse tensor (an embedding with ``sparse=True``).
+        placements: Of a DTensor, whose local tensor the rest describes; for people to read.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ParameterSpec:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
+    placements: str = ""
 
     @cached_property
     def numel(self) -> int:
@@ -71,7 +73,8 @@ class ParameterSpec:
         # A scalar and a vector of one element are the same message, and programs for pytorch-pfn-extras mix them.
         shape, stride = self.shape or (1,), self.stride or (1,)
         layout = "sparse" if self.sparse else f"strides {stride}"
-        return f"{self.name!r} {self.dtype} {shape} {layout} on {self.device.type}"
+        part = f", {self.placements}" if self.placements else ""
+        return f"{self.name!r} {self.dtype} {shape} {layout} on {self.device.type}{part}"
 
 
 @dataclass(frozen=True)

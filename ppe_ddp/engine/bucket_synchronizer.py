@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_cache import BucketCache
+from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
@@ -134,7 +135,9 @@ class BucketSynchronizer(Synchronizer):
         self._buckets = self._bucket_cache()
 
     def _bucket_cache(self) -> BucketCache:
-        context = BucketContext(self._module_state.specs, self._module_state.parameters, self._groups, self.reduction)
+        context = BucketContext(
+            self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction
+        )
         # A function of the user's makes whole averages.
         is_scattered = self.sharded_parameters is not None and self.reduction.is_plain_average
         scattered = self.sharded_parameters.bucket if self.sharded_parameters is not None and is_scattered else None
@@ -156,6 +159,11 @@ class BucketSynchronizer(Synchronizer):
     def shard(self) -> ShardedParameters:
         """Let every rank keep only its shards from now on. All ranks must call this together."""
         if self.sharded_parameters is None:
+            refuse_distributed(
+                self._module_state.distributed_tensors(),
+                "DistributedOptimizer",
+                "give the optimizer itself the parameters; its state is split over mesh['tp'] as they are",
+            )
             self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
             self.use_reduction(self.reduction, self._packing)
         return self.sharded_parameters

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ppe_ddp.engine.distributed_tensors import is_distributed, redistribute_gradients
 from ppe_ddp.engine.torch_internals import in_backward_optimizers, post_accumulate_hooks, without_torch_function
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class GradHooks:
                 handle = hook.register(parameter)
                 self._handles.append(handle)
                 self._hooks[i] = _table(parameter), handle.id, hook
+                if is_distributed(parameter):
+                    self._handles.append(redistribute_gradients(parameter))
 
     def remove(self) -> None:
         """Take our hooks off the parameters."""

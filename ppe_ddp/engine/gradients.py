@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
+from ppe_ddp.engine.distributed_tensors import DistributedGradients, local_tensor
 from ppe_ddp.engine.torch_internals import storage_users
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.scaling import scale
@@ -36,6 +37,7 @@ class Gradients:
         self._parameters: Sequence[nn.Parameter] = module_state.parameters
         self._specs = module_state.specs
         self._streams = streams
+        self._distributed = DistributedGradients(module_state.distributed, module_state.names)
         self.buffers = BucketBuffers(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients were one piece of memory when the last backward began."""
@@ -47,6 +49,8 @@ class Gradients:
         mask = bytearray(reached)
         grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
+        if self._distributed:
+            held = [(i, local_tensor(gradient)) for i, gradient in held]
         self.shared, self.stays_in_place = [], False
         if held:
             self._find_shared_memory(held)
@@ -76,6 +80,8 @@ class Gradients:
                 gradient = take_local(parameter)
             elif gradient is not None:
                 parameter.grad = None
+                if self._distributed:
+                    gradient = self._distributed.local(i, gradient)
             if gradient is not None and i in self.shared:  # averages may differ, and each needs a place of its own
                 gradient = gradient.clone()
             taken.append(gradient)
@@ -93,6 +99,8 @@ class Gradients:
         for i, gradient in zip(indices, gradients, strict=True):
             if factor != 1.0:
                 scale(gradient, gradient, factor)
+            if self._distributed:
+                gradient = self._distributed.whole(i, gradient)
             parameter = parameters[i]
             there = parameter.grad
             # Shards are those of an optimizer that another wrapper had: this one hands over all of it.
@@ -105,6 +113,8 @@ class Gradients:
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """Put this rank's own gradients back into ``.grad``; add what has arrived there since."""
         for i, gradient in gradients:
+            if self._distributed:
+                gradient = self._distributed.whole(i, gradient)
             parameter = self._parameters[i]
             there = parameter.grad
             if there is None:

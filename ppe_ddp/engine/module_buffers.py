@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ppe_ddp.engine.broadcasting import broadcasting
+from ppe_ddp.engine.distributed_tensors import local_tensor
 from ppe_ddp.engine.torch_internals import (
     buffer_table,
     only_writes_buffers,
@@ -54,7 +55,7 @@ def broadcasting_buffers(
     yield from broadcasting(function, received, groups, source=source)
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
-        if not torch.equal(buffers[k], received[k]):
+        if not torch.equal(local_tensor(buffers[k]), local_tensor(received[k])):
             _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 

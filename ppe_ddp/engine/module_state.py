@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.bucket_plan import ParameterSpec
+from ppe_ddp.engine.distributed_tensors import is_distributed, local_tensor, placements_of
 from ppe_ddp.engine.strides import is_non_overlapping_and_dense
 from ppe_ddp.engine.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
 
@@ -31,8 +32,13 @@ class ModuleState:
         module: The wrapped module.
         ignored: Qualified names of parameters and buffers to leave out.
 
+    Attributes:
+        parameters: Each once.
+        distributed: Those that are DTensors, by their index.
+        specs: Of each parameter; of a DTensor, of its local tensor.
+
     Raises:
-        ValueError: A parameter is lazy (has no shape yet) or is a DTensor; the message names it.
+        ValueError: A parameter is lazy (has no shape yet); the message names it.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -46,7 +52,8 @@ class ModuleState:
         self._keys = [tuple(table) for table in self._tables]
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.distributed: dict[int, nn.Parameter] = {i: p for i, p in enumerate(self.parameters) if is_distributed(p)}
+        self._addresses = self._addresses_now()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     def _walk(self) -> None:
@@ -77,6 +84,15 @@ class ModuleState:
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
+    def local_parameters(self) -> list[nn.Parameter]:
+        """The parameters, local tensors in the place of DTensors; for torch these are parameters as well."""
+        return [*map(local_tensor, self.parameters)] if self.distributed else self.parameters  # type: ignore[list-item]
+
+    def distributed_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that are DTensors, by what they are called in messages."""
+        parameters = {f"parameter {self.names[i]!r}": p for i, p in self.distributed.items()}
+        return parameters | {f"buffer {name!r}": b for name, b in self.buffers().items() if is_distributed(b)}
+
     def buffers(self) -> dict[str, Tensor]:
         """The buffers as they are now, each tensor once, without those that are None."""
         found: dict[str, Tensor] = {}
@@ -92,7 +108,7 @@ class ModuleState:
         """The parameters and buffers that have fewer places in memory than elements, described."""
         parameters = zip((f"parameter {name!r}" for name in self.names), self.parameters, strict=True)
         buffers = ((f"buffer {name!r}", buffer) for name, buffer in self.buffers().items())
-        return [name for name, tensor in chain(parameters, buffers) if _is_expanded(tensor)]
+        return [name for name, tensor in chain(parameters, buffers) if _is_expanded(local_tensor(tensor))]
 
     def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
         """The modules that have ``buffer``, each with its own name for it."""
@@ -120,13 +136,21 @@ class ModuleState:
             return False
         if [parameter.dtype for parameter in current] != self._dtypes:
             return False
-        addresses = [parameter.data_ptr() for parameter in current]
+        addresses = self._addresses_now()
         if addresses != self._addresses:
+            if any(addresses[i] != self._addresses[i] for i in self.distributed):
+                return False
             for spec, parameter in zip(self.specs, current, strict=True):
                 if _spec(spec.name, parameter, spec.sparse) != spec:
                     return False
             self._addresses = addresses
         return True
+
+    def _addresses_now(self) -> list[int]:
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        for i, parameter in self.distributed.items():  # which have no memory of their own
+            addresses[i] = local_tensor(parameter).data_ptr()
+        return addresses
 
 
 def _is_other(now: object, then: object) -> bool:
@@ -138,15 +162,11 @@ def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
         raise ValueError(
             f"parameter {name!r} is lazy and has no shape yet: run one forward with the plain module before wrapping it"
         )
-    if hasattr(parameter, "placements"):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor: gradients of sharded parameters belong to the sharding, not to "
-            "this wrapper; wrap the module before sharding it or leave the parameter out"
-        )
-    shape = tuple(parameter.shape)
-    dense = parameter.is_contiguous() or is_non_overlapping_and_dense(parameter)
-    stride = tuple(parameter.stride()) if dense else tuple(torch.empty(shape, device="meta").stride())
-    return ParameterSpec(name, shape, stride, parameter.dtype, parameter.device, sparse)
+    local = local_tensor(parameter)
+    shape = tuple(local.shape)
+    dense = local.is_contiguous() or is_non_overlapping_and_dense(local)
+    stride = tuple(local.stride()) if dense else tuple(torch.empty(shape, device="meta").stride())
+    return ParameterSpec(name, shape, stride, local.dtype, local.device, sparse, placements_of(parameter))
 
 
 def _is_expanded(tensor: Tensor) -> bool:

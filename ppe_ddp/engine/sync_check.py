@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.engine.distributed_tensors import local_tensor
 from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -52,6 +53,6 @@ def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: G
 
 def _digest(tensor: Tensor) -> int:
     """A number of 64 bits that tells of a difference in any bit."""
-    here = tensor.detach().cpu().contiguous()
+    here = local_tensor(tensor).detach().cpu().contiguous()
     memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""
     return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "little", signed=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.bucket import BucketContext
+from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.groups import Groups, allocator
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.zero.message_pool import MessagePool
@@ -52,6 +53,8 @@ class GradientBuffers:
     def __init__(self, setup: Setup, default_group: ProcessGroup, *, sums: bool, bucket_size: int | None) -> None:
         config = setup.ddp_config
         self.module_state = ModuleState(setup.module)
+        tensors = self.module_state.distributed_tensors()
+        refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
         parameters = self.module_state.parameters
         self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
         self.groups = _duplicates(setup, default_group, self.module_state)

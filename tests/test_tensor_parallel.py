@@ -1,0 +1,218 @@
+"""Tensor times data parallelism: parameters are DTensors over mesh["tp"], their averages are over mesh["dp"]."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from one_process import seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig
+from rank_tests import on_four_ranks, on_two_ranks
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, h):
+        return h + self.down(self.up(self.norm(h)).relu())
+
+
+class Net(nn.Module):
+    """Goes through one of three blocks, of which nobody ever takes the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens, branch):
+        return self.head(self.blocks[branch](self.embedding(tokens)))
+
+
+def parallelized(net, mesh):
+    """`net`, with gradients whose placements differ from their parameters': of the embedding and of the norms."""
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(net, mesh, plan)
+
+
+def mesh_of(data_parallel):
+    ranks = dist.get_world_size()
+    return init_device_mesh("cpu", (data_parallel, ranks // data_parallel), mesh_dim_names=("dp", "tp"))
+
+
+def adam(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.05)
+
+
+def keep(bucket, group):
+    pass
+
+
+def loss(model, replica, step):
+    """Of one data-parallel rank: every rank on another branch at every step."""
+    tokens = torch.randint(8, (2, 4), generator=torch.Generator().manual_seed(10 * step + replica))
+    return model(tokens, (replica + step) % 2).pow(2).mean()
+
+
+def train(model, optimizer, replicas, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        for replica in replicas:
+            (loss(model, replica, step) / len(replicas)).backward()
+        optimizer.step()
+
+
+def assert_equal_to_one_process(net, twin):
+    for (name, parameter), same in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert (parameter.grad is None) == (same.grad is None), name
+        torch.testing.assert_close(parameter.full_tensor(), same, rtol=1e-4, atol=1e-6)
+        if same.grad is not None:
+            assert parameter.grad.placements == parameter.placements, name
+            torch.testing.assert_close(parameter.grad.full_tensor(), same.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}], ids=["views", "copied", "small"]
+)
+@on_four_ranks
+def test_weights_are_those_of_one_process(options):
+    mesh = mesh_of(2)
+    twin = seeded(Net)
+    net = parallelized(copy.deepcopy(twin), mesh["tp"])
+    if mesh.get_local_rank("dp"):
+        net.head.bias.data.fill_(9)  # is overwritten by the first data-parallel rank's
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"], **options)
+    train(model, adam(model), [mesh.get_local_rank("dp")], range(STEPS))
+    train(twin, adam(twin), range(2), range(STEPS))
+    assert_equal_to_one_process(net, twin)
+    assert net.blocks[2].up.weight.grad is None
+    present = [p.to_local() for p in net.parameters() if p.grad is not None]
+    assert sum(bucket.nbytes for bucket in model.trace().buckets) == sum(p.nbytes for p in present)
+    model.check_in_sync()
+
+
+@on_four_ranks
+def test_accumulation_a_second_loss_and_a_graph_that_is_kept():
+    mesh = mesh_of(2)
+    replica = mesh.get_local_rank("dp")
+    twin = seeded(Net)
+    net = parallelized(copy.deepcopy(twin), mesh["tp"])
+    model = DistributedDataParallel(net, process_group=mesh["dp"].get_group())
+    with model.no_sync():
+        loss(model, replica, 0).backward()
+    loss(model, replica, 1).backward()
+    loss(model, replica, 2).backward(create_graph=True)
+    for one in range(2):
+        for step in range(3):
+            (loss(twin, one, step) / 2).backward()
+    assert_equal_to_one_process(net, twin)
+
+
+@on_four_ranks
+def test_after_a_failed_step_gradients_are_what_this_rank_had():
+    mesh = mesh_of(2)
+    replica = mesh.get_local_rank("dp")
+    net = parallelized(seeded(Net), mesh["tp"])
+    alone = copy.deepcopy(net)
+
+    def fails(bucket, group):
+        raise ArithmeticError("no reduction today")
+
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"], reduce_function=fails)
+    with pytest.raises(ArithmeticError):
+        loss(model, replica, 0).backward()
+    loss(alone, replica, 0).backward()
+    for parameter, same in zip(net.parameters(), alone.parameters(), strict=True):
+        assert (parameter.grad is None) == (same.grad is None)
+        if same.grad is not None:
+            expected = same.grad.redistribute(placements=same.placements)
+            assert parameter.grad.placements == parameter.placements
+            assert torch.equal(parameter.grad.to_local(), expected.to_local())
+
+
+@on_four_ranks
+def test_checkpoints(tmp_path):
+    mesh = mesh_of(2)
+    replica = mesh.get_local_rank("dp")
+    net = parallelized(seeded(Net), mesh["tp"])
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+    optimizer = adam(model)
+    train(model, optimizer, [replica], range(2))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path)
+    whole, _ = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        seeded(Net).load_state_dict(whole)
+
+    fresh = parallelized(Net(), mesh["tp"])
+    other = DistributedDataParallel(fresh, device_mesh=mesh["dp"])
+    others = adam(other)
+    train(other, others, [replica], range(2))  # has state of its own for what the checkpoint has
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, others), strict=True))
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(
+        other,
+        others,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+        options=StateDictOptions(strict=False),
+    )
+    for each, its in ((model, optimizer), (other, others)):
+        train(each, its, [replica], range(2, 4))
+    for parameter, same in zip(net.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(parameter.to_local(), same.to_local())
+
+
+@on_four_ranks
+def test_placements_that_differ_from_replica_to_replica_are_named():
+    mesh = mesh_of(2)
+    net = nn.Sequential(nn.Linear(4, 4))
+    plan = ColwiseParallel() if mesh.get_local_rank("dp") else RowwiseParallel()
+    with pytest.raises(Exception, match=r"'0.weight'.*Shard\(dim=0\)"):
+        DistributedDataParallel(parallelize_module(net, mesh["tp"], {"0": plan}), device_mesh=mesh["dp"])
+
+
+@on_two_ranks
+def test_what_cannot_work_says_so():
+    mesh = mesh_of(1)
+    net = parallelized(Net(), mesh["tp"])
+    with pytest.raises(ValueError, match=r"'embedding.weight' is a DTensor over ranks \[0, 1\].*=mesh\['dp'\]"):
+        DistributedDataParallel(net)
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"'embedding.weight' is a DTensor, which DistributedOptimizer does not take"):
+        DistributedOptimizer(adam(model), model)
+    with pytest.raises(ValueError, match=r"'embedding.weight' is a DTensor, which ppe_ddp.megatron does not take"):
+        MegatronDDP(None, DistributedDataParallelConfig(), net)
+    sharded = fully_shard(nn.Linear(4, 4), mesh=mesh["tp"])
+    with pytest.raises(ValueError, match=r"fully_shard\(\)"):
+        DistributedDataParallel(sharded, device_mesh=mesh["dp"])
+    net.head.weight.grad = net.head.weight.detach().redistribute(placements=[Replicate()])
+    model = DistributedDataParallel(net, process_group=mesh["dp"].get_group(), reduce_function=keep)
+    with pytest.raises(ValueError, match=r"the gradient of parameter 'head.weight' has .*Replicate.*Shard"):
+        model.finish_grad_sync()
