@@ -44,6 +44,7 @@ LAYERS = [
     "sharding",
     "megatron",
     "optim",
+    "checkpoints",
     "testing",
     "cli",
     "benchmarks",

@@ -84,7 +84,7 @@ class LoadGroup:
             except Exception as error:
                 failure, answer = error, [None, self._told(error)]
         if self.group is not None and self.size > 1:
-            answer = self._communicate(partial(broadcast_json, answer, self.ranks[0], self.group))
+            answer = self.communicate(partial(broadcast_json, answer, self.ranks[0], self.group))
         if answer[1] is not None:
             raise CheckpointError(answer[1]) from failure
         return answer[0]
@@ -103,7 +103,7 @@ class LoadGroup:
             failure, own = error, [None, self._told(error)]
         everyone: list[Any] = [own]
         if self.group is not None and self.size > 1:
-            everyone = self._communicate(partial(all_gather_json, own, self.group))
+            everyone = self.communicate(partial(all_gather_json, own, self.group))
         for _, text in everyone:
             if text is not None:
                 raise CheckpointError(text) from failure
@@ -115,11 +115,16 @@ class LoadGroup:
             return str(error)
         return f"rank {self.rank}: {type(error).__name__}: {error}"
 
-    def _communicate(self, call: Callable[[], Any]) -> Any:
+    def communicate(self, call: Callable[[], Any]) -> Any:
+        """Call what all ranks call together.
+
+        Raises:
+            CommunicationError: It has failed.
+        """
         try:
             return call()
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.rank} of {self.size}: the ranks that load a checkpoint together lost each other: {error}. "
+                f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. "
                 "Every rank must call it; look for the first traceback of all ranks."
             ) from error
