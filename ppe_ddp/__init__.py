@@ -1,6 +1,7 @@
 """Data-parallel training in PyTorch for models whose graphs change from step to step."""
 
 import ppe_ddp.backends  # noqa: F401  # registers our backends; nothing of MPI or CuPy is loaded yet
+from ppe_ddp.checkpoints.checkpointer import Checkpointer, Restored
 from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.trace import BucketTrace, Trace
@@ -25,6 +26,7 @@ __all__ = [
     "BroadcastFunction",
     "BucketTrace",
     "CheckpointError",
+    "Checkpointer",
     "CommHook",
     "CommunicationError",
     "DisagreementError",
@@ -38,6 +40,7 @@ __all__ = [
     "PeerAbortedError",
     "PpeDdpError",
     "ReduceFunction",
+    "Restored",
     "SyncHook",
     "Trace",
     "UnusableError",

@@ -109,12 +109,13 @@ class HookedWrapper(ModuleWrapper):
         """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
 
         Each rank has its own, to be saved beside the state of model and optimizer: training that goes on from all
-        three is what it would have been without the interruption. Empty without a compressor.
+        three is what it would have been without the interruption. Without a compressor it is that order alone, which
+        more than two ranks need to add up in the same order again. Empty without other ranks.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
-        if reducer is None or compressor is None:
+        if reducer is None:
             return {}
-        state = self._hooks.comm_state.state_dict(compressor, reducer.groups)
+        state = {} if compressor is None else self._hooks.comm_state.state_dict(compressor, reducer.groups)
         return {**state, "buckets": reducer.synchronizer.negotiation.order_state()}
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,13 +127,13 @@ class HookedWrapper(ModuleWrapper):
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
-        if compressor is None:
-            if state:
-                raise ValueError(
-                    f"rank {reducer.groups.rank}: the state of communication is that of {state.get('compressor')}: "
-                    "register it before"
-                )
-            return
-        devices = {spec.name: spec.device for spec in self._module_state.specs}
-        self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, devices)
-        reducer.synchronizer.negotiation.load_order_state(state["buckets"])
+        if compressor is not None:
+            devices = {spec.name: spec.device for spec in self._module_state.specs}
+            self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, devices)
+        elif "compressor" in state:
+            raise ValueError(
+                f"rank {reducer.groups.rank}: the state of communication is that of {state['compressor']}: register it "
+                "before"
+            )
+        if "buckets" in state:
+            reducer.synchronizer.negotiation.load_order_state(state["buckets"])

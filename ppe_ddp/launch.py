@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.launchers import Rendezvous, detect
+from ppe_ddp.loopback_store import loopback_store
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -205,11 +206,11 @@ def _timedelta(timeout: object) -> datetime.timedelta | None:
 def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, pg_options: Any) -> None:
     where = place.init_method
     # torch.distributed takes it from its C++ part without naming it in __all__.
-    store = dist.HashStore() if where is None else None  # type: ignore[attr-defined]
     try:
+        store = dist.HashStore() if where is None else loopback_store(place, timeout, os.environ)  # type: ignore[attr-defined]
         dist.init_process_group(
             backend,
-            init_method=where,
+            init_method=where if store is None else None,
             store=store,
             rank=place.rank,
             world_size=place.world_size,

@@ -172,6 +172,8 @@ def _slurm_rank_and_size(environment: Environment) -> tuple[int, int]:
 def _slurm_address(environment: Environment) -> str:
     if environment.get("MASTER_ADDR"):
         return _bracketed(environment["MASTER_ADDR"])
+    if environment.get("SLURM_STEP_NUM_NODES") == "1":
+        return "127.0.0.1"  # so that nobody on another machine finds the store
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if environment.get(name):
             try:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import conftest
+import pickles
 import ppe_ddp
 import private_names
 
@@ -25,6 +26,7 @@ LAYERS = [
     "functions",
     "backends",
     "launchers",
+    "loopback_store",
     "launch",
     "compression",
     "options",
@@ -42,6 +44,7 @@ LAYERS = [
     "sharding",
     "megatron",
     "optim",
+    "checkpoints",
     "testing",
     "cli",
     "benchmarks",
@@ -172,3 +175,31 @@ def test_private_names_of_ones_own_and_foreach_are_not_meant(tmp_path):
     own = "class One:\n    _version: int\n    def of(self, other):\n        self._more = other._more = other._version\n"
     (tmp_path / "one.py").write_text(own + "import torch; torch._foreach_copy_([], []); getattr(one, '_more')")
     assert private_names.of_torch_in(tmp_path) == {}
+
+
+def test_nothing_is_pickled_between_ranks_or_loaded_by_a_pickle():
+    assert set(pickles.pickles_in(ROOT)) == set(pickles.ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch.distributed as dist; dist.all_gather_object([], 1)",
+        "from torch.distributed import broadcast_object_list",
+        "from mpi4py import MPI; MPI.COMM_WORLD.bcast(1)",
+        "from mpi4py import MPI\nself._world.allgather(1)",
+        "import torch; torch.load(file)",
+        "import torch; torch.load(file, weights_only=False)",
+    ],
+)
+def test_a_pickle_is_seen(tmp_path, line):
+    (tmp_path / "one.py").write_text(line)
+    assert list(pickles.pickles_in(tmp_path)) == ["one.py"]
+
+
+def test_what_is_no_pickle_is_not_meant(tmp_path):
+    line = "from mpi4py import MPI; MPI.COMM_WORLD.Bcast(1); pipe.send; import torch; torch.load(f, weights_only=True)"
+    (tmp_path / "one.py").write_text(line)
+    assert pickles.pickles_in(tmp_path) == {}

@@ -176,7 +176,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name):
 @on_two_ranks
 def test_a_state_is_that_of_one_rank_and_one_compressor():
     wrapper = DistributedDataParallel(seeded(Routes))
-    assert wrapper.comm_state_dict() == {}
+    assert wrapper.comm_state_dict().keys() == {"buckets"}
     wrapper.load_comm_state_dict({})
     wrapper.register_comm_hook(ErrorFeedback(Sign()))
     walk(0)(wrapper, dist.get_rank())

@@ -109,6 +109,22 @@ def test_one_bit_keeps_what_it_does_not_send():
     torch.testing.assert_close(decoded, expected)
 
 
+def test_survive_kill_started_again_by_hand():
+    code, text, errors = run([sys.executable, EXAMPLES / "survive_kill.py", "--steps", "30"], timeout=120)
+    assert code == 0, errors
+    assert text.count("start it again") == 2
+    assert [int(step) for step in re.findall(r"start at step (\d+)", text)] == [0, 14, 14]
+    assert "killed 2 times, and in the end the same bits as without an interruption" in text
+
+
+def test_survive_kill_started_again_by_torchrun(tmp_path):
+    command = [*TORCHRUN[:-1], "--max-restarts=2", EXAMPLES / "survive_kill.py", "--steps", "30", "--folder", tmp_path]
+    code, text, errors = run(command, timeout=120)
+    assert code == 0, errors
+    assert [int(step) for step in re.findall(r"start at step (\d+)", text)] == [0, 14, 14]
+    assert "killed 2 times, and in the end the same bits as without an interruption" in text
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
 def test_load_transformer(ranks):
     text = printed_by(ranks, "load_transformer.py", "--layers", "3", "--width", "64")

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.cli.backend_examination import examine
 from ppe_ddp.engine.groups import Groups, backends_of, offers_memory
+from ppe_ddp.engine.json_collectives import all_gather_json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +70,7 @@ class JobFindings:
 
 def examine_job(job: Job) -> JobFindings:
     """Have all ranks examine the default process group; they must call this together."""
-    names = _gathered((socket.gethostname(), _boot_id()))
+    names = [tuple(name) for name in _gathered([socket.gethostname(), _boot_id()])]
     nodes = [
         (name, tuple(rank for rank, other in enumerate(names) if other == (name, boot)))
         for name, boot in dict.fromkeys(names)
@@ -132,9 +134,7 @@ def _boot_id() -> str:
 
 
 def _gathered(own: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    return all_gather_json(own, default_group())
 
 
 def _listed(groups: Sequence[Sequence[int]]) -> str:

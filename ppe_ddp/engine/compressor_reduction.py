@@ -8,12 +8,12 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed as dist
 
 from ppe_ddp.compression.compressor import AllPending
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
 from ppe_ddp.compression.link import Exchange, Link
 from ppe_ddp.engine.exchange_queue import ExchangeQueue, PendingExchange
+from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.errors import DisagreementError
 
@@ -138,8 +138,7 @@ def check_compressor(compressor: Compressor, groups: Groups) -> None:
     """
     if groups.world_size == 1:
         return
-    found: list[tuple[str, str]] = [("", "")] * groups.world_size
-    dist.all_gather_object(found, (repr(compressor), socket.gethostname()), group=groups.control)
+    found = all_gather_json([repr(compressor), socket.gethostname()], groups.control)
     for rank, (other, _) in enumerate(found):
         if other != found[0][0]:
             raise DisagreementError(

@@ -10,6 +10,7 @@ from torch import distributed as dist
 from ppe_ddp.engine.bucket_plan import Planner, fingerprint
 from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.engine.shared_parameters import APART
 from ppe_ddp.errors import DisagreementError
@@ -79,8 +80,7 @@ class Negotiation:
         if not agreement.same:
             raise _disagreement(lines, self._groups)
         if any(agreement.extra):
-            tables: list[list[str]] = [[] for _ in range(self._groups.world_size)]
-            dist.all_gather_object(tables, expanded, group=self._groups.control)
+            tables = all_gather_json(expanded, self._groups.control)
             rank, first = next((rank, table) for rank, table in enumerate(tables) if table)
             raise ValueError(
                 f"rank {rank}: several elements of {', '.join(first)} are one place in memory (stride 0), so that the "
@@ -222,8 +222,7 @@ def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
 
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
     """The error that names the ranks that differ from rank 0, and the first difference. Collective."""
-    tables: list[list[str]] = [[] for _ in range(groups.world_size)]
-    dist.all_gather_object(tables, list(lines), group=groups.control)
+    tables: list[list[str]] = all_gather_json(list(lines), groups.control)
     reference = tables[0]
     others = [rank for rank, table in enumerate(tables) if table != reference]
     if not others:

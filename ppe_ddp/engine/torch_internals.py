@@ -178,6 +178,13 @@ def split_by(placement: Any, positions: Tensor, parts: int) -> Sequence[Tensor]:
     return split
 
 
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Torch's placement of FSDP over tensor parallelism, which has no public name."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # with DTensor, a third of a second to import
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
 # ---------------------------------------------------------------------- modules and optimizers
 
 

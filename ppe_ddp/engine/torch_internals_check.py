@@ -24,6 +24,7 @@ from ppe_ddp.engine.torch_internals import (
     preserve_versions,
     split_by,
     storage_users,
+    strided_shard,
     tensor_users,
     unflatten,
     users_of_tensors,
@@ -207,6 +208,12 @@ def _split_by() -> bool:
     return [part.tolist() for part in split_by(Shard(0), torch.arange(5), 2)] == [[0, 1, 2], [3, 4]]
 
 
+def _strided_shard() -> bool:
+    placement = strided_shard(0, 2)
+    parts = [part.tolist() for part in split_by(placement, torch.arange(8), 2)]
+    return (placement.dim, placement.split_factor) == (0, 2) and parts == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
 def _foreach() -> bool:
     to, of = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
     torch._foreach_copy_(to, of)
@@ -234,5 +241,6 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (is_foreach_zero, _is_foreach_zero),
     (holds_tensors, _holds_tensors),
     (split_by, _split_by),
+    (strided_shard, _strided_shard),
     (torch._foreach_copy_, _foreach),
 )

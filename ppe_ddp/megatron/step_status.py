@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from torch import distributed as dist
-
+from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ class StepStatus:
         """
         for reduction_group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
             if RankStatus.NON_FINITE in of_ranks:
-                tables: list[list[str]] = [[] for _ in of_ranks]
-                dist.all_gather_object(tables, self._non_finite, group=reduction_group.groups.control)
+                tables = all_gather_json(self._non_finite, reduction_group.groups.control)
                 self._error = self._error or _non_finite(tables, reduction_group.groups)
         for reduction_group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
             aborted = [rank for rank, status in enumerate(of_ranks) if status == RankStatus.ABORTED]

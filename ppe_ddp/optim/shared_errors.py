@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
+from ppe_ddp.engine.json_collectives import all_gather_json
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,8 +26,7 @@ def raise_together(error: Exception | None, collectives: Sequence[str], group: P
         ValueError: On every rank, with the errors of all.
     """
     world_size = dist.get_world_size(group)
-    told: list[tuple[str | None, list[str]]] = [(None, [])] * world_size
-    dist.all_gather_object(told, (None if error is None else _text(error), list(collectives)), group=group)
+    told = all_gather_json([None if error is None else _text(error), list(collectives)], group)
     texts = [text for text, _ in told]
     if any(texts):
         ranks: dict[str, list[int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.torch_internals import holds_tensors
+from ppe_ddp.sharding.plain_values import dump_plain
 from ppe_ddp.sharding.regions import ShardLayout, shape_of
 
 _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
@@ -27,14 +27,14 @@ class SourceEntry:
         shape: Of the full tensor; None for an entry that is no tensor.
         dtype: Of the tensor.
         kind: The name of its type.
-        pickled: The entry itself, if it is no tensor: it is sent with its description.
+        content: The bytes of an entry that is no tensor, where it is sent with its description.
     """
 
     key: str
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     kind: str
-    pickled: bytes = b""
+    content: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,15 @@ class ExpectedEntry:
     tie: str
 
 
-def describe(state_dict: Mapping[str, Any]) -> list[SourceEntry]:
+def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntry]:
     """The entries of a checkpoint in memory, or of one that reads its tensors on demand.
 
+    Args:
+        state_dict: The checkpoint.
+        is_sent: Whether other ranks need what is no tensor.
+
     Raises:
-        TypeError: A key is not a text, or an entry is no full tensor.
+        TypeError: A key is not a text, an entry is no full tensor, or loading what is no tensor would run code.
     """
     found = []
     for key, value in state_dict.items():
@@ -73,7 +77,7 @@ def describe(state_dict: Mapping[str, Any]) -> list[SourceEntry]:
                 raise TypeError(f"{key!r} is on the meta device and has no values; pass real tensors")
             found.append(SourceEntry(key, tuple(value.shape), value.dtype, "Tensor"))
         else:
-            found.append(SourceEntry(key, None, None, type(value).__name__, _pickled(key, value)))
+            found.append(SourceEntry(key, None, None, type(value).__name__, _content(key, value) if is_sent else b""))
     return found
 
 
@@ -104,11 +108,11 @@ def takes_anything(key: str, value: object) -> bool:
     return not isinstance(value, Tensor) or key.rpartition(".")[2] == _EXTRA or is_lazy(value)
 
 
-def _pickled(key: str, value: object) -> bytes:
+def _content(key: str, value: object) -> bytes:
     try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(f"{key!r} is a {type(value).__name__}, which cannot be pickled: {error}") from error
+        return dump_plain(value)
+    except TypeError as error:
+        raise TypeError(f"{key!r} cannot be sent: {error}") from error
 
 
 def _layout(key: str, value: Tensor, rank: int) -> ShardLayout | None:

@@ -93,8 +93,9 @@ class DistModule(nn.Module):
     ) -> IncompatibleKeys:
         """Load rank 0's state_dict into the modules of all ranks, which must call this together.
 
-        Each rank receives its shards, not whole tensors. Entries that are no tensors are pickled. Buffers that are not
-        persistent are in no checkpoint, and stay what they are, on the meta device too.
+        Each rank receives its shards, not whole tensors. Entries that are no tensors are sent if they are what
+        ``torch.load(weights_only=True)`` reads: nothing that is sent can run code. Buffers that are not persistent are
+        in no checkpoint, and stay what they are, on the meta device too.
 
         Args:
             state_dict: Full tensors, on rank 0 of the process group. Other ranks pass an empty mapping; what they pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,9 +12,16 @@ import torch
 
 from ppe_ddp.engine.torch_internals import metadata_of
 from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry, describe, expect
+from ppe_ddp.sharding.entry_json import (
+    expectations_from_json,
+    expectations_to_json,
+    sources_from_json,
+    sources_to_json,
+)
 from ppe_ddp.sharding.key_matching import Match, check, match
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.load_targets import LoadTargets, device_for, refuse_meta
+from ppe_ddp.sharding.plain_values import dump_plain, load_plain
 from ppe_ddp.sharding.progress_bar import ProgressBar
 from ppe_ddp.sharding.tensor_routing import route_tensors
 from ppe_ddp.sharding.tensor_transfer import TensorTransfer
@@ -74,7 +82,7 @@ class _Header:
         expected: What rank 0's module has, most often the same as everywhere.
         terms: How it loads.
         what: The name of what is loaded into.
-        metadata: The ``_metadata`` of torch's state_dicts: versions of modules.
+        metadata: The ``_metadata`` of torch's state_dicts: versions of modules, as bytes.
         wire: The type of device whose tensors are sent.
     """
 
@@ -82,15 +90,32 @@ class _Header:
     expected: list[ExpectedEntry]
     terms: dict[str, Any]
     what: str
-    metadata: Any
+    metadata: bytes
     wire: str
+
+    def to_json(self) -> Any:
+        """What is sent."""
+        own = {"terms": self.terms, "what": self.what, "metadata": b64encode(self.metadata).decode(), "wire": self.wire}
+        return own | {"found": sources_to_json(self.found), "expected": expectations_to_json(self.expected)}
+
+    @classmethod
+    def from_json(cls, sent: Any) -> _Header:
+        """What has come."""
+        return cls(
+            found=sources_from_json(sent["found"]),
+            expected=expectations_from_json(sent["expected"]),
+            terms=sent["terms"],
+            what=sent["what"],
+            metadata=b64decode(sent["metadata"]),
+            wire=sent["wire"],
+        )
 
 
 class Distribution:
     """Brings the tensors of rank 0's checkpoint to where they belong; every rank of a load group runs one, together.
 
     Args:
-        checkpoint_of: Gives the checkpoint: full tensors, and other entries, which are pickled. Called on rank 0 only.
+        checkpoint_of: Gives the checkpoint: full tensors, and other entries. Called on rank 0 only.
         targets_of: Gives what this rank's module has: DTensors, tensors, and other entries.
         terms: How.
     """
@@ -134,9 +159,9 @@ class Distribution:
             expected = expect(self._targets, load_group.ranks[load_group.rank])
         except Exception as error:  # raised below, on all ranks
             failure = error
-        header = load_group.from_source(lambda: self._make_header(expected))
+        header = _Header.from_json(load_group.from_source(lambda: self._make_header(expected).to_json()))
 
-        def answer() -> list[ExpectedEntry] | None:
+        def answer() -> Any:
             if failure is not None:
                 raise failure
             terms = self._terms.compared()
@@ -144,19 +169,20 @@ class Distribution:
                 raise ValueError(f"it loads with {terms}, and rank 0 with {header.terms}; they have to be the same")
             if not self._terms.fresh:
                 refuse_meta(self._targets, match(header.found, [expected]))
-            return None if expected == header.expected else expected
+            return None if expected == header.expected else expectations_to_json(expected)
 
-        return header, [header.expected if other is None else other for other in load_group.from_each(answer)]
+        answers = load_group.from_each(answer)
+        return header, [header.expected if other is None else expectations_from_json(other) for other in answers]
 
     def _make_header(self, expected: list[ExpectedEntry]) -> _Header:
         self._checkpoint = self._checkpoint_of()
         device = device_for(self._targets, self._load_group, self._options)
         return _Header(
-            found=describe(self._checkpoint),
+            found=describe(self._checkpoint, is_sent=self._load_group.size > 1),
             expected=expected,
             terms=self._terms.compared(),
             what=self._terms.what,
-            metadata=metadata_of(self._checkpoint),
+            metadata=dump_plain(metadata_of(self._checkpoint)),
             wire=self._load_group.wire_kind(device.type),
         )
 
@@ -185,12 +211,12 @@ class Distribution:
         finally:
             bar.close()
         result: OrderedDict[str, Any] = OrderedDict()
-        result._metadata = header.metadata  # type: ignore[attr-defined]
+        result._metadata = load_plain(header.metadata)  # type: ignore[attr-defined]
 
         def finish() -> None:
             if transfer.failure is not None:
                 raise transfer.failure
-            result.update(load_targets.state_dict(header.found))
+            result.update(load_targets.state_dict(header.found, self._checkpoint))
 
         load_group.from_each(finish)
         return result

@@ -7,19 +7,19 @@ the same text, so that no rank waits for one that has left.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.groups import backends_of
+from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.errors import CheckpointError, CommunicationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-T = TypeVar("T")
 
 
 def device_of(kind: str) -> torch.device:
@@ -70,8 +70,8 @@ class LoadGroup:
             return kind
         return "cpu" if "cpu" in served or not served else next(iter(served))
 
-    def from_source(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on the source, and return its result on every rank.
+    def from_source(self, make: Callable[[], Any]) -> Any:
+        """Call ``make`` on the source, and return its result, which JSON must be able to say, on every rank.
 
         Raises:
             CheckpointError: On every rank, where ``make`` raised.
@@ -84,28 +84,26 @@ class LoadGroup:
             except Exception as error:
                 failure, answer = error, [None, self._told(error)]
         if self.group is not None and self.size > 1:
-            self._communicate(lambda: dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group))
+            answer = self.communicate(partial(broadcast_json, answer, self.ranks[0], self.group))
         if answer[1] is not None:
             raise CheckpointError(answer[1]) from failure
-        value: T = answer[0]
-        return value
+        return answer[0]
 
-    def from_each(self, make: Callable[[], T]) -> list[T]:
-        """Call ``make`` on every rank, and return all results by rank.
+    def from_each(self, make: Callable[[], Any]) -> list[Any]:
+        """Call ``make`` on every rank, and return all results, which JSON must be able to say, by rank.
 
         Raises:
             CheckpointError: On every rank, where ``make`` raised on any.
         """
-        own: tuple[T | None, str | None]
+        own: list[Any]
         failure: Exception | None = None
         try:
-            own = make(), None
+            own = [make(), None]
         except Exception as error:
-            failure, own = error, (None, self._told(error))
+            failure, own = error, [None, self._told(error)]
         everyone: list[Any] = [own]
         if self.group is not None and self.size > 1:
-            everyone = [None] * self.size
-            self._communicate(lambda: dist.all_gather_object(everyone, own, group=self.group))
+            everyone = self.communicate(partial(all_gather_json, own, self.group))
         for _, text in everyone:
             if text is not None:
                 raise CheckpointError(text) from failure
@@ -117,11 +115,16 @@ class LoadGroup:
             return str(error)
         return f"rank {self.rank}: {type(error).__name__}: {error}"
 
-    def _communicate(self, call: Callable[[], object]) -> None:
+    def communicate(self, call: Callable[[], Any]) -> Any:
+        """Call what all ranks call together.
+
+        Raises:
+            CommunicationError: It has failed.
+        """
         try:
-            call()
+            return call()
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.rank} of {self.size}: the ranks that load a checkpoint together lost each other: {error}. "
+                f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. "
                 "Every rank must call it; look for the first traceback of all ranks."
             ) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_entries import local_of, takes_anything
 from ppe_ddp.sharding.load_group import device_of
+from ppe_ddp.sharding.plain_values import load_plain
 from ppe_ddp.sharding.regions import ShardLayout, shape_of
 from ppe_ddp.sharding.tensor_transfer import RegionMemory
 
@@ -79,15 +80,21 @@ class LoadTargets:
                     taken.add(value.data_ptr())
                     region_memory.target, region_memory.filled = value, True
 
-    def state_dict(self, found: Sequence[SourceEntry]) -> dict[str, Any]:
-        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
-        others = {entry.key: entry.pickled for entry in found if entry.shape is None}
+    def state_dict(self, found: Sequence[SourceEntry], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied.
+
+        Args:
+            found: What the checkpoint has.
+            checkpoint: It, on the rank that has it; empty elsewhere.
+        """
+        others = {entry.key: entry.content for entry in found if entry.shape is None}
         made: dict[str, Any] = {}
         result = {}
         uses = Counter(self._sources.values())
         for key, source in self._sources.items():
             if source in others:
-                result[key] = pickle.loads(others[source])
+                own = source in checkpoint
+                result[key] = copy.deepcopy(checkpoint[source]) if own else load_plain(others[source])
             elif source in self.memories:
                 if source not in made:
                     made[source] = self._wrapped(self._targets[key], self.memories[source].target, uses[source] > 1)

@@ -6,6 +6,7 @@ Owns the check that MPI's world is the one that the launcher meant to start.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
 from functools import partial
@@ -34,6 +35,8 @@ _LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "Slurm's srun"),
     ("WORLD_SIZE", "torchrun, or another launcher that sets WORLD_SIZE"),
 )
+
+_ADDRESS_BYTES = 64  # of rank 0's address and port as JSON: the longest address is an IPv6 one of 39
 
 
 def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
@@ -65,14 +68,17 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.Get_size() == size
     node.Free()
+    address = bytearray(_ADDRESS_BYTES)
     if rank > 0:
-        host, port = world.bcast(None)
+        world.Bcast(address)
+        host, port = json.loads(address)
         return TCPStore(host, port, size, is_master=False, timeout=limit), rank, size
     listener = socket.create_server(("127.0.0.1" if one_node else "", 0), backlog=max(size, 16))
     port = listener.getsockname()[1]
     host = "127.0.0.1" if one_node else _address_for_others()
     # It listens already, so that the others may come before the store serves; they hear of the port only afterwards.
-    world.bcast((host, port))
+    address[:] = json.dumps([host, port]).encode().ljust(_ADDRESS_BYTES)
+    world.Bcast(address)
     serving = partial(
         TCPStore, host, port, size, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -74,6 +74,7 @@ class SharedMemory:
         self._pid = os.getpid()
         nbytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         descriptor = os.memfd_create("ppe_ddp")
+        os.fchmod(descriptor, 0o600)  # it is made for everybody
         os.ftruncate(descriptor, nbytes)
         self._map = _mapped(descriptor, nbytes)
         self._lock = threading.Lock()  # a reduce function's thread allocates beside the main thread

@@ -1,0 +1,389 @@
+"""What a checkpoint is for: to go on bit by bit, whatever has ended the job. Half of one is never taken for whole."""
+
+import io
+import itertools
+import json
+import os
+import pickle
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
+from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, DisagreementError
+from ppe_ddp.checkpoints import checkpoint_folder, entry_files
+from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder
+from ppe_ddp.testing import RankError, Ranks
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+@pytest.fixture(scope="module")
+def lone_rank():
+    """A process without torch.distributed, where nothing else happens."""
+    with Ranks(1, backend=None) as started:
+        yield started
+
+
+def shared_folder():
+    """One folder for all ranks of a test, of its own."""
+    folder = [None]
+    if dist.get_rank() == 0:
+        import tempfile
+
+        folder = [tempfile.mkdtemp(prefix="ppe_ddp_test_")]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+# --- going on
+
+
+@pytest.mark.parametrize(("sharded", "compressed"), [(False, False), (True, False), (False, True)])
+def test_a_training_goes_on_bit_by_bit(three_ranks, folder, sharded, compressed):
+    three_ranks.run(go_on, folder, sharded, compressed, timeout=60)
+
+
+def go_on(folder, sharded, compressed):
+    first = NoisyTraining(folder, sharded=sharded, compressed=compressed)
+    first.step(5)
+    first.checkpointer.save(5, position={"batch": torch.tensor(dist.get_rank())})
+    first.step(5)
+    wanted = first.bits()
+    other = NoisyTraining(folder, seed=1, sharded=sharded, compressed=compressed)
+    other.step(2)
+    restored = other.checkpointer.load()
+    assert restored.step == 5
+    assert [position["batch"].item() for position in restored.positions] == [0, 1, 2]
+    assert restored.position["batch"] == dist.get_rank()
+    other.step(5)
+    assert same(wanted, other.bits())
+    states = [training.model.comm_state_dict()["buckets"] for training in (first, other)]
+    assert states[0] == states[1]
+    assert states[0]["learned"]  # three ranks add up in another order where buckets are others
+
+
+def test_another_number_of_ranks_goes_on_with_model_and_optimizer(three_ranks, folder):
+    three_ranks.run(go_on_with_two, folder, timeout=60)
+
+
+def go_on_with_two(folder):
+    first = NoisyTraining(folder, sharded=True)
+    first.step(3)
+    first.checkpointer.save(3, position=dist.get_rank())
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        other = NoisyTraining(folder, seed=1, sharded=True, group=group)
+        chance = torch.get_rng_state()
+        restored = other.checkpointer.load()
+        assert (restored.step, restored.position, restored.positions) == (3, None, [0, 1, 2])
+        assert torch.equal(chance, torch.get_rng_state())
+        assert all(map(torch.equal, first.bits()[0], other.bits()[0]))
+        other.step()
+
+
+def test_a_process_alone(lone_rank, folder):
+    lone_rank.run(go_on_alone, folder)
+
+
+def go_on_alone(folder):
+    def made():
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, Checkpointer(folder, {"model": model, "optimizer": optimizer})
+
+    model, optimizer, checkpointer = made()
+    assert checkpointer.load() is None
+    checkpointer.save(0)  # an optimizer without state
+
+    def step(model, optimizer):
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    checkpointer.save(1, position=[1, ("two", 3.0)])
+    step(model, optimizer)
+    again, its_optimizer, its_checkpointer = made()
+    assert its_checkpointer.load().position == [1, ("two", 3.0)]
+    again.zero_grad()
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        other.grad = None if parameter.grad is None else parameter.grad.clone() * 0
+    step(again, its_optimizer)
+    assert its_checkpointer.load(0).step == 0
+    assert its_optimizer.state == {}
+    with pytest.raises(CheckpointError, match=r"it is a Hostile with .*, and loading that would run code"):
+        its_checkpointer.save(2, position=Hostile())
+    assert its_checkpointer.steps() == [0, 1]
+    with pytest.raises(CheckpointError, match=r"lacks \['model.more.*and has \['model.bias'"):
+        Checkpointer(folder, {"model": nn.ParameterDict({"weight": torch.ones(3, 3), "more": torch.ones(1)})}).load()
+
+
+def test_the_last_are_kept_and_the_newest_is_the_last_that_was_saved(lone_rank, folder):
+    lone_rank.run(keep_two, folder)
+
+
+def keep_two(folder):
+    model = nn.Linear(1, 1)
+    checkpointer = Checkpointer(folder, {"model": model}, keep=2)
+    for step in (10, 20, 30):
+        nn.init.constant_(model.weight, step)
+        checkpointer.save(step)
+    assert checkpointer.steps() == [20, 30]
+    assert checkpointer.load(20).step == 20
+    assert model.weight == 20
+    checkpointer.save(25)  # on another way than the 30 was
+    assert Checkpointer(folder, {"model": model}).load().step == 25
+    assert checkpointer.steps() == [30, 25]
+
+
+# --- never torn
+
+
+def test_a_kill_at_any_moment_loses_no_more_than_the_last_steps(lone_rank, folder):
+    assert lone_rank.run(kill_at_every_moment, folder, timeout=100)[0] > 30
+
+
+def kill_at_every_moment(folder):
+    model = nn.Linear(50, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(folder, {"model": model, "optimizer": optimizer}, keep=2)
+
+    def save(step):
+        nn.init.constant_(model.weight, step)
+        checkpointer.save(step, position=step)
+
+    save(1)
+    save(2)
+    last = 2
+    for moment in itertools.count():
+        step = 3 + moment
+        was_killed = killed_at(moment, lambda step=step: save(step))
+        restored = checkpointer.load()
+        assert restored.step in ((last, step) if was_killed else (step,))
+        assert restored.position == restored.step
+        assert (model.weight == restored.step).all()
+        last = restored.step
+        if not was_killed:
+            assert sorted(os.listdir(folder)) == sorted(name.text for name in CheckpointFolder(folder).complete())
+            return moment
+
+
+FAULTS = {
+    "begin": lambda patch: failing(patch, Path, "mkdir", 1),
+    "disk": lambda patch: full_disk(4000),
+    "fsync_of_a_file": lambda patch: failing(patch, os, "fsync", 1),
+    "fsync_of_a_folder": lambda patch: failing(patch, checkpoint_folder, "_sync_folder", 1),
+    "fsync_of_the_parent": lambda patch: failing(patch, checkpoint_folder, "_sync_folder", 2),
+    "rename": lambda patch: failing(patch, os, "rename", 2),  # torch renames its metadata
+}
+
+
+@pytest.mark.parametrize(("fault", "rank"), [*((name, 0) for name in FAULTS), ("disk", 1), ("fsync_of_a_file", 1)])
+def test_a_failure_of_one_rank_is_known_to_all(two_ranks, folder, fault, rank):
+    two_ranks.run(fail_on_one, folder, fault, rank, timeout=60)
+
+
+def fail_on_one(folder, fault, rank):
+    training = NoisyTraining(folder)
+    training.step()
+    training.checkpointer.save(1)
+    saved = training.bits()[0]
+    training.step()
+    mine = dist.get_rank() == rank
+    with pytest.MonkeyPatch.context() as patch:
+        if mine:
+            with FAULTS[fault](patch), pytest.raises(CheckpointError, match=f"rank {rank}: .*(Error|failed)"):
+                training.checkpointer.save(2)
+        else:
+            with pytest.raises(CheckpointError, match=f"rank {rank}: .*(Error|failed)"):
+                training.checkpointer.save(2)
+    dist.barrier()
+    assert os.listdir(folder) == ["000001-step-1"]
+    assert training.checkpointer.load().step == 1
+    assert all(map(torch.equal, saved, training.bits()[0]))
+    training.checkpointer.save(3)
+    assert training.checkpointer.steps() == [1, 3]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(lone_rank, folder):
+    lone_rank.run(follow_the_disk, folder)
+
+
+def follow_the_disk(folder):
+    done = []
+    with pytest.MonkeyPatch.context() as patch:
+        fsync, rename = os.fsync, os.rename
+        patch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+        patch.setattr(os, "rename", lambda old, new: (done.append((Path(old).name, Path(new).name)), rename(old, new)))
+        path = Checkpointer(folder, {"model": nn.Linear(2, 2)}).save(7)
+    place = next(k for k, what in enumerate(done) if isinstance(what, tuple) and what[1] == path.name)
+    synced = [Path(what).name for what in done[:place] if isinstance(what, str)]
+    assert set(os.listdir(path)) <= set(synced)
+    assert synced[-1] == done[place][0]  # its folder, last
+    assert done[place + 1 :] == [str(folder)]
+
+
+@on_two_ranks
+def test_ranks_at_different_steps_save_nothing():
+    folder = shared_folder()
+    training = NoisyTraining(folder)
+    with pytest.raises(DisagreementError, match=r"rank 1 saves a checkpoint of step 1 .* and rank 0 of step 0"):
+        training.checkpointer.save(dist.get_rank())
+    training.checkpointer.save(4)
+    assert training.checkpointer.steps() == [4]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+@on_three_ranks
+def test_what_one_rank_cannot_save_is_an_error_of_all():
+    folder = shared_folder()
+    training = NoisyTraining(folder)
+    position = object() if dist.get_rank() == 2 else 3
+    with pytest.raises(CheckpointError, match=r"rank 2: .*'ranks.2.position' cannot be saved: it is a object"):
+        training.checkpointer.save(1, position=position)
+    training.checkpointer.save(1)
+    if dist.get_rank() == 1:
+        training.schedule.load_state_dict = None
+    with pytest.raises(CheckpointError, match="rank 1: TypeError"):
+        training.checkpointer.load()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_last_checkpoint(folder):
+    with Ranks(2, timeout=20) as ranks:
+        for moment in ("fsync", "rename"):
+            ranks.run(save_one, folder)
+            with pytest.raises(RankError) as caught:
+                ranks.run(save_and_die, folder, moment, timeout=20)
+            assert [type(error) for error in caught.value.exceptions.values()] == [CommunicationError]
+            assert ranks.run(load_one, folder) == [1, 1]
+
+
+def save_one(folder):
+    shutil.rmtree(folder, ignore_errors=True) if dist.get_rank() == 0 else None
+    dist.barrier()
+    training = NoisyTraining(folder)
+    training.checkpointer.save(1)
+
+
+def save_and_die(folder, moment):
+    training = NoisyTraining(folder)
+
+    def die(*_):
+        os.kill(os.getpid(), 9)
+
+    if (dist.get_rank() == 1) == (moment == "fsync"):  # only rank 0 renames
+        setattr(os, moment, die)
+    training.checkpointer.save(2)
+
+
+def load_one(folder):
+    return NoisyTraining(folder, seed=1).checkpointer.load().step
+
+
+# --- damage and malice
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {"flipped": flip, "cut": lambda file: os.truncate(file, file.stat().st_size // 2), "gone": Path.unlink}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, name, damage):
+    model = nn.Linear(3, 3)
+    checkpointer = Checkpointer(tmp_path, {"model": model}, keep=2)
+    for step in (1, 2):
+        nn.init.constant_(model.weight, step)
+        path = checkpointer.save(step)
+    DAMAGES[damage](path / name)
+    with caplog.at_level("WARNING", logger="ppe_ddp"):
+        assert checkpointer.load().step == 1
+    assert (model.weight == 1).all()
+    assert name in caplog.text
+    checkpointer.save(3)
+    assert checkpointer.steps() == [1, 3]  # what is damaged goes first
+    for one in tmp_path.iterdir():
+        DAMAGES[damage](one / name)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*(damaged|No such file)"):
+        checkpointer.load()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_damage_of_one_file_is_known_to_all(two_ranks, folder, rank):
+    two_ranks.run(go_back, folder, rank, timeout=60)
+
+
+def go_back(folder, rank):
+    training = NoisyTraining(folder)
+    for step in (1, 2):
+        path = training.checkpointer.save(step)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(path / f"__{rank}_0.distcp")
+    dist.barrier()
+    assert training.checkpointer.load().step == 1
+
+
+class Hostile:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def signed_again(path):
+    """Make the manifest fit the files, as somebody would who means harm."""
+    manifest = path / "manifest.json"
+    files = json.loads(json.loads(manifest.read_text())["content"])["files"]
+    content = json.dumps({"files": {name: list(checkpoint_folder.sync(path / name)) for name in files}})
+    manifest.write_text(json.dumps({"content": content, "sha256": sha256(content.encode()).hexdigest()}))
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer(tmp_path / "all", {"model": nn.Linear(2, 2)})
+    path = checkpointer.save(1)
+    metadata = path / ".metadata"
+    original = metadata.read_bytes()
+    for hostile in (Hostile(), {"state_dict_metadata": Hostile()}):
+        metadata.write_bytes(pickle.dumps(hostile))
+        signed_again(path)
+        with pytest.raises(CheckpointError, match=r"UnpicklingError: \.metadata wants .*refused"):
+            checkpointer.load()
+    metadata.write_bytes(original.replace(b"__0_0.distcp", b"../../../xyz"))
+    signed_again(path)
+    with pytest.raises(CheckpointError, match="not a file beside it"):
+        checkpointer.load()
+    assert not Path("executed").exists()
+
+
+def test_nothing_in_an_entry_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+
+        def dump(value):
+            torch.save(value, content := io.BytesIO())
+            return content.getvalue()
+
+        patch.setattr(entry_files, "dump_plain", dump)
+        Checkpointer(tmp_path / "all", {"model": nn.Linear(2, 2)}).save(1, position=Hostile())
+    with pytest.raises(CheckpointError, match="UnpicklingError"):
+        Checkpointer(tmp_path / "all", {"model": nn.Linear(2, 2)}).load()
+    assert not Path("executed").exists()
