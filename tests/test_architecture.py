@@ -42,6 +42,7 @@ LAYERS = [
     "sharding",
     "megatron",
     "optim",
+    "tracing",
     "testing",
     "cli",
     "benchmarks",
