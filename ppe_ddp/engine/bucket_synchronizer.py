@@ -201,8 +201,6 @@ class BucketSynchronizer(Synchronizer):
                 local, not backward.silent, buffers=backward.buffers, apart=apart
             )
         backward.recorder.asked_at = perf_counter_ns()
-        if EventLog.current is not None:
-            backward.exchange.watch(backward.recorder.note_answer)
         backward.start_negotiating()
 
     def on_accumulated(self, indices: Sequence[int]) -> None:

@@ -111,8 +111,7 @@ class Recorder:
         local: One byte a parameter: whether it was expected to have a gradient here.
         agreed: The same for any rank.
         asked_at: When the mask was sent.
-        answered_at: When the agreed mask had arrived; known while a timeline is made.
-        agreed_at: When the engine took it.
+        agreed_at: When this rank had noticed the agreed mask.
         backward_at: When autograd had finished.
         vote_at: When the vote was sent.
         voted_at: When its result had arrived; known while a timeline is made.
@@ -128,7 +127,6 @@ class Recorder:
     local: bytes = b""
     agreed: bytes = b""
     asked_at: int = 0
-    answered_at: int = 0
     agreed_at: int = 0
     backward_at: int = 0
     vote_at: int = 0
@@ -138,10 +136,6 @@ class Recorder:
     done_at: int = 0
     control_nbytes: int = 0
     rounds: list[RoundRecord] = field(default_factory=list)
-
-    def note_answer(self) -> None:
-        """The agreed mask has arrived."""
-        self.answered_at = perf_counter_ns()
 
     def note_vote(self) -> None:
         """The result of the vote has arrived."""

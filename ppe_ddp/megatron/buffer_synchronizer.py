@@ -139,9 +139,6 @@ class BufferSynchronizer(Synchronizer):
             for reduction_group in self._reduction_groups
         ]
         backward.recorder.asked_at = perf_counter_ns()
-        if EventLog.current is not None:
-            for exchange in self._exchanges:
-                exchange.watch(backward.recorder.note_answer)
         backward.start_negotiating()
 
     def is_agreed(self, backward: Backward) -> bool:

@@ -36,8 +36,7 @@ def spans_of_backward(recorder: Recorder) -> Iterator[Span]:
     if r.averaged_at:
         yield Span("write", "averages to .grad", r.averaged_at, r.done_at)
     if r.asked_at and r.agreed_at:
-        agreed = min(r.answered_at or r.agreed_at, r.agreed_at)
-        yield Span("mask", f"{sum(map(bool, r.agreed))} of {len(r.names)} parameters", r.asked_at, agreed)
+        yield Span("mask", f"{sum(map(bool, r.agreed))} of {len(r.names)} parameters", r.asked_at, r.agreed_at)
     if r.vote_at and r.voted_at:
         yield Span("vote", "", r.vote_at, r.voted_at)
     for one in r.rounds:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, lanes, without
-from ppe_ddp.tracing.timeline_summary import summarize
+from ppe_ddp.tracing.timeline_summary import step_times, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.event_log import Span
     from ppe_ddp.tracing.rank_record import RankRecord
     from ppe_ddp.tracing.spans import Interval
+    from ppe_ddp.tracing.timeline_summary import StepTimes
 
 _COLOURS = {
     "forward": "#7db7e8",
@@ -50,7 +51,7 @@ _WORDS = {
     "mask": "mask, vote",
 }
 _DARK = {"backward", "wait", "optimizer", "bucket", "gather"}
-_INCHES, _DPI, _FONT = 10.0, 150, 9.0
+_INCHES, _DPI, _FONT = 8.6, 170, 9.0
 _SMALL = ("mask", "vote")
 _MOST_RANKS = 8
 _LANE, _GAP = 1.0, 0.7
@@ -97,18 +98,26 @@ def _explain(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
-    """Begin and end, on each rank, of a step of median length.
+    """Begin and end, on each rank, of the step that is nearest to the median of all, in length and in waiting.
 
     The first steps are not typical: buckets are made anew, and an order of arrival is learned.
     """
-    ends = [end for _, end in records[0].backwards]
     count = min(len(record.backwards) for record in records)
     if not count:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]
-    durations = {k: ends[k] - ends[k - 1] for k in range(max(1, count // 2), count)}
-    middle = statistics.median_low(durations.values()) if durations else 0
-    number = next((k for k, duration in durations.items() if duration == middle), count - 1)
+    times = [step_times(record) for record in records]
+    later = range(count // 2, count - 1)  # of the steps that end with backward 1, 2, ...
+    durations = [one[k].duration for k in later for one in times]
+    waits = [one[k].waiting for k in later for one in times]
+    number = count - 1
+    if durations:
+        middles = statistics.median(durations), statistics.median(waits)
+        number = 1 + min(later, key=lambda k: sum(_distance(one[k], middles) for one in times))
     return [_step(record, number) for record in records]
+
+
+def _distance(step: StepTimes, middles: tuple[float, float]) -> float:
+    return abs(step.duration - middles[0]) + abs(step.waiting - middles[1])
 
 
 def _step(record: RankRecord, number: int) -> Interval:
@@ -207,7 +216,7 @@ class _Drawing:
 
 def _texts(span: Span) -> list[str]:
     """What may be written on a bar, the longest first."""
-    megabytes = f"{span.nbytes / 1e6:.1f} MB"
+    megabytes = f"{span.nbytes / 1e6:.1f} MB" if span.nbytes >= 1e5 else f"{span.nbytes / 1e3:.0f} kB"
     if span.kind == "bucket":
         return [f"bucket {span.name}: {megabytes}", f"{span.name}: {megabytes}", megabytes, span.name]
     if span.kind == "gather":

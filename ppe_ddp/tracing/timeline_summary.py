@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.tracing.rank_record import RankRecord
 
+_USUAL = 0.9
 _COUNTED = ("bucket", "gather")  # masks and votes are a few bytes, which are under way all the time
 
 
@@ -29,7 +30,8 @@ class TimelineSummary:
             steps and ranks.
         under_way_ms: The time in a step in which gradients or parameters were on their way.
         exposed_ms: The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
-        hidden: The part of the time under way in which the rank computed; None where nothing was sent.
+        hidden: The part of the time under way in which the rank computed, of all steps but the longest tenth, where
+            something else has kept a rank; None where nothing was sent.
         clock_errors_ms: By rank: by how much its times may be wrong beside those of rank 0.
     """
 
@@ -65,21 +67,23 @@ class TimelineSummary:
 
 def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
     """The numbers of these ranks."""
-    steps = [step for record in records for step in _steps(record)]
-    sending = [step for step in steps if step.under_way]
+    steps = [step for record in records for step in step_times(record)]
+    steps.sort(key=lambda step: step.duration)
+    usual = steps[: max(1, round(_USUAL * len(steps)))]
+    under_way = sum(step.under_way for step in usual)
     return TimelineSummary(
         ranks=len(records),
         backwards=max((len(record.backwards) for record in records), default=0),
         step_ms=_median(step.duration for step in steps) / 1e6,
         under_way_ms=_median(step.under_way for step in steps) / 1e6,
         exposed_ms=_median(step.waiting for step in steps) / 1e6,
-        hidden=_median(step.hidden / step.under_way for step in sending) if sending else None,
+        hidden=sum(step.hidden for step in usual) / under_way if under_way else None,
         clock_errors_ms=tuple(record.clock.error_ns / 1e6 for record in records),
     )
 
 
-class _StepTimes(NamedTuple):
-    """One step of one rank, in nanoseconds."""
+class StepTimes(NamedTuple):
+    """The times of one step of one rank, in nanoseconds."""
 
     duration: int
     under_way: int
@@ -87,7 +91,7 @@ class _StepTimes(NamedTuple):
     waiting: int
 
 
-def _steps(record: RankRecord) -> list[_StepTimes]:
+def step_times(record: RankRecord) -> list[StepTimes]:
     """From the end of one synchronized backward to that of the next; the first step is not like the others."""
     waits, sent = _of(record, ("wait",)), _of(record, _COUNTED)
     ends = [end for _, end in record.backwards]
@@ -98,7 +102,7 @@ def _steps(record: RankRecord) -> list[_StepTimes]:
         under_way = _inside(window, sent)
         waiting = _inside(window, waits)
         times.append(
-            _StepTimes(
+            StepTimes(
                 duration=window[1] - window[0],
                 under_way=length(under_way),
                 hidden=length(under_way) - overlap(under_way, waiting),
