@@ -42,12 +42,12 @@ _WORDS = {
     "backward": "backward",
     "optimizer": "optimizer",
     "wait": "waiting",
-    "pack": "packing, launching",
+    "pack": "packing",
     "encode": "encoding",
     "decode": "decoding",
     "write": "writing back",
     "bucket": "bucket under way",
-    "gather": "parameters under way",
+    "gather": "parameters",
     "mask": "mask, vote",
 }
 _DARK = {"backward", "wait", "optimizer", "bucket", "gather"}
@@ -94,7 +94,9 @@ def _explain(figure: Any, kinds: Sequence[str]) -> None:
 
     style = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.1, "borderpad": 0.2}
     handles = [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside upper left", ncols=9, frameon=False, fontsize=_FONT, **style)
+    width = sum(len(_WORDS[kind]) + 4.3 for kind in kinds) * 0.56 * _FONT / 72
+    columns = len(handles) if width <= _INCHES else -(-len(handles) // 2)
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=_FONT, **style)
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
