@@ -4,7 +4,7 @@ PYTHON ?= python3
 # Installed before everything else: a bare `torch` would bring gigabytes of CUDA libraries that a test on
 # CPUs has no use for. `make setup TORCH=torch` takes whatever the package index has.
 TORCH ?= torch==2.13.0
-EXTRAS ?= dev,examples,mpi
+EXTRAS ?= dev,docs,examples,mpi
 ARGS ?=
 # Files of tests that run side by side; 0 for one after another, as a debugger wants it.
 WORKERS ?= 2
@@ -29,7 +29,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes test-openmpi test-integrations test-gpu check format demo bench clean
+.PHONY: help setup test test-nodes test-openmpi test-integrations test-gpu check docs format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -64,6 +64,9 @@ check: setup ## Lint, check the format and the types
 	@$(BIN) -m ruff check .
 	@$(BIN) -m ruff format --check .
 	@$(BIN) -m mypy
+
+docs: setup ## Build the documentation in build/docs; a warning is an error
+	@$(BIN) -m sphinx -q -W --keep-going docs build/docs
 
 format: setup ## Format the code and sort its imports
 	@$(BIN) -m ruff check --fix --select I .

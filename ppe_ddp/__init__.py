@@ -19,6 +19,7 @@ from ppe_ddp.functions import average, broadcast, overlapped
 from ppe_ddp.launch import Job, init_process_group
 from ppe_ddp.optim import DistributedOptimizer
 from ppe_ddp.options import Options
+from ppe_ddp.tracing import timeline
 
 __version__ = "0.1.0"
 
@@ -49,4 +50,5 @@ __all__ = [
     "broadcast",
     "init_process_group",
     "overlapped",
+    "timeline",
 ]

@@ -15,6 +15,7 @@ from ppe_ddp.comm_hooks import HookedWrapper
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.engine.distributed_tensors import check_meshes
+from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.group_handle import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
@@ -142,6 +143,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
         groups = Groups.duplicate(self._group.group())
+        if EventLog.current is not None:
+            EventLog.current.on_groups(groups)
         policy = Policy(
             negotiate=self._negotiate,
             overlap=self._options.overlap,
@@ -193,6 +196,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         return self._leave(self._precision.call(self.module, args, kwargs))
 
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if EventLog.current is not None:
+            EventLog.current.begin("forward", self)
         synchronizes = torch.is_grad_enabled()
         reducer = self._ready() if synchronizes else self._reducer
         if reducer is not None and is_in_join(self):
@@ -209,6 +214,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             self._hooks.buffers.after_forward(buffers, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and synchronizes:
             reducer.watch(tensors_in(outputs), is_training=self.training)
+        if EventLog.current is not None:
+            EventLog.current.end("forward", self, type(self.module).__name__)
         return outputs
 
     # ------------------------------------------------------------------ synchronization

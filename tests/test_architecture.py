@@ -45,6 +45,7 @@ LAYERS = [
     "megatron",
     "optim",
     "checkpoints",
+    "tracing",
     "testing",
     "cli",
     "benchmarks",

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 class Written:
     """A bucket that writes down what happens to it."""
 
-    is_exact, nbytes, under_way = True, 8, False
+    is_exact, nbytes, under_way, packed_at = True, 8, False, 0
 
     def __init__(self, plan, log):
         self.plan, self.log = plan, log

@@ -41,6 +41,8 @@ COMMANDS: tuple[Command, ...] = (
         "tries each of these backends on ranks, torch's internals",
         "ppe_ddp.cli.doctor",
     ),
+    Command(("trace",), "runs a script and draws what each rank computes and sends", "ppe_ddp.cli.trace_script"),
+    Command(("timeline",), "draws that again, from the records of all ranks", "ppe_ddp.cli.draw_timeline"),
     Command(
         ("bench", "step"),
         "a training step beside torch DDP, ppe's and the bare module",
@@ -50,6 +52,11 @@ COMMANDS: tuple[Command, ...] = (
         ("bench", "nodes"),
         "the same on several nodes with a slow network that it makes",
         "ppe_ddp.benchmarks.bench_nodes",
+    ),
+    Command(
+        ("bench", "timeline"),
+        "draws a step of ppe_ddp below one of torch DDP",
+        "ppe_ddp.benchmarks.bench_timeline",
     ),
     Command(
         ("bench", "collective"),

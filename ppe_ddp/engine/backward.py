@@ -6,6 +6,7 @@ import enum
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.shared_parameters import Turn
 from ppe_ddp.engine.trace import Recorder
 
@@ -161,7 +162,9 @@ class Backward:
         """The synchronization is complete."""
         self._enter(Phase.OVER)
         self.forget_rounds()
-        self.recorder.done_at = perf_counter_ns()
+        self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
+        if EventLog.current is not None:
+            EventLog.current.backwards.append(self.recorder)
 
     def fail(self) -> str:
         """The communication has failed; returns the name of the phase in which it failed, for messages."""

@@ -69,6 +69,7 @@ class Bucket(ABC):
         gradients: This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them
             before :meth:`averages`.
         nbytes: What this rank sends.
+        packed_at: When the gradients of the last launch had been packed, by ``perf_counter_ns()``; 0 if nothing is.
     """
 
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
@@ -78,6 +79,7 @@ class Bucket(ABC):
         self.parameters = [context.parameters[i] for i in members]
         self.names = tuple(spec.name for spec in self.specs)
         self.nbytes = plan.nbytes
+        self.packed_at = 0
         self.expected = members if present is None else tuple(i for i in members if present[i])
         self.is_exact = len(self.expected) == len(members)
         self.gradients: list[Tensor | None] = []
@@ -118,6 +120,11 @@ class Bucket(ABC):
     @abstractmethod
     def averages(self) -> list[Tensor]:
         """One average a member, each the tensor that ``.grad`` is set to: perhaps this rank's own gradient."""
+
+    @property
+    def pending(self) -> Waitable | None:
+        """The reduction that was started and not waited for."""
+        return self._pending
 
     @property
     def is_under_way(self) -> bool:

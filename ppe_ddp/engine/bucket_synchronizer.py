@@ -16,6 +16,7 @@ from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.distributed_tensors import refuse_distributed
+from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
@@ -207,6 +208,7 @@ class BucketSynchronizer(Synchronizer):
             backward.exchange = self.negotiation.start(
                 local, not backward.silent, buffers=backward.buffers, apart=apart
             )
+        backward.recorder.asked_at = perf_counter_ns()
         backward.start_negotiating()
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
@@ -263,11 +265,15 @@ class BucketSynchronizer(Synchronizer):
         yield from schedule.launch_all()
         backward.start_finishing()
         backward.late = late = self._take_late(backward)
+        recorder = backward.recorder
+        recorder.vote_at = perf_counter_ns()
         vote = self._vote(late, pack_status(int(backward.aborted), backward.dropped))
+        if EventLog.current is not None:
+            vote.watch(recorder.note_vote)
         yield from schedule.finish()
         yield vote.done
         outcome = self.negotiation.finish(vote, b"")
-        backward.recorder.control_nbytes += vote.nbytes
+        recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.extra)
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
@@ -279,6 +285,7 @@ class BucketSynchronizer(Synchronizer):
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
+        recorder.averaged_at = perf_counter_ns()
         self._hand_over(backward)
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:

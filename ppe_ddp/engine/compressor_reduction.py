@@ -74,7 +74,7 @@ class CompressorReduction(Reduction):
     def _call(self, bucket: GradBucket) -> PendingExchange:
         groups = self._groups
         link = Link(groups.buckets, groups.rank, groups.world_size, bucket.buffer().device)
-        return self._queue.start(self._average(bucket, link), link)
+        return self._queue.start(self._average(bucket, link), link, str(bucket.index()))
 
     def _average(self, bucket: GradBucket, link: Link) -> Exchange:
         flat = bucket.buffer()

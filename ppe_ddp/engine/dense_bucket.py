@@ -8,6 +8,7 @@ What this rank has computed stays as it is until all has succeeded, so that noth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +57,7 @@ class DenseBucket(Bucket, ABC):
     def launch(self, *, is_last: bool) -> None:
         """Pack the gradients and pass them to the function or hook."""
         self._flat, self._tensors = self._pack()
+        self.packed_at = perf_counter_ns()
         if self.plan.numel == 0:
             return
         self._sent = GradBucket.of(

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from ppe_ddp.compression.compressor import is_completed
+from ppe_ddp.engine.event_log import EventLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,10 +46,16 @@ class ExchangeQueue:
         self._turn = 0
         self._running: deque[_Running] = deque()
 
-    def start(self, exchange: Exchange, link: Link) -> PendingExchange:
-        """Begin ``exchange``, which is over ``link``, after a turn of those that are under way."""
+    def start(self, exchange: Exchange, link: Link, name: str = "") -> PendingExchange:
+        """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
+
+        Args:
+            exchange: Yields what it waits for.
+            link: Where it communicates.
+            name: What timelines call it.
+        """
         self._advance()
-        entry = _Running(exchange, link, self._turn)
+        entry = _Running(exchange, link, name, self._turn)
         entry.resume(self._turn)
         if not entry.is_over:
             self._running.append(entry)
@@ -91,6 +99,7 @@ class _Running:
     Attributes:
         exchange: The generator.
         link: Where it communicates.
+        name: What timelines call it.
         due: The turn in which it goes on.
         pending: What it waits for.
         is_over: Whether it has ended.
@@ -98,6 +107,7 @@ class _Running:
 
     exchange: Exchange
     link: Link
+    name: str
     due: int
     pending: Waitable | None = field(default=None)
     is_over: bool = False
@@ -110,10 +120,15 @@ class _Running:
         """Go on to the next round, or to the end; what is pending was waited for."""
         self.pending = None
         self.due = turn + _DISTANCE
+        begin, before = perf_counter_ns(), self.link.nbytes
         try:
             self.pending = next(self.exchange)
         except StopIteration:
             self.is_over = True
+        if (log := EventLog.current) is not None:
+            log.add("decode" if before else "encode", self.name, begin)
+            if self.pending is not None:
+                log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.link.nbytes - before)
 
 
 class PendingExchange:

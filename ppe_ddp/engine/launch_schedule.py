@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from ppe_ddp.engine.bucket import Bucket
+from ppe_ddp.engine.event_log import EventLog, watch
+from ppe_ddp.engine.exchange_queue import PendingExchange
 from ppe_ddp.engine.trace import RoundRecord, span
 
 if TYPE_CHECKING:
@@ -108,6 +111,18 @@ class LaunchSchedule(Generic[B]):
         else:
             bucket.launch(is_last=k == self.plan.last)
         record.launched[k] = perf_counter_ns()
+        record.packed[k] = bucket.packed_at
+        if EventLog.current is not None:
+            self._watch(bucket, k)
+
+    def _watch(self, bucket: B, k: int) -> None:
+        """Have it noted when what bucket ``k`` has sent has arrived."""
+        record, pending = self.record, bucket.pending
+        record.goes_in_turns = isinstance(pending, PendingExchange)
+        if pending is not None:
+            watch(pending, partial(record.note_arrival, k))
+        elif not bucket.plan.sparse:
+            record.arrived[k] = record.launched[k]
 
     def is_complete(self) -> bool:
         """Whether all launched buckets are complete."""

@@ -19,10 +19,13 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import store_of
+from ppe_ddp.engine.event_log import watch
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ppe_ddp.engine.groups import Groups
@@ -134,6 +137,11 @@ class MaskExchange:
             return not self._is_under_way() and (self._fits or not (self._send_body() and self._is_under_way()))
         except RuntimeError:
             return True  # result() says what is wrong
+
+    def watch(self, arrived: Callable[[], None]) -> None:
+        """Have ``arrived`` called when the message has arrived, if its transport can tell."""
+        if self._work is not None:
+            watch(self._work, arrived)
 
     def _is_under_way(self) -> bool:
         return self._work is not None and not self._work.is_completed()

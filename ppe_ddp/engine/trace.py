@@ -33,8 +33,9 @@ class BucketTrace:
         nbytes: Bytes of its gradients, as sent by this rank (for a sparse one: indices and values).
         ready_ns: When the last of its gradients that exist here had arrived.
         launch_ns: When its launch began: packing its gradients, and handing them to the transport.
-        launched_ns: When that was over and this thread went on. What lies between the two is the host's own time
-            for the bucket; where the function or the transport blocks, all of its communication.
+        packed_ns: When its gradients had been packed, and the function or hook was called.
+        launched_ns: When that was over and this thread went on. What lies between the launch and here is the host's own
+            time for the bucket; where the function or the transport blocks, all of its communication.
         done_ns: When its result was in place.
         repair: Whether it belongs to the second round.
     """
@@ -43,6 +44,7 @@ class BucketTrace:
     nbytes: int
     ready_ns: int
     launch_ns: int
+    packed_ns: int
     launched_ns: int
     done_ns: int
     repair: bool
@@ -101,17 +103,43 @@ class Trace:
 
 @dataclass
 class Recorder:
-    """The clock readings of one backward, cheap to take: by index, without names."""
+    """The clock readings of one backward, cheap to take: by index, without names. 0 stands for never.
+
+    Attributes:
+        names: Of all parameters.
+        begin: When the backward reached the module.
+        local: One byte a parameter: whether it was expected to have a gradient here.
+        agreed: The same for any rank.
+        asked_at: When the mask was sent.
+        agreed_at: When this rank had noticed the agreed mask.
+        backward_at: When autograd had finished.
+        vote_at: When the vote was sent.
+        voted_at: When its result had arrived; known while a timeline is made.
+        averaged_at: When all averages were there, and were written to ``.grad``.
+        returned_at: When the end of the backward was over.
+        done_at: When the gradients were handed over: later, where results are waited for later (Megatron).
+        control_nbytes: Bytes of masks.
+        rounds: Of buckets.
+    """
 
     names: tuple[str, ...]
     begin: int = field(default_factory=perf_counter_ns)
     local: bytes = b""
     agreed: bytes = b""
+    asked_at: int = 0
     agreed_at: int = 0
     backward_at: int = 0
+    vote_at: int = 0
+    voted_at: int = 0
+    averaged_at: int = 0
+    returned_at: int = 0
     done_at: int = 0
     control_nbytes: int = 0
     rounds: list[RoundRecord] = field(default_factory=list)
+
+    def note_vote(self) -> None:
+        """The result of the vote has arrived."""
+        self.voted_at = perf_counter_ns()
 
     def trace(self) -> Trace:
         """Convert to the readable form."""
@@ -133,9 +161,33 @@ class Recorder:
 
 
 class RoundRecord:
-    """The clock readings of one plan's buckets."""
+    """The clock readings of one plan's buckets, a list each. 0 stands for never.
 
-    __slots__ = ("done", "launch", "launched", "nbytes", "plan", "ready", "repair")
+    Attributes:
+        plan: The plan.
+        repair: Whether this is a second round.
+        ready: When the last gradient of the bucket had arrived.
+        launch: When its launch began.
+        packed: When its gradients had been packed.
+        launched: When the launch was over.
+        arrived: When what was sent had arrived from all ranks; known while a timeline is made.
+        done: When the end of the backward had come by it.
+        nbytes: What this rank has sent.
+        goes_in_turns: Whether its messages are logged one by one, as those of a compressor are.
+    """
+
+    __slots__ = (
+        "arrived",
+        "done",
+        "goes_in_turns",
+        "launch",
+        "launched",
+        "nbytes",
+        "packed",
+        "plan",
+        "ready",
+        "repair",
+    )
 
     def __init__(self, plan: Plan, nbytes: list[int], *, repair: bool) -> None:
         count = len(plan.buckets)
@@ -143,9 +195,16 @@ class RoundRecord:
         self.repair = repair
         self.ready = [0] * count
         self.launch = [0] * count
+        self.packed = [0] * count
         self.launched = [0] * count
+        self.arrived = [0] * count
         self.done = [0] * count
         self.nbytes = nbytes
+        self.goes_in_turns = False
+
+    def note_arrival(self, k: int) -> None:
+        """What bucket ``k`` has sent has arrived from all ranks."""
+        self.arrived[k] = perf_counter_ns()
 
     def buckets(self, names: tuple[str, ...], begin: int) -> list[BucketTrace]:
         """The launched buckets, in readable form."""
@@ -156,6 +215,7 @@ class RoundRecord:
                 # a bucket without gradients of this rank is ready from the beginning
                 ready_ns=(self.ready[k] or self.launch[k]) - begin,
                 launch_ns=self.launch[k] - begin,
+                packed_ns=(self.packed[k] or self.launch[k]) - begin,
                 # a launch that raised has no end
                 launched_ns=max(self.launch[k], self.launched[k]) - begin,
                 done_ns=self.done[k] - begin,

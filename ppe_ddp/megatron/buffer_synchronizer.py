@@ -21,6 +21,7 @@ from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.synchronizer import Synchronizer
@@ -137,6 +138,7 @@ class BufferSynchronizer(Synchronizer):
             reduction_group.negotiation.start(reduction_group.local(local), RankStatus.FINE)
             for reduction_group in self._reduction_groups
         ]
+        backward.recorder.asked_at = perf_counter_ns()
         backward.start_negotiating()
 
     def is_agreed(self, backward: Backward) -> bool:
@@ -175,10 +177,14 @@ class BufferSynchronizer(Synchronizer):
         for i in late:
             mask[i] = 1
         word = pack_status(status, backward.dropped)
+        backward.recorder.vote_at = perf_counter_ns()
         votes = [
             reduction_group.negotiation.start(reduction_group.local(mask), word, is_vote=True)
             for reduction_group in self._reduction_groups
         ]
+        if EventLog.current is not None:
+            for vote in votes:
+                vote.watch(backward.recorder.note_vote)
         pending = _PendingResults(backward, schedule, votes, late)
         self._pending_results = Completion(
             self._finish_results(pending), self._reduction_groups[0].groups, threading.RLock()
@@ -215,7 +221,10 @@ class BufferSynchronizer(Synchronizer):
         """
         completion, self._pending_results = self._pending_results, None
         if completion is not None:
+            begin = perf_counter_ns()
             completion.finish()
+            if EventLog.current is not None:
+                EventLog.current.add("wait", "for results", begin)
 
     def _finish_results(self, pending: _PendingResults) -> Steps:
         try:

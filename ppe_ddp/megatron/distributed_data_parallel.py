@@ -12,6 +12,7 @@ from typing_extensions import overload  # typing's remembers what it has seen fr
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.broadcasting import broadcast_all
+from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.torch_internals import uncompiled
@@ -169,6 +170,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     @uncompiled
     def _enter(self) -> None:
+        if EventLog.current is not None:
+            EventLog.current.begin("forward", self)
         if torch.is_grad_enabled():
             self._ready()
 
@@ -176,6 +179,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def _leave(self, outputs: Any) -> None:
         if torch.is_grad_enabled() and self.ddp_config.overlap_grad_reduce:
             self._reducer.watch(tensors_in(outputs), is_training=self.training)
+        if EventLog.current is not None:
+            EventLog.current.end("forward", self, type(self.module).__name__)
 
     def _ready(self) -> Reducer[BufferSynchronizer]:
         """The engine, after it has cleared away what an aborted backward has left."""

@@ -27,7 +27,7 @@ class DistModule(nn.Module):
     """Wraps a module and distributes the tensors of a state_dict over the ranks when it is loaded.
 
     Parameters and buffers may be DTensors (FSDP2's ``fully_shard``, tensor parallelism), plain tensors that every
-    rank has whole, or a mix. Attributes are those of the wrapped module, to read and to set.
+    rank has whole, or a mix. Attributes are those of the wrapped module, to read and to set::
 
         with torch.device("meta"):
             model = Net()

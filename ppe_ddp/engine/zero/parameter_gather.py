@@ -18,12 +18,14 @@ import copy
 import os
 import threading
 import weakref
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.torch_internals import is_compiled, uncompiled, without_torch_function
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
@@ -139,10 +141,14 @@ class ParameterGather:
             members = self._members(key)
             for parameter in members:
                 wait_for(parameter)  # what another optimizer of the same model has sent
+            begin = perf_counter_ns()
             pending = self._models[key[0]].gather(key[1])
             if pending is None:
                 self._install(key)
                 continue
+            if (log := EventLog.current) is not None:
+                nbytes = sum(parameter.nbytes for parameter in members)
+                log.add_message("gather", str(key[1]), begin, pending, nbytes)
             with self._lock:
                 self._pending[key] = pending
                 if overlap:
@@ -196,8 +202,11 @@ class ParameterGather:
         pending = self._pending.get(key)
         if pending is None:
             return
+        begin = perf_counter_ns()
         try:
             pending.wait()
+            if (log := EventLog.current) is not None:
+                log.add("wait", f"for gather {key[1]}", begin)
             self._install(key)
         except RuntimeError as error:
             model = self._models[key[0]]

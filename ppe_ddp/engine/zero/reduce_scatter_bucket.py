@@ -6,6 +6,7 @@ adopted    .grad, where it lies in memory as such rows -> reduce-scatter -> this
 
 from __future__ import annotations
 
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +73,7 @@ class ReduceScatterBucket(Bucket):
         self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
+        self.packed_at = perf_counter_ns()
         try:
             self._pending = self._transport.start(self._row, rows.view(-1), factor=self._factor, spare=ours)
         except RuntimeError as error:

@@ -1,0 +1,270 @@
+"""Timelines: the spans are true, the clocks are one, and nothing hangs or is lost when a rank leaves."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from time import perf_counter_ns
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ppe_ddp
+from ppe_ddp import megatron
+from ppe_ddp.cli import main
+from ppe_ddp.compression import Int8
+from ppe_ddp.engine.event_log import EventLog, Span
+from ppe_ddp.testing import Ranks
+from ppe_ddp.tracing import clock_offset
+from ppe_ddp.tracing.clock_offset import ClockOffset, measure_offset
+from ppe_ddp.tracing.presence_picture import group_names
+from ppe_ddp.tracing.rank_record import RankRecord
+from ppe_ddp.tracing.spans import length, overlap, union, without
+from ppe_ddp.tracing.timeline import record
+from ppe_ddp.tracing.timeline_folder import read_records
+from ppe_ddp.tracing.timeline_summary import summarize
+from rank_tests import on_two_ranks
+
+
+def net():
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+
+
+def spans_of(recording, kind):
+    return [span for span in recording.result().spans if span.kind == kind]
+
+
+# ---------------------------------------------------------------------- what is pure
+
+
+def test_lengths_are_those_of_sets_of_moments():
+    draw = random.Random(0)
+    for _ in range(50):
+        ones, others = ([(b, b + draw.randrange(9)) for b in draw.choices(range(50), k=6)] for _ in range(2))
+        left, right = ({t for b, e in some for t in range(b, e)} for some in (ones, others))
+        assert length(ones) == len(left)
+        assert overlap(ones, others) == len(left & right)
+        assert length(without((10, 40), ones)) == len(set(range(10, 40)) - left)
+        assert all(a[1] < b[0] for a, b in zip(union(ones), union(ones)[1:], strict=False))
+
+
+def rank_record(*spans, backwards, rank=0, ranks=1, error=0):
+    clock = ClockOffset("job", rank, ranks, 0, error)
+    return RankRecord(clock, "host", [Span(kind, "", *times) for kind, *times in spans], list(backwards), [])
+
+
+def test_what_is_hidden_is_what_is_under_way_while_nothing_waits():
+    spans = [("backward", 0, 60), ("bucket", 20, 100), ("wait", 60, 110), ("vote", 100, 110)]
+    summary = summarize([rank_record(*spans, backwards=[(0, 110)])])
+    assert summary.hidden == 40 / 80
+    assert (summary.under_way_ms, summary.exposed_ms) == (80e-6, 50e-6)
+    assert summarize([rank_record(("backward", 0, 60), backwards=[(0, 60)])]).hidden is None
+
+
+def test_rows_of_the_heat_map_go_down_the_tree_as_far_as_there_is_room():
+    few = ["stem.weight", "stem.bias"]
+    assert group_names(few) == [("stem.weight", [0]), ("stem.bias", [1])]
+    many = [f"blocks.{k}.{part}" for k in range(40) for part in ("weight", "bias")]
+    assert group_names(many)[1] == ("blocks.1.*", [2, 3])
+    assert len(group_names([f"a{k}" for k in range(100)])) == 1
+
+
+# ---------------------------------------------------------------------- on ranks
+
+
+@on_two_ranks
+def test_no_bucket_arrives_before_every_rank_has_launched_it():
+    model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
+    with record() as recording:
+        for _ in range(3):
+            model(torch.randn(3, 64)).sum().backward()
+    own = recording.result().on_one_clock()
+    found = [None, None]
+    dist.all_gather_object(found, own)
+    mine, theirs = ([s for s in one.spans if s.kind == "bucket"] for one in found)
+    assert len(mine) == len(theirs) > 3
+    error = max(one.clock.error_ns for one in found)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.name == b.name
+        assert a.nbytes == b.nbytes > 0
+        assert max(a.begin, b.begin) <= min(a.end, b.end) + error
+    assert [s.kind for s in own.spans if s.kind in ("forward", "backward")] == ["forward", "backward"] * 3
+    assert len([s for s in own.spans if s.kind == "mask"]) == 3
+    assert sum(presence.local == ["1" * 8] * 3 for presence in own.presence) == 1
+
+
+@on_two_ranks
+def test_clocks_that_differ_are_compared():
+    shift = 5_000_000_000 * dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock_offset, "perf_counter_ns", lambda: perf_counter_ns() + shift)
+        found = measure_offset(dist.group.WORLD)
+    assert abs(found.offset_ns - shift) <= found.error_ns < 1_000_000_000
+    jobs = [None, None]
+    dist.all_gather_object(jobs, found.job)
+    assert jobs[0] == jobs[1]
+
+
+def test_a_compressor_shows_what_it_encodes_sends_and_decodes(two_ranks):
+    two_ranks.run(train_compressed)
+
+
+def train_compressed():
+    model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
+    model.register_comm_hook(Int8())
+    with record() as recording:
+        model(torch.randn(3, 64)).sum().backward()
+    count = len(model.trace().buckets)
+    assert len(spans_of(recording, "encode")) == count
+    assert len(spans_of(recording, "decode")) >= count
+    assert len(spans_of(recording, "bucket")) >= count
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 < sum(span.nbytes for span in spans_of(recording, "bucket")) < whole / 2
+
+
+@on_two_ranks
+def test_a_function_that_blocks_is_waited_for():
+    def blocking(gradients, group):
+        for gradient in gradients:
+            dist.all_reduce(gradient.div_(2), group=group)
+
+    model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02, reduce_function=blocking)
+    with record() as recording:
+        model(torch.randn(3, 64)).sum().backward()
+    one = recording.result()
+    sent = [(span.begin, span.end) for span in one.spans if span.kind == "bucket"]
+    waits = [(span.begin, span.end) for span in one.spans if span.kind == "wait"]
+    assert overlap(sent, waits) == length(sent) > 0
+
+
+@on_two_ranks
+def test_optimizer_and_gather_are_there():
+    model = ppe_ddp.DistributedDataParallel(net())
+    optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    with record() as recording:
+        for _ in range(2):
+            model(torch.randn(3, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+    assert [span.name for span in spans_of(recording, "optimizer")] == ["DistributedOptimizer"] * 2
+    gathered = spans_of(recording, "gather")
+    assert sum(span.nbytes for span in gathered) == 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert spans_of(recording, "bucket")
+
+
+@on_two_ranks
+def test_megatrons_wrapper_waits_where_its_results_are_asked_for():
+    config = megatron.DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=5000)
+    model = megatron.DistributedDataParallel(None, config, net())
+    with record() as recording:
+        model.zero_grad_buffer()
+        model(torch.randn(3, 64)).sum().backward()
+        model.finish_grad_sync()
+    assert [span.name for span in spans_of(recording, "wait")][-1] == "for results"
+    assert (
+        len(spans_of(recording, "forward")) == len(spans_of(recording, "mask")) == len(spans_of(recording, "vote")) == 1
+    )
+    assert len(spans_of(recording, "bucket")) > 1
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Two ranks that one test may leave out of step."""
+    with Ranks(2) as started:
+        yield started
+
+
+def train_into(folder, pictures, failing=None):
+    model = ppe_ddp.DistributedDataParallel(net())
+    try:
+        with ppe_ddp.timeline(folder, pictures=pictures):
+            for _ in range(3):
+                model(torch.randn(3, 64)).sum().backward()
+            if dist.get_rank() == failing:
+                raise ArithmeticError("this rank alone")
+    except ArithmeticError:
+        return "raised"
+    return EventLog.current
+
+
+def test_the_last_rank_leaves_files_and_pictures(ranks, tmp_path):
+    (tmp_path / "rank-1.json").write_text(json.dumps({"of": "an earlier job"}))
+    assert ranks.run(train_into, str(tmp_path), True, timeout=60) == [None, None]
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    check_nesting(events)
+    for name in ("timeline.png", "gradients.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    assert "% of the communication is hidden" in (tmp_path / "summary.txt").read_text()
+    assert "all ranks on the clock of rank 0" in (tmp_path / "summary.txt").read_text()
+
+
+def check_nesting(events):
+    """In Chrome's format, events of one thread lie inside of one another or apart."""
+    threads = {}
+    for event in events:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(threads) > 4
+    for spans in threads.values():
+        for (begin, end), (after, last) in zip(sorted(spans), sorted(spans)[1:], strict=False):
+            assert after >= end - 1e-3 or last <= end + 1e-3, (begin, end, after, last)
+
+
+def test_a_rank_that_raises_leaves_its_record_and_keeps_nobody_waiting(ranks, tmp_path):
+    assert ranks.run(train_into, str(tmp_path), False, 1, timeout=30) == [None, "raised"]
+    assert [one.clock.rank for one in read_records(tmp_path)] == [0, 1]
+    (tmp_path / "rank-1.json").unlink()
+    with pytest.raises(ValueError, match=r"lacks the records of ranks \[1\] of 2"):
+        read_records(tmp_path)
+
+
+# ---------------------------------------------------------------------- in this process
+
+
+def test_matplotlib_is_asked_for_before_anything_is_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "ppe-ddp\[pictures\]"'), ppe_ddp.timeline(tmp_path):
+        raise AssertionError("it was entered")
+    with ppe_ddp.timeline(tmp_path, pictures=False):
+        pass
+    assert (tmp_path / "timeline.json").exists()
+
+
+def test_one_timeline_at_a_time(tmp_path):
+    with (
+        ppe_ddp.timeline(tmp_path, pictures=False),
+        pytest.raises(RuntimeError, match="already"),
+        ppe_ddp.timeline(tmp_path, pictures=False),
+    ):
+        pass
+    assert EventLog.current is None
+
+
+def test_a_script_is_run_as_python_runs_it(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, neighbour, torch, ppe_ddp\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--epochs', '1']\n"
+        "torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()\n"
+    )
+    (tmp_path / "neighbour.py").touch()
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    assert main(["trace", "--out", str(tmp_path / "out"), "--no-pictures", str(script), "--epochs", "1"]) == 0
+    assert [span.kind for span in RankRecord.read(tmp_path / "out" / "rank-0.json").spans] == ["optimizer"]
+    assert main(["timeline", "--no-pictures", str(tmp_path / "out")]) == 0
+    assert "nothing was sent" in capsys.readouterr().out
+    assert main(["trace", str(tmp_path / "none.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert main(["timeline", "--no-pictures", str(tmp_path)]) == 2
+    assert "no timeline was recorded there" in capsys.readouterr().err
+
+
+def test_a_record_that_is_none_is_named(tmp_path):
+    Path(tmp_path, "rank-0.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"rank-0.json is no record of a timeline"):
+        read_records(tmp_path)
