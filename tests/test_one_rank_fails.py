@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+import torch.distributed as dist
 
 import failing
 import failing_shards
+from ppe_ddp.engine.groups import Groups
 from rank_tests import on_three_ranks, on_two_ranks
 
 each_way = pytest.mark.parametrize("way", list(failing.WAYS))
@@ -86,3 +88,11 @@ def test_the_distributed_optimizer(way, overlap):
 @on_three_ranks
 def test_the_distributed_optimizer_on_three(way):
     failing_shards.hold_optimizer(way, seed=1, overlap=True)
+
+
+@on_two_ranks
+def test_groups_without_a_backend_for_cpus_are_connected_again():
+    groups = Groups.duplicate(dist.new_group(backend="cuda:gloo"))
+    groups.fail(RuntimeError(), "begun")
+    groups.renew()
+    assert (groups.is_closed, groups.generation) == (False, 1)
