@@ -14,8 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from one_process import assert_gradients, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, average, broadcast, overlapped
 from ppe_ddp.engine import dense_bucket
-from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
-from ppe_ddp.megatron import DistributedDataParallelConfig
 
 SECONDS = 5.0  # for a rank to hear of it; the groups' timeouts are longer
 
@@ -228,9 +226,8 @@ def hold(way, *, turns=8, seed=0, **options):
             fail(wrapper, way, culprit)
             switch.left = -1
             one = torch.ones(1)
-            if way != "in_backward":  # of which the others hear at this rank's next forward
-                dist.all_reduce(one)  # of the user's own
-                assert one.item() == size
+            dist.all_reduce(one)  # of the user's own
+            assert one.item() == size
             for _ in range(generator.randrange(1, 3)):
                 wrapper.zero_grad()
                 square(wrapper, rank)
@@ -294,32 +291,3 @@ def _hold_hooks(how, seed, options):
     again.zero_grad()
     square(again, rank)
     assert_gradients(module, expected)
-
-
-def hold_megatron(way, *, turns=4, seed=0, **options):
-    """The same over Megatron's buffers, whose sums are lost with the step."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    generator, switch = random.Random(f"{way} {seed}"), Switch()
-    plugs = WAYS[way](switch)
-    own = plugs.pop("own", None)
-    module = seeded(FailingNet, None)
-    expected = mean_gradients(module, square)
-    config = DistributedDataParallelConfig(bucket_size=1, **options)
-    wrapper = MegatronDDP(None, config, module, **plugs)
-    buckets = 3 if config.overlap_grad_reduce else 1
-
-    def step(model, _rank):
-        model.zero_grad_buffer()
-        square(model, rank)
-        model.finish_grad_sync()
-
-    for _ in range(turns):
-        culprit = generator.randrange(size)
-        call = generator.randrange(buckets)
-        switch.left = call if rank == culprit else -1
-        module.switch = own
-        fail(wrapper, way, culprit, step)
-        switch.left, module.switch = -1, None
-        step(wrapper, rank)
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(parameter.main_grad, expected[name])

@@ -133,17 +133,18 @@ def hold_optimizer(way, *, turns=4, seed=0, overlap=False, **options):
         assert_parameters(module, wanted)
 
 
-def hold_megatron(way, *, turns=4, seed=0, **options):
-    """The same over Megatron's buffers, whose shards an optimizer updates."""
+def hold_megatron(way, *, turns=4, seed=0, sharded=False, **options):
+    """The same over Megatron's buffers; with shards of them that an optimizer updates, or without."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
     with pytest.MonkeyPatch.context() as patches:
-        own = plugged(way, patches, switch).get("own")
+        plugs = plugged(way, patches, switch)
+        own = plugs.pop("own", None)
         module = seeded(FailingNet, None)
-        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=True, **options)
-        wrapper = MegatronDDP(None, config, module)
-        optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=LEARNING_RATE)
-        buckets = 3 if config.overlap_grad_reduce else 1
+        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded, **options)
+        wrapper = MegatronDDP(None, config, module, **plugs)
+        optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=LEARNING_RATE) if sharded else None
+        calls = 3 if config.overlap_grad_reduce else 1
 
         def step(model, _rank):
             model.zero_grad_buffer()
@@ -152,13 +153,25 @@ def hold_megatron(way, *, turns=4, seed=0, **options):
 
         for _ in range(turns):
             culprit = generator.randrange(size)
-            call = generator.randrange(3 if way == "in_backward" else buckets)
+            call = generator.randrange(calls)
             switch.left = call if rank == culprit else -1
             module.switch = own
             fail(wrapper, way, culprit, step)
             switch.left, module.switch = -1, None
+            one = torch.ones(1)
+            dist.all_reduce(one)  # of the user's own
+            assert one.item() == size
             for _ in range(2):
-                wanted = updated(module, mean_gradients(module, square))
+                expected = mean_gradients(module, square)
+                wanted = updated(module, expected)
                 step(wrapper, rank)
-                optimizer.step()
-                assert_parameters(module, wanted)
+                if optimizer is None:
+                    assert_main_gradients(module, expected)
+                else:
+                    optimizer.step()
+                    assert_parameters(module, wanted)
+
+
+def assert_main_gradients(module, expected):
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.main_grad, expected[name])

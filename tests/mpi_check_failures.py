@@ -22,9 +22,9 @@ def one_rank_fails_beside_the_distributed_optimizer(way):
 
 @check("before", "on_a_thread", "in_backward", ranks=2)
 def one_rank_fails_beside_megatrons_buffers(way):
-    failing.hold_megatron(way, turns=3, overlap_grad_reduce=True)
+    failing_shards.hold_megatron(way, turns=3, overlap_grad_reduce=True)
 
 
 @check(*failing_shards.SCATTERS, "in_backward", ranks=2)
 def one_rank_fails_beside_megatrons_shards(way):
-    failing_shards.hold_megatron(way, turns=3, overlap_grad_reduce=True)
+    failing_shards.hold_megatron(way, turns=3, sharded=True, overlap_grad_reduce=True)

@@ -5,14 +5,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch import nn
+
+from one_process import square
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from rank_tests import on_two_ranks
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 SCRIPT = """
 import atexit, sys, torch, torch.distributed as dist
+from pathlib import Path
 from ppe_ddp import DistributedDataParallel
 
 how, rank, meeting = sys.argv[1:]
-atexit.register(lambda: print("ended" if groups.is_closed else "open"))  # what is registered first comes last
+threads_of_gloo = lambda: ["gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm")].count(True)
+# what is registered first comes last
+atexit.register(lambda: print("ended" if groups.is_closed else "open", threads_of_gloo() > 0))
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
 groups = model._reducer.groups
@@ -32,7 +41,34 @@ def test_connections_end_before_python(tmp_path, how):
     try:
         for process in ranks:
             output, errors = process.communicate(timeout=60)
-            assert (process.returncode, output.split(), errors) == (0, ["ended"], "")
+            assert (process.returncode, output.split(), errors) == (0, ["ended", str(how == "leave")], "")
     finally:
         for process in ranks:
             process.kill()
+
+
+class Refused(Exception):
+    pass
+
+
+@on_two_ranks
+def test_nothing_of_ours_goes_through_the_group_of_the_user():
+    """Its threads have nothing to give up then, whenever Python ends: neither after a failure."""
+    rank, group = dist.get_rank(), dist.new_group()
+    before = group._get_sequence_number_for_group()
+    fails = [rank == 1]
+
+    def reduce(gradients, group):
+        if fails and fails.pop():
+            raise Refused
+        gradients.divide(2)
+        return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+    for _ in range(2):
+        wrapper = DistributedDataParallel(nn.Linear(4, 2), process_group=group, reduce_function=reduce)
+        if fails:
+            with pytest.raises(Refused if rank else PeerAbortedError):
+                square(wrapper, rank)
+        square(wrapper, rank)
+        del wrapper  # the second takes the duplicates of the first
+    assert group._get_sequence_number_for_group() == before

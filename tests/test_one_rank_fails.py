@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+import torch.distributed as dist
 
 import failing
 import failing_shards
+from ppe_ddp.engine.groups import Groups
 from rank_tests import on_three_ranks, on_two_ranks
 
 each_way = pytest.mark.parametrize("way", list(failing.WAYS))
@@ -45,7 +47,7 @@ def test_torch_hooks_of_three(how, overlap):
 @pytest.mark.parametrize("way", ["before", "in_the_middle", "on_a_thread"])
 @on_two_ranks
 def test_megatrons_wrapper(way, overlap):
-    failing.hold_megatron(way, overlap_grad_reduce=overlap)
+    failing_shards.hold_megatron(way, overlap_grad_reduce=overlap)
 
 
 @pytest.mark.parametrize("way", ["before", "on_a_thread", "in_the_wait"])
@@ -57,7 +59,7 @@ def test_after_backward_of_three(way):
 @pytest.mark.parametrize(("way", "overlap"), [("before", False), ("in_the_middle", True), ("in_backward", True)])
 @on_three_ranks
 def test_megatrons_wrapper_on_three(way, overlap):
-    failing.hold_megatron(way, seed=1, overlap_grad_reduce=overlap)
+    failing_shards.hold_megatron(way, seed=1, overlap_grad_reduce=overlap)
 
 
 # Without overlap a backward that raises sends nothing: that rank has skipped one, see test_skipped_backwards.py.
@@ -66,13 +68,13 @@ def test_megatrons_wrapper_on_three(way, overlap):
 )
 @on_two_ranks
 def test_megatrons_shards(way, overlap):
-    failing_shards.hold_megatron(way, overlap_grad_reduce=overlap)
+    failing_shards.hold_megatron(way, sharded=True, overlap_grad_reduce=overlap)
 
 
 @pytest.mark.parametrize("way", [*failing_shards.SCATTERS, "in_backward"])
 @on_three_ranks
 def test_megatrons_shards_on_three(way):
-    failing_shards.hold_megatron(way, seed=1, overlap_grad_reduce=True, overlap_param_gather=True)
+    failing_shards.hold_megatron(way, sharded=True, seed=1, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -86,3 +88,11 @@ def test_the_distributed_optimizer(way, overlap):
 @on_three_ranks
 def test_the_distributed_optimizer_on_three(way):
     failing_shards.hold_optimizer(way, seed=1, overlap=True)
+
+
+@on_two_ranks
+def test_groups_without_a_backend_for_cpus_are_connected_again():
+    groups = Groups.duplicate(dist.new_group(backend="cuda:gloo"))
+    groups.fail(RuntimeError(), "begun")
+    groups.renew()
+    assert (groups.is_closed, groups.generation) == (False, 1)

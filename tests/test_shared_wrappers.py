@@ -20,6 +20,7 @@ from one_process import (
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.engine.backward import Phase
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
+from test_two_wrappers import Busy
 
 
 class Tied(nn.Module):
@@ -32,22 +33,6 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.tied(torch.tanh(self.norm(Busy.apply(self.own(x), self.rounds))))
-
-
-class Busy(torch.autograd.Function):
-    """Keeps backward busy for a while."""
-
-    @staticmethod
-    def forward(ctx, x, rounds):
-        ctx.rounds = rounds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        square = torch.ones(200, 200)
-        for _ in range(ctx.rounds):
-            square = square @ square / 200
-        return gradient * square[0, 0], None
 
 
 def same_module(count):

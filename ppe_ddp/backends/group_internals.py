@@ -69,12 +69,18 @@ def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
     It hangs on torch's own object for all that it knows of groups, which can be another one in each thread (torch's
     tests make ranks of threads); and a group itself takes no attributes.
     """
+    forget_destroyed()
     kept: dict[tuple[ProcessGroup, Callable[[], _Kept]], _Kept] = c10d._world.__dict__.setdefault("ppe_ddp_kept", {})
-    for other in [other for other in kept if not is_registered(other[0])]:
-        del kept[other]  # whose connections end with the last reference
     if (group, make) not in kept:
         kept[group, make] = make()
     return kept[group, make]
+
+
+def forget_destroyed() -> None:
+    """Drop what is kept with groups that were destroyed, whose connections end with the last reference."""
+    kept: dict[tuple[ProcessGroup, Callable[[], Any]], Any] = c10d._world.__dict__.get("ppe_ddp_kept", {})
+    for other in [other for other in kept if not is_registered(other[0])]:
+        del kept[other]
 
 
 # ---------------------------------------------------------------------- what a group is made of

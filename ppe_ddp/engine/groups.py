@@ -26,6 +26,7 @@ from ppe_ddp.backends.group_internals import (
     backend_for,
     backends_named,
     device_types,
+    forget_destroyed,
     is_registered,
     kept_with,
     new_group_named,
@@ -35,6 +36,7 @@ from ppe_ddp.backends.group_internals import (
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
 from ppe_ddp.engine.group_lifetime import close, destroy, end_on_threads_of_python
+from ppe_ddp.engine.store_exchange import exchange, progress_of
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
 
 if TYPE_CHECKING:
@@ -100,8 +102,8 @@ class Groups:
                 )
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
         made = _made_from(parent)
-        known: list[list[int]] = [[] for _ in range(world_size)]
-        dist.all_gather_object(known, [groups.number for groups in made.idle], group=parent)
+        made.calls += 1
+        known: list[list[int]] = exchange(parent, f"idle/{made.calls}", [groups.number for groups in made.idle])
         # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
         common = set(known[0]).intersection(*known[1:])
         for groups in made.idle:
@@ -163,7 +165,7 @@ class Groups:
         attempt, self._attempts = self._attempts, self._attempts + 1
         self.failures.announce(attempt, "")
         end = monotonic() + self.timeout_seconds
-        advance = getattr(backend_for(self.parent, torch.device("cpu")), "progress", lambda: None)
+        advance = progress_of(self.parent)
         while (reasons := self.failures.announced(attempt, self.world_size)) is None:
             if monotonic() > end:
                 raise CommunicationError(
@@ -224,14 +226,21 @@ class Groups:
             _made_from(self.parent).idle.append(self)
 
     def end(self) -> None:
-        """End the connections of gloo, unless something may be in flight in them: that would be waited for."""
+        """End the connections of gloo, unless something may be in flight in them: that would be waited for.
+
+        Those of the user's group end with the last reference to it, once the user has destroyed it.
+        """
         user = self.user()
-        if self.is_closed or (user is not None and user.is_running) or os.getpid() != self.pid:
+        if (user is not None and user.is_running) or os.getpid() != self.pid:
             return
-        duplicates = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
-        self.buckets = self.control = self.parent
-        self.is_closed = True
-        destroy(duplicates)
+        if not self.is_closed:
+            duplicates = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
+            self.buckets = self.control = self.parent
+            self.is_closed = True
+            destroy(duplicates)
+        if is_over_gloo(self.parent) and not is_registered(self.parent):
+            forget_destroyed()
+            del self.buckets, self.control, self.parent
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""
@@ -255,8 +264,15 @@ class Groups:
 
 @dataclass
 class _Made:
-    """The duplicates of one parent: how many there are, and those that no wrapper of this process uses."""
+    """The duplicates of one parent: how many there are, and those that no wrapper of this process uses.
 
+    Attributes:
+        calls: How often the ranks have asked one another for duplicates.
+        count: How many there are.
+        idle: Those that no wrapper of this process uses.
+    """
+
+    calls: int = 0
     count: int = 0
     idle: list[Groups] = field(default_factory=list)
 

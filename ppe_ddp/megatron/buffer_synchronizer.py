@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.errors import PeerAbortedError
     from ppe_ddp.megatron.buffer_bucket import BufferBucket
     from ppe_ddp.megatron.buffer_layout import BufferLayout
     from ppe_ddp.megatron.main_gradients import MainGradients
@@ -94,10 +95,6 @@ class BufferSynchronizer(Synchronizer):
         """The process groups of all reduction groups."""
         return [reduction_group.groups for reduction_group in self._reduction_groups]
 
-    def abort(self, backward: Backward) -> bool:
-        """Never: ``finish_grad_sync()`` may still come; the next forward finishes it for the other ranks."""
-        return False
-
     @property
     def sends_nothing(self) -> bool:
         """Never: also one rank alone has its reduce function called."""
@@ -131,6 +128,7 @@ class BufferSynchronizer(Synchronizer):
     def start_negotiation(self, backward: Backward) -> None:
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
+        self.step_status.forget_failure()
         self.renew()
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
@@ -192,6 +190,12 @@ class BufferSynchronizer(Synchronizer):
         self._pending_results.keep_open()
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
+
+    def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
+        """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
+        peer_error = super().fail(backward, error)
+        self.step_status.note_failure(peer_error or error)
+        return peer_error
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and mark as accumulated what ``main_grad`` has; late gradients are added.

@@ -230,12 +230,13 @@ class DistributedDataParallel(DistributedDataParallelBase):
             reducer.enabled = before
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Send all accumulated gradients, and do not wait; does nothing where a backward has sent them already.
+        """Send all accumulated gradients, and do not wait; does nothing where a backward has done so, or has failed.
 
         All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
         """
         reducer = self._ready()
-        if not reducer.synchronizer.has_pending_results:
+        synchronizer = reducer.synchronizer
+        if not (synchronizer.has_pending_results or synchronizer.step_status.has_failed):
             reducer.finish()
 
     def finish_grad_sync(self) -> None:
@@ -246,11 +247,15 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
         Raises:
             NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
-            PeerAbortedError: The backward of another rank raised.
+            PeerAbortedError: The backward of another rank raised, or one that is to be finished has failed here.
         """
-        self.start_grad_sync()
         synchronizer = self._reducer.synchronizer
-        synchronizer.wait_for_results()
+        try:
+            self.start_grad_sync()
+            synchronizer.wait_for_results()
+        except BaseException:
+            synchronizer.step_status.forget_failure()  # it is told now
+            raise
         synchronizer.step_status.raise_if_bad()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -269,6 +274,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         state = self._gradient_buffers
         self._ready().synchronizer.wait_for_results()
+        state.synchronizer.step_status.forget_failure()
         state.gradients.discard()
         if zero_buffer:
             for buffer in state.buffers:

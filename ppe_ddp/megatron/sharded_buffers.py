@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.bucket_plan import ParameterSpec
@@ -77,7 +78,6 @@ class ShardedBuffers(ShardedModel):
         wait_for_results: Callable[[], None],
         pool: MessagePool,
     ) -> None:
-        self.group = reduction_group.groups.parent
         self._groups = reduction_group.groups
         self._buffers = buffers
         # What backward reaches last, a forward needs first.
@@ -96,6 +96,11 @@ class ShardedBuffers(ShardedModel):
         for i in self._indices:
             bucket, offset = places[i]
             self._cut(bucket, offset, parameters[i], specs[i].name)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share the parameters."""
+        return self._groups.parent
 
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
         groups = self._groups

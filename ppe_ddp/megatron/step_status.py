@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from ppe_ddp.engine.failures import reason_of
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
 
@@ -36,6 +37,28 @@ class StepStatus:
         self._reduction_groups = reduction_groups
         self._non_finite: list[str] = []
         self._error: Exception | None = None
+        self._failure = ""
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note that the communication of this step has ended with ``error``, which is the user's already."""
+        # as text: an error holds the frames that have raised it, and those the connections
+        if isinstance(error, PeerAbortedError):
+            self._failure = str(error)
+        else:
+            self._failure = (
+                f"rank {self._reduction_groups[0].groups.rank}: this step has failed here already, as this rank's own "
+                f"backward or its part in the communication raised {reason_of(error)}. Its gradients are not averages: "
+                "call zero_grad_buffer() and go on with the next step"
+            )
+
+    def forget_failure(self) -> None:
+        """Another step begins, or the failure is being raised."""
+        self._failure = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the communication of this step has ended: the other ranks will do nothing more for it."""
+        return bool(self._failure)
 
     def note_non_finite(self, names: Iterable[str]) -> None:
         """Note that the gradients of these parameters are NaN or infinite on this rank."""
@@ -67,7 +90,10 @@ class StepStatus:
 
     def raise_if_bad(self) -> None:
         """Raise what went wrong since the last call, once."""
+        failure, self._failure = self._failure, ""
         error, self._error = self._error, None
+        if failure:
+            raise PeerAbortedError(failure)
         if error is not None:
             raise error
 

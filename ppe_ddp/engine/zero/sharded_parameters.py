@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.bucket import BucketContext
@@ -46,7 +47,6 @@ class ShardedParameters(ShardedModel):
     """
 
     def __init__(self, groups: Groups, module_state: ModuleState) -> None:
-        self.group = groups.parent
         self._groups = groups
         self._pool = MessagePool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
@@ -64,6 +64,11 @@ class ShardedParameters(ShardedModel):
         self._written: list[set[int]] = [set() for _ in self.units]
         self._gradients = [GradientSlot(shard) for shard in self.shards]
         self.use_module(module_state)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share the parameters."""
+        return self._groups.parent
 
     @staticmethod
     def packing(packing: Packing) -> Packing:

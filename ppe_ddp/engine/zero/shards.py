@@ -48,7 +48,6 @@ class ShardedModel(ABC):
     """The interface of a wrapper to a distributed optimizer. The shards of all ranks cover each parameter once.
 
     Attributes:
-        group: The ranks that share the parameters.
         shards: One for each trainable parameter, the same parameters in the same order on every rank.
         units: Positions in ``shards`` of the parameters that are gathered together, in the order in which a
             forward is expected to need them. Each parameter is in one unit.
@@ -56,9 +55,13 @@ class ShardedModel(ABC):
 
     has_even_shards = True
     """Whether each rank owns the chunk of each flattened parameter that ``torch.chunk`` would give it."""
-    group: ProcessGroup
     shards: Sequence[Shard]
     units: Sequence[Sequence[int]]
+
+    @property
+    @abstractmethod
+    def group(self) -> ProcessGroup:
+        """The ranks that share the parameters."""
 
     @property
     def is_synchronized(self) -> bool:
