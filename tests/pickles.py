@@ -8,7 +8,6 @@ OWN_PROCESSES = ("testing/", "benchmarks/")
 ALLOWED = {
     "sharding/checkpoint_reader.py": "the name of the error with which torch.load(weights_only=True) refuses",
     "checkpoints/entry_files.py": "an Unpickler that makes the classes of torch's own metadata, and nothing else",
-    "engine/groups.py": "all_gather_object of the numbers of idle groups: to be all_gather_json",
 }
 _MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 _OF_TORCH = {
