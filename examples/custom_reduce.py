@@ -162,7 +162,7 @@ def main() -> None:
     if job.rank == 0:
         steps = options.epochs * (len(data[0]) // (options.batch * job.world_size))
         # The trace knows what a function was given; what it has made of that, it knows itself.
-        sent = one_bit.sent_nbytes / steps
+        sent = one_bit.sent_nbytes / steps if job.world_size > 1 else 0
         table = Table(title=f"Digits, ranks: {job.world_size}", title_justify="left")
         for heading in ("", "default", "one bit"):
             table.add_column(heading, justify="right" if heading else "left")

@@ -97,7 +97,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for the checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.resume and options.out is None:
+        parser.error("--resume needs --out, the folder of the checkpoint")
+    return options
 
 
 class Training:

@@ -39,7 +39,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.add_argument("--layers", type=positive, default=8, help="of the model")
     parser.add_argument("--width", type=positive, default=256, help="of a layer: a multiple of 8")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.width % 8:
+        parser.error(f"argument --width: {options.width} is no multiple of 8")
+    return options
 
 
 def make_config(options: argparse.Namespace) -> LlamaConfig:
