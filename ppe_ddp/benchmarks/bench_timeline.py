@@ -5,7 +5,7 @@ each with a link of --mbit to the others (as root; see `ppe_ddp.testing.Nodes`).
 torch's wrapper is seen by a hook around its own all-reduce. Needs matplotlib.
 
   python -m ppe_ddp bench timeline --out step.png
-  python -m ppe_ddp bench timeline --out step.png --nodes 2 --model transformer --compressor int8
+  python -m ppe_ddp bench timeline --out step.png --nodes 2 --compressor int8
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks (default: {_RANKS}, or one on each node)")
     parser.add_argument("--nodes", type=count, metavar="N", help="make so many nodes")
     parser.add_argument("--mbit", type=count, default=_MBIT, metavar="N", help=f"of a node's link (default: {_MBIT})")
-    parser.add_argument("--compressor", action="append", choices=_COMPRESSORS, help="once more with this; repeatable")
+    compressors = f"once more with this one ({', '.join(_COMPRESSORS)}); repeatable"
+    parser.add_argument("--compressor", action="append", choices=_COMPRESSORS, metavar="NAME", help=compressors)
     parser.add_argument("--no-torch", action="store_true", help="ppe_ddp alone")
     parser.add_argument("--steps", type=count, default=_STEPS, metavar="N", help=f"to record (default: {_STEPS})")
 
