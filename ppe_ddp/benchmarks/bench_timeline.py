@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks (default: {_RANKS}, or one on each node)")
     parser.add_argument("--nodes", type=count, metavar="N", help="make so many nodes")
     parser.add_argument("--mbit", type=count, default=_MBIT, metavar="N", help=f"of a node's link (default: {_MBIT})")
-    offered = f"once more with this, one of {', '.join(_COMPRESSORS)}; repeatable"
-    parser.add_argument("--compressor", action="append", choices=_COMPRESSORS, metavar="NAME", help=offered)
+    compressors = f"once more with this one ({', '.join(_COMPRESSORS)}); repeatable"
+    parser.add_argument("--compressor", action="append", choices=_COMPRESSORS, metavar="NAME", help=compressors)
     parser.add_argument("--no-torch", action="store_true", help="ppe_ddp alone")
     parser.add_argument("--steps", type=count, default=_STEPS, metavar="N", help=f"to record (default: {_STEPS})")
 

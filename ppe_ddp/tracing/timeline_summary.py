@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import statistics
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ppe_ddp.tracing.spans import Interval, length, overlap, union
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ppe_ddp.tracing.rank_record import RankRecord
 
@@ -26,12 +26,11 @@ class TimelineSummary:
     Attributes:
         ranks: How many there are.
         backwards: How many synchronized backwards each rank had, at most.
-        step_ms: The time from the end of one synchronized backward to the next; this and what follows are medians over
-            steps and ranks.
+        step_ms: The time from the end of one synchronized backward to the next; this and what follows are means over
+            ranks and steps, without the longest tenth of these, where something else has kept a rank.
         under_way_ms: The time in a step in which gradients or parameters were on their way.
         exposed_ms: The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
-        hidden: The part of the time under way in which the rank computed, of all steps but the longest tenth, where
-            something else has kept a rank; None where nothing was sent.
+        hidden: The part of the time under way in which the rank computed; None where nothing was sent.
         clock_errors_ms: By rank: by how much its times may be wrong beside those of rank 0.
     """
 
@@ -67,17 +66,17 @@ class TimelineSummary:
 
 def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
     """The numbers of these ranks."""
-    steps = [step for record in records for step in step_times(record)]
-    steps.sort(key=lambda step: step.duration)
-    usual = steps[: max(1, round(_USUAL * len(steps)))]
-    under_way = sum(step.under_way for step in usual)
+    steps = sorted((step for record in records for step in step_times(record)), key=lambda step: step.duration)
+    usual = steps[: math.ceil(_USUAL * len(steps))]
+    total = StepTimes(*map(sum, zip(*usual, strict=True))) if usual else StepTimes(0, 0, 0, 0)
+    scale = 1e-6 / max(1, len(usual))
     return TimelineSummary(
         ranks=len(records),
         backwards=max((len(record.backwards) for record in records), default=0),
-        step_ms=_median(step.duration for step in steps) / 1e6,
-        under_way_ms=_median(step.under_way for step in steps) / 1e6,
-        exposed_ms=_median(step.waiting for step in steps) / 1e6,
-        hidden=sum(step.hidden for step in usual) / under_way if under_way else None,
+        step_ms=total.duration * scale,
+        under_way_ms=total.under_way * scale,
+        exposed_ms=total.waiting * scale,
+        hidden=total.hidden / total.under_way if total.under_way else None,
         clock_errors_ms=tuple(record.clock.error_ns / 1e6 for record in records),
     )
 
@@ -117,11 +116,6 @@ def _inside(window: Interval, intervals: Sequence[Interval]) -> list[Interval]:
     first = bisect_left(intervals, window[0], key=lambda interval: interval[1])
     last = bisect_left(intervals, window[1], key=lambda interval: interval[0])
     return [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals[first:last]]
-
-
-def _median(numbers: Iterable[float]) -> float:
-    values = list(numbers)
-    return statistics.median(values) if values else 0.0
 
 
 def _of(record: RankRecord, kinds: Sequence[str]) -> list[Interval]:
