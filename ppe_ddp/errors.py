@@ -17,7 +17,12 @@ class DisagreementError(PpeDdpError):
     """The ranks do not train the same model: they differ in a parameter, a buffer or an option.
 
     Raised with the same text on every rank, before any gradient or parameter has moved.
+
+    Attributes:
+        is_of_places: Whether it is that the ranks have run different numbers of synchronized backwards.
     """
+
+    is_of_places: bool = False
 
 
 class CheckpointError(PpeDdpError):

@@ -218,6 +218,47 @@ def test_what_was_accumulated_for_shards_is_as_it_was(way, overlap):
             assert_shards(wrapper, own_gradients(module, step))
 
 
+@pytest.mark.parametrize(
+    ("way", "overlap"),
+    [*itertools.product(["before", "in_the_middle", "in_the_wait"], [True, False]), ("in_backward", True)],
+)
+@on_three_ranks
+def test_what_was_accumulated_is_as_it_was(way, overlap):
+    rank, switch = dist.get_rank(), Switch()
+    plugs = WAYS[way](switch)
+    module = seeded(FailingNet, plugs.pop("own", None))
+    config = DistributedDataParallelConfig(bucket_size=1, overlap_grad_reduce=overlap)
+    wrapper = MegatronDDP(None, config, module, **plugs)
+
+    def step(model, batch=0):
+        model(data(5, 4, step=batch)).pow(2).sum().backward()
+
+    for culprit in range(3):
+        wrapper.zero_grad_buffer()
+        with wrapper.no_sync():
+            step(wrapper, 1)
+        there, expected = main_gradients(module), main_gradients(module)
+        switch.left = culprit if rank == culprit else -1  # another bucket each time
+        for name, gradient in own_gradients(module, step).items():
+            if gradient is not None:
+                expected[name].add_(gradient)
+        has_failed = failed(step, wrapper)
+        has_failed = failed(MegatronDDP.finish_grad_sync, wrapper) or has_failed
+        switch.left = -1
+        if has_failed:
+            is_cut_short = overlap and (way != "in_backward" or rank != culprit)
+            assert_same_bits(main_gradients(module), expected, there, "layers." if is_cut_short else ())
+        assert has_failed or (rank != culprit and way == "in_the_wait") or (culprit and not overlap)
+        if way != "in_the_wait":  # where some may have the averages
+            tables = [None] * 3
+            dist.all_gather_object(tables, main_gradients(module))
+            if has_failed:
+                wrapper.finish_grad_sync()
+                mean = mean_of(tables, 3)
+                for name, parameter in module.named_parameters():
+                    torch.testing.assert_close(parameter.main_grad, mean[name])
+
+
 def main_gradients(module):
     return {name: parameter.main_grad.clone() for name, parameter in module.named_parameters()}
 

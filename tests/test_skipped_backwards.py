@@ -9,9 +9,13 @@ from torch.utils.checkpoint import checkpoint
 import test_megatron_graphs as graphs
 from library_warnings import library_warnings
 from one_process import data, mlp, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DisagreementError, DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fuse
+
+OUT_OF_STEP = (
+    "rank 0 is at mask of step 2, rank 1 is at a comparison of parameters after step 1, rank 2 is at mask of step 2 "
+)
 
 
 def wrap(**options):
@@ -49,6 +53,22 @@ def hold(loses_step, wrapper, steps=4):
     counts = ", ".join(f"rank {other}: {int(other == last)}" for other in range(last + 1))
     assert text.startswith(f"rank {rank}: the ranks may be averaging gradients of different steps")
     assert f"({counts})" in text
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=["overlap", "after"])
+@pytest.mark.parametrize("loses_step", [raises_above_the_outputs, skips])
+@on_three_ranks
+def test_a_comparison_of_parameters_tells_that_a_rank_is_behind(loses_step, options):
+    rank, wrapper = dist.get_rank(), wrap(**options)
+    backward(wrapper)
+    wrapper.check_in_sync()
+    if rank == 1:
+        loses_step(wrapper)
+    with pytest.raises(DisagreementError, match=OUT_OF_STEP):
+        wrapper.check_in_sync() if rank == 1 else backward(wrapper)
+    wrapper.zero_grad()
+    backward(wrapper)
+    wrapper.check_in_sync()
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=["overlap", "after"])

@@ -71,14 +71,19 @@ class Negotiation:
         """Compare parameters, buffers and options across the ranks, which must all call this.
 
         Raises:
-            DisagreementError: On every rank, with the same text, naming the first that differs.
+            DisagreementError: On every rank, with the same text, naming the first that differs; or that other ranks
+                are in a synchronized backward, which this one is behind with.
             ValueError: On every rank, if one has a tensor that cannot be written; names those of the first.
         """
-        lines = [*self._lines(), *_buffer_lines(self._module_state.buffers())]
+        place = f"a comparison of parameters after step {self._groups.step}"
+        lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
         agreement = self._exchanger.exchange(fingerprint(lines), b"", bytes([bool(expanded)])).result()
         if not agreement.same:
-            raise _disagreement(lines, self._groups)
+            error = _disagreement(lines, self._groups)
+            if error.is_of_places:  # the others are in a backward, and make new connections after such an error
+                self._groups.fail(error, "")
+            raise error
         if any(agreement.extra):
             tables = all_gather_json(expanded, self._groups.control)
             rank, first = next((rank, table) for rank, table in enumerate(tables) if table)
@@ -137,7 +142,7 @@ class Negotiation:
         """
         agreement = exchange.result()
         if not agreement.same:
-            raise _disagreement([*self._lines(local), self._place], self._groups)
+            raise _disagreement([self._place, *self._lines(local)], self._groups)
         return agreement
 
     def learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
@@ -221,12 +226,19 @@ def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
 
 
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
-    """The error that names the ranks that differ from rank 0, and the first difference. Collective."""
+    """The error that names the ranks that differ from rank 0, and the first difference. Collective.
+
+    Args:
+        lines: Where this rank is, and what the ranks must agree on.
+        groups: Of the ranks.
+    """
     tables: list[list[str]] = all_gather_json(list(lines), groups.control)
     reference = tables[0]
     others = [rank for rank, table in enumerate(tables) if table != reference]
     if not others:
         return DisagreementError("the ranks disagree, but not any more: did one of them change its module meanwhile?")
+    if len({table[0] for table in tables}) > 1:
+        return _out_of_step([table[0] for table in tables])
     rank = others[0]
     table = tables[rank]
     place = next(
@@ -246,3 +258,14 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
         f"rank {rank} differs from rank 0{also}: {difference}. Build the same module with the same options on every "
         "rank: parameters of the same names, order, shapes, dtypes and memory formats."
     )
+
+
+def _out_of_step(places: Sequence[str]) -> DisagreementError:
+    by_rank = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+    error = DisagreementError(
+        f"the ranks have run different numbers of synchronized backwards: {by_rank} (steps are counted since the last "
+        "failure). A rank that skips a backward, or goes on after its loss raised above the outputs of the module, "
+        "must call ddp.finish_grad_sync() in that step. All ranks go on with their next step"
+    )
+    error.is_of_places = True
+    return error

@@ -1,7 +1,8 @@
-"""One bucket: a range of a buffer that is reduced where it lies.
+"""One bucket: a range of a buffer, which is reduced in other memory.
 
 By all-reduce, all of it becomes averages. By reduce-scatter only this rank's share does, and what is in the rest
-afterwards is of no use.
+afterwards is of no use. Until the whole step has succeeded the range is what this rank has computed: a reduction that
+was given up may still write into its memory, so that a copy to go back to would not do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from ppe_ddp.engine.bucket_buffers import slots_of
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.dense_bucket import DenseBucket
+from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer that is reduced in place.
+    """A range of a buffer, and the memory that it is all-reduced in, as large as the range and kept from step to step.
 
     Args:
         extent: The range, and the parameters in it.
@@ -58,6 +60,7 @@ class BufferBucket(DenseBucket):
         self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
         self._is_reduced = False
         self._carried: Tensor | None = None
+        self._message: tuple[Tensor, list[Tensor]] | None = None
         self._reduced_share: Tensor | None = None
 
     @property
@@ -94,7 +97,7 @@ class BufferBucket(DenseBucket):
         self._is_reduced = True
 
     def launch(self, *, is_last: bool) -> None:
-        """Start the reduction: an all-reduce in place, or a reduce-scatter into other memory."""
+        """Start the reduction: an all-reduce of a copy, or a reduce-scatter into other memory."""
         self.reopen()
         if self.extent.padded == 0:
             return
@@ -106,8 +109,21 @@ class BufferBucket(DenseBucket):
             self._pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        scale(self._range, self._range, self._gain * self.factor)
-        return self._range, self.slots
+        factor = self._gain * self.factor
+        if self._reduction.sends_nothing:
+            scale(self._range, self._range, factor)
+            return self._range, self.slots
+        if self._message is None:
+            flat = allocator(self._groups.buckets)(self.plan.numel, self.plan.dtype, self.plan.device)
+            self._message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
+        flat, slots = self._message
+        scale(flat, self._range, factor)
+        return flat, slots
+
+    @property
+    def message_nbytes(self) -> int:
+        """Bytes of the memory that it is all-reduced in."""
+        return 0 if self._message is None else self._message[0].nbytes
 
     def finish(self) -> Steps:
         """Wait for the result.
@@ -140,6 +156,8 @@ class BufferBucket(DenseBucket):
         """The ``main_grad`` of each member, with the averages in it: of a reduce-scatter in this rank's share."""
         if self._reduced_share is not None:
             self.share.copy_(self._reduced_share)
+        if self._flat is not None and self._flat is not self._range:
+            self._range.copy_(self._flat)
         if self._carried is not None:
             (self._range if self._scatter is None else self.share).add_(self._carried)
             self._carried = None
@@ -152,14 +170,15 @@ class BufferBucket(DenseBucket):
         self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Abandon the reduction, whose connections were closed; waits a moment for it to end.
+        """Abandon the reduction, whose connections were closed; ``main_grad`` is as it was.
 
-        After a reduce-scatter ``main_grad`` is as it was. An all-reduce is in place: what it had is lost.
+        Waits a moment for a reduce-scatter to end, which reads ``main_grad``.
         """
         is_done = self.probe()
-        if is_done is not None:
+        if self._scatter is not None and is_done is not None:
             ends_soon(is_done)
         self.release()
+        self._message = None  # the reduction may still write there
         return []
 
     @property

@@ -107,8 +107,9 @@ class BufferSynchronizer(Synchronizer):
 
     @property
     def nbytes(self) -> int:
-        """The size of the gradient buffers."""
-        return sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
+        """The size of the gradient buffers, and of what they are all-reduced in."""
+        buffers = sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
+        return buffers + sum(bucket.message_nbytes for bucket in self._buckets)
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Set the streams; the buffers belong to one module state."""
@@ -198,15 +199,13 @@ class BufferSynchronizer(Synchronizer):
         return peer_error
 
     def put_back(self, backward: Backward) -> None:
-        """Abandon what is in flight, and mark as accumulated what ``main_grad`` has; late gradients are added.
-
-        What an all-reduce had is lost, as it is in place; what a reduce-scatter had is not.
-        """
+        """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
         for reduction_group in self._reduction_groups:
             reduction_group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
+        self.gradients.add(range(len(self._parameters)))  # those that have arrived since the last launch
         self.gradients.put_back(backward.late)
         backward.late = {}
         backward.forget_rounds()

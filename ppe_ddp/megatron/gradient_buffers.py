@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.engine.groups import Allocator
     from ppe_ddp.megatron.signature import Setup
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -72,7 +73,7 @@ class GradientBuffers:
                 [bucket for bucket in self.layout.buckets if bucket.buffer == number],
                 parameters,
                 self.specs,
-                allocator(self.reduction_groups[kind.reduction_group].groups.buckets),
+                self._allocator(setup, kind),
                 with_params=config.use_distributed_optimizer,
             )
             for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
@@ -96,6 +97,12 @@ class GradientBuffers:
         if hasattr(self, "synchronizer") and not self.synchronizer.has_pending_results:
             for groups in self.groups[1:]:
                 groups.release()
+
+    def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
+        """Makes the memory of buffers: what the group offers, where they are sent as they are."""
+        if setup.ddp_config.use_distributed_optimizer:
+            return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
+        return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
 
     def _reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
         parameters = self.module_state.parameters
