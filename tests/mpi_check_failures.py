@@ -2,6 +2,7 @@
 
 import failing
 import failing_shards
+import test_failed_steps as failed_steps
 from mpi_check_kit import check
 
 
@@ -28,3 +29,8 @@ def one_rank_fails_beside_megatrons_buffers(way):
 @check(*failing_shards.SCATTERS, "in_backward", ranks=2)
 def one_rank_fails_beside_megatrons_shards(way):
     failing_shards.hold_megatron(way, turns=3, sharded=True, overlap_grad_reduce=True)
+
+
+@check("in_the_middle", "in_backward", ranks=3)
+def what_megatron_has_accumulated_is_as_it_was(way):
+    failed_steps.test_what_was_accumulated_is_as_it_was.__wrapped__(way, overlap=True)
