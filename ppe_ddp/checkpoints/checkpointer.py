@@ -48,7 +48,9 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves a training so that it can go on after it was killed at any moment, and loses only the steps since::
+    """Saves a training so that it can go on after it was killed at any moment, and loses only the steps since.
+
+    ::
 
         checkpointer = Checkpointer("checkpoints", {"model": model, "optimizer": optimizer, "scheduler": scheduler})
         restored = checkpointer.load()
