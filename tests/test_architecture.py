@@ -27,6 +27,7 @@ LAYERS = [
     "backends",
     "launchers",
     "loopback_store",
+    "restarted_store",
     "launch",
     "compression",
     "options",

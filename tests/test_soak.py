@@ -1,0 +1,47 @@
+"""Nothing grows under random faults; and what does grow is seen. `make soak` looks for longer."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import soak
+from ppe_ddp.testing import Ranks
+from subprocesses import MPIRUN, needs_mpirun, run
+
+HERE = Path(__file__).parent
+
+
+def test_over_gloo():
+    with Ranks(2, timeout=20) as ranks:
+        for found in ranks.run(soak.soak, 10, timeout=60)[0]:
+            assert found["rounds"] > 8, found
+            assert soak.leaks(found) == []
+
+
+@needs_mpirun
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+def test_over_mpi():
+    code, text, errors = run([MPIRUN, "-n", "2", sys.executable, HERE / "soak.py", "--seconds", "8"], timeout=60)
+    assert (code, text.splitlines()[-1]) == (0, "flat"), text + errors
+
+
+@pytest.mark.parametrize(("leak", "seen"), [("all", list(soak.BOUNDS)), ("wrappers", ["descriptors", "threads"])])
+def test_a_leak_is_seen(leak, seen):
+    with Ranks(2, timeout=20) as ranks:
+        for found in ranks.run(leak_quickly, leak, timeout=60)[0]:
+            texts = soak.leaks(found)
+            assert [name for name in seen if not any(text.startswith(f"{name}: ") for text in texts)] == [], found
+
+
+def leak_quickly(leak):
+    soak.SAMPLE_EVERY = 1
+    return soak.soak(50, rounds=20, deeds=["grow"], leak=leak)
+
+
+def test_a_spike_is_no_leak():
+    rounds = list(range(0, 120, 4))
+    assert soak.slope(rounds, [100.0] * 20 + [900.0] + [100.0] * 9) == 0
+    assert soak.slope(rounds, [100.0] * 15 + [140.0] * 15) < 0.4
+    assert soak.slope(rounds, [100.0 + turn for turn in rounds]) == 1
