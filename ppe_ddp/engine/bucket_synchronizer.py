@@ -22,6 +22,7 @@ from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.shared_parameters import TOGETHER
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.trace import span
@@ -233,6 +234,7 @@ class BucketSynchronizer(Synchronizer):
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
+            self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
             bucket.hold(nothing if backward.silent else self.gradients.take(bucket.expected), views=views)
@@ -365,6 +367,7 @@ class BucketSynchronizer(Synchronizer):
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
+            self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
             bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
 
         plan = self.negotiation.planner.plan(agreed)
@@ -374,11 +377,14 @@ class BucketSynchronizer(Synchronizer):
         yield from second.finish()
 
     def _peers_aborted(self, ranks: list[int]) -> PeerAbortedError:
-        return PeerAbortedError(
+        error = PeerAbortedError(
             f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the "
             "gradients of this step lack its share; zero them and go on with the next step, or look at that rank's "
             "traceback"
         )
+        error.rank, error.step, error.phase = ranks[0], self._groups.step, "backward"
+        error.reason, error.is_in_step = "its backward has raised an error", True
+        return error
 
 
 def _ranged(steps: Steps) -> Steps:

@@ -21,6 +21,7 @@ from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.completion import Completion, finish_and_conclude
 from ppe_ddp.engine.grad_hooks import UserGradHooks, owners_of
 from ppe_ddp.engine.gradient_arrivals import GradientArrivals
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
@@ -291,13 +292,15 @@ class Reducer(Generic[C]):
                 self.synchronizer.start_negotiation(backward)
                 yield from self._complete(backward)
                 return
-            if error.step is None:  # the ranks are in step
+            if error.is_in_step:
                 self._close(backward)
             raise
         self._close(backward)
 
     def _close(self, backward: Backward) -> None:
         backward.end()
+        for groups in self.synchronizer.groups:
+            groups.note(Activity.DONE)
         if backward.unexpected:
             self._arrivals.refresh(backward.unexpected)
         self._last = backward.recorder
@@ -350,10 +353,10 @@ class Reducer(Generic[C]):
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
         """End the synchronization on all ranks, put this rank's gradients back, and raise."""
-        peer_error = self.synchronizer.fail(backward, error)
-        if peer_error is None:
+        instead = self.synchronizer.fail(backward, error)
+        if instead is None:
             raise error
-        raise peer_error from error
+        raise instead from error
 
     def _abort_if_unfinished(self, end_callback: object) -> None:
         """A graph task has ended: tell the other ranks at once if that is because this rank's backward has raised."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.errors import PpeDdpError
 
 
 class Synchronizer(ABC):
@@ -109,17 +110,17 @@ class Synchronizer(ABC):
     def put_back(self, backward: Backward) -> None:
         """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
 
-    def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
+    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication of ``backward`` after ``error``, for all ranks.
 
         Returns:
             The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
         phase = backward.fail()
-        peer_errors = [groups.fail(error, phase) for groups in self.groups]
+        instead = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
         backward.forget_rounds()
-        return next((one for one in peer_errors if one is not None), None)
+        return next((one for one in instead if one is not None), None)
 
     def abort(self, backward: Backward) -> bool:
         """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
@@ -162,7 +163,9 @@ class Synchronizer(ABC):
         Returns:
             Whether ``error`` is such a report, and the negotiation was postponed.
         """
-        if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError) or error.step is None:
+        if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError):
+            return False
+        if error.step is None or error.is_in_step:
             return False
         if any(error.step >= groups.step for groups in self.groups):
             return False

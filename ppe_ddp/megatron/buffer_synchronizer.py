@@ -24,6 +24,7 @@ from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.megatron.buffer_bucket import is_finite
@@ -280,6 +281,8 @@ class BufferSynchronizer(Synchronizer):
     # ------------------------------------------------------------------ inside
 
     def _prepare(self, bucket: BufferBucket) -> None:
+        groups = self._reduction_groups[bucket.extent.reduction_group].groups
+        groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
         # A gradient that no rank expected waits for the second round, in which all ranks take part.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
