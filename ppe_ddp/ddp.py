@@ -257,6 +257,17 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         if (reducer := self._ready()) is not None:
             reducer.finish()
 
+    def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
+        """Give this step up on all ranks; to be called by one that cannot go on with it, and has not told the others.
+
+        They raise :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's synchronization, within a
+        second, and the next step works on all ranks. On this rank ``.grad`` is what it has computed. Not needed where
+        a backward has raised, or the communication: the others know of that, and the call does nothing before the next
+        forward. Needed where a rank raises between them, as in its loss, and goes on with the next step.
+        """
+        if (reducer := self._reducer) is not None:
+            reducer.abort(reason)
+
     def check_in_sync(self) -> None:
         """Compare the bits of parameters, and of buffers that are synchronized, across the ranks; on all together.
 

@@ -65,6 +65,10 @@ class PeerAbortedError(PpeDdpError):
     is_in_step: bool = False
 
 
+class AbortedError(PpeDdpError):
+    """This rank has given a step up; in the reports to the other ranks, and never raised."""
+
+
 class NonFiniteGradientError(PpeDdpError):
     """A rank has found NaN or infinity in its gradients before they were averaged; raised on every rank.
 

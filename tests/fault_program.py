@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -57,7 +58,7 @@ class Fault:
 
     def commit(self) -> None:
         (self.folder / "fault").write_text(str(time.monotonic()))
-        if self.kind in COMMITTED:
+        if self.kind in COMMITTED:  # others are steps of another kind
             COMMITTED[self.kind]()
 
 
@@ -69,6 +70,10 @@ def _raise_for_memory() -> None:
     raise torch.OutOfMemoryError("no memory is left")
 
 
+def _cut_network() -> None:
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+
 def _end() -> None:
     raise SystemExit(0)  # caught by nobody, as at the end of a program
 
@@ -76,13 +81,13 @@ def _end() -> None:
 COMMITTED = {
     "raise": _raise,
     "crash": _raise,
-    "out of memory": _raise_for_memory,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "os._exit": lambda: os._exit(7),
     "sys.exit": lambda: sys.exit(3),
     "normal end": _end,
     "slow": lambda: time.sleep(SLOW),
+    "cut network": _cut_network,
 }
 ENDS = ("SIGKILL", "SIGSTOP", "os._exit", "sys.exit", "normal end", "crash", "cut network")
 """Faults after which the rank is no more."""
@@ -154,6 +159,8 @@ class Training:
                     self.write()
             except Exception as error:
                 self.note(error)
+                if isinstance(error, Committed) and self.fault.phase == "forward":
+                    self.model.abort_grad_sync(f"{type(error).__name__}: {error}")
                 if self.fault.kind == "crash" and isinstance(error, Committed):
                     raise
                 if self.fault.kind in ENDS:
@@ -239,6 +246,7 @@ SPOILED = {
     "NaN": _not_a_number,
     "out of memory": _in_packing,
     "wrong shape": _with_another(lambda weight: torch.zeros(weight.shape[0], weight.shape[1] + 1)),
+    "wrong dtype": _with_another(lambda weight: weight.double()),
 }
 """Faults that are a step of another kind."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -25,7 +26,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import fault_program
-from fault_program import TIMEOUT
+from fault_program import ENDS, TIMEOUT
+from ppe_ddp.testing import Nodes, nodes_missing
 from subprocesses import MPIRUN
 
 HERE = Path(__file__).parent
@@ -36,6 +38,40 @@ _LATE_SECONDS = 2.0  # over the timeout, which no error may be
 _LIMIT = 40.0  # for one job
 _ORPHAN_SECONDS = 3.0  # that processes have to end after their launcher
 _MARK = "PPE_DDP_FAULT_JOB"
+
+
+KINDS = {
+    "raise": ("forward", "negotiate", "bucket 0", "bucket 1", "finish"),
+    "out of memory": ("packing",),
+    "crash": ("forward", "negotiate", "bucket 1", "optimizer"),
+    "SIGKILL": ("forward", "negotiate", "bucket 0", "bucket 1", "finish", "optimizer"),
+    "os._exit": ("forward", "bucket 0", "optimizer"),
+    "sys.exit": ("forward", "bucket 0", "optimizer"),
+    "normal end": ("forward", "bucket 1", "optimizer"),
+    "wrong shape": ("forward",),
+    "extra backward": ("backward",),
+    "missing backward": ("backward",),
+    "SIGSTOP": ("forward", "bucket 0", "finish", "optimizer"),
+    "slow": ("forward", "bucket 1", "optimizer"),
+    "cut network": ("forward", "bucket 0", "optimizer"),
+}
+"""Each fault with the phases in which it is committed."""
+LATE = ("SIGSTOP", "slow", "cut network")
+"""What nobody can know before the group's timeout."""
+LAUNCHERS = {
+    "none": "no launcher, gloo",
+    "torchrun": "torchrun, gloo",
+    "mpirun": "mpirun, mpi4py",
+    "nodes": "two nodes, gloo",
+}
+SKIPPED = {
+    "none": ("cut network",),
+    "torchrun": ("cut network", "extra backward", "missing backward", "wrong shape"),
+    "mpirun": ("cut network", "extra backward", "missing backward", "wrong shape"),
+    "nodes": ("os._exit", "normal end", "wrong shape", "out of memory", "extra backward", "missing backward", "slow"),
+}
+"""What is left out: what needs nodes, and what is the same under every launcher."""
+_SURVIVES = ("finish",)  # where the others may have all they need, and go on
 
 
 @dataclass(frozen=True)
@@ -70,14 +106,46 @@ class Outcome:
     orphans: list[int] = field(default_factory=list)
 
     def survivors(self, case: Case) -> list[dict[str, object]]:
-        return [one for rank, one in self.seen.items() if rank != case.culprit and one["error"]]
+        """Who is to have an error: the others; where one rank has run a backward more, it waits for them."""
+        waits = case.kind == "extra backward"
+        return [one for rank, one in self.seen.items() if (rank == case.culprit) is waits and one["error"]]
 
     def slowest(self, case: Case) -> float:
         return max((float(one["seconds"]) for one in self.survivors(case)), default=self.seconds)
 
     def is_named(self, case: Case) -> bool:
-        name = f"rank {case.culprit}"
-        return all(name in str(one["text"]) for one in self.survivors(case))
+        """Whether every error names the rank at fault, and no error another one."""
+        if case.kind == "extra backward":
+            return all("which has left" in str(one["text"]) for one in self.survivors(case))
+        own = f"rank {case.culprit}"
+        others = [f"{rank}, which {word}" for rank in range(RANKS) if rank != case.culprit for word in ("has", "is")]
+        texts = [str(one["text"]) for one in self.survivors(case)]
+        return all(own in text and not any(other in text for other in others) for text in texts)
+
+    def complaints(self, case: Case) -> list[str]:
+        """What is not as it should be."""
+        limit = TIMEOUT + _LATE_SECONDS if case.kind in LATE else KNOWN_SECONDS
+        survivors = self.survivors(case)
+        is_ended_by_launcher = not survivors and case.launcher in ("torchrun", "mpirun") and case.kind in ENDS
+        found = []
+        if self.slowest(case) > limit:
+            found.append(f"{self.slowest(case):.1f} s, not {limit:g}")
+        if not self.is_named(case):
+            found.append("another rank is named, or nobody")
+        expected = 1 if case.kind == "extra backward" else RANKS - 1
+        if len(survivors) < expected and not is_ended_by_launcher and case.phase not in _SURVIVES:
+            found.append(f"only {len(survivors)} of the others have an error")
+        if len({one["digest"] for one in survivors}) > 1:
+            found.append("the others have different parameters")
+        if case.kind in ("raise", "out of memory") and any(one["next"] != "right" for one in survivors):
+            found.append("the next step is not right")
+        if self.orphans:
+            found.append(f"processes are left: {self.orphans}")
+        return found
+
+    def described(self, case: Case) -> str:
+        who = "named" if self.survivors(case) else f"ended by {case.launcher}"
+        return f"{self.slowest(case):.1f} s, {who}"
 
 
 def run(case: Case) -> Outcome:
@@ -178,7 +246,9 @@ def _be_rank(rank: int, case: Case, folder: str, common: dict[str, str]) -> None
 def _launched(command: Sequence[str], case: Case, folder: str) -> str:
     words = [*command, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step), folder]
     with open(f"{folder}/stderr", "w+") as file:
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True, env=os.environ | _environment()
+        )
         deadline = time.monotonic() + _LIMIT
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -203,35 +273,118 @@ def _mpirun(case: Case, folder: str) -> str:
     return _launched([str(MPIRUN), "-n", str(RANKS), sys.executable], case, folder)
 
 
-STARTERS = {"none": _alone, "torchrun": _torchrun, "mpirun": _mpirun}
+def _nodes(case: Case, folder: str) -> str:
+    """Two ranks on the first node and one on the second; each by itself, as no launcher should end them."""
+    words = [sys.executable, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step)]
+    with Nodes(2) as nodes:
+        job = nodes.start("ranks", [*words, folder], ranks=(RANKS - 1, 1), environment=_environment())
+        deadline = time.monotonic() + _LIMIT
+        while job.is_running and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if case.kind == "SIGSTOP" and len(list(Path(folder).glob("[0-9]*.json"))) == RANKS - 1:
+                break
+        job.end()
+        return job.text("errors") if job.is_running else ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--launchers", default="none,torchrun,mpirun")
-    parser.add_argument("--kinds", default="raise,crash,SIGKILL,os._exit,sys.exit,normal end,SIGSTOP,slow")
-    parser.add_argument("--phases", default="forward,bucket 0,optimizer")
+def _environment() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
+
+
+STARTERS = {"none": _alone, "torchrun": _torchrun, "mpirun": _mpirun, "nodes": _nodes}
+
+
+def missing(launcher: str) -> str:
+    """Why a launcher cannot be tried here; empty where it can."""
+    if launcher == "mpirun":
+        return "" if MPIRUN and importlib.util.find_spec("mpi4py") else "there is no mpirun, or no mpi4py"
+    return nodes_missing() if launcher == "nodes" else ""
+
+
+def cases(launcher: str, seed: int, *, kinds: Sequence[str] = tuple(KINDS), most: int = 99) -> list[Case]:
+    """A schedule: each fault in so many of its phases, of a random rank in a random step."""
+    generator = random.Random(f"{launcher} {seed}")
+    made = []
+    for kind in kinds:
+        phases = () if kind in SKIPPED[launcher] else KINDS[kind]
+        for phase in generator.sample(phases, min(most, len(phases))):
+            culprit = RANKS - 1 if kind == "cut network" else generator.randrange(RANKS)
+            made.append(Case(launcher, kind, phase, culprit, generator.randrange(1, 3)))
+    return made
+
+
+MOST = {"none": 99, "torchrun": 1, "mpirun": 2, "nodes": 1}
+"""Phases of each fault: starting ranks by a launcher takes seconds."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launchers", default=",".join(LAUNCHERS))
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--texts", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/failures.md")
     arguments = parser.parse_args()
-    generator = random.Random(arguments.seed)
     start_fork_server()
+    cells: dict[tuple[str, str], list[tuple[Case, Outcome]]] = {}
+    failed = 0
     for launcher in arguments.launchers.split(","):
-        for kind in arguments.kinds.split(","):
-            for phase in arguments.phases.split(","):
-                case = Case(launcher, kind, phase, generator.randrange(RANKS), generator.randrange(1, 3))
-                outcome = run(case)
-                errors = {str(one["error"]) for one in outcome.survivors(case)}
-                nexts = {str(one["next"])[:150] for one in outcome.seen.values()}
-                print(
-                    f"{case!s:70} {outcome.slowest(case):6.2f} s {'named' if outcome.is_named(case) else 'NOT NAMED'} "
-                    f"{len(outcome.survivors(case))} {errors} next {nexts} orphans {outcome.orphans}",
-                    flush=True,
-                )
-                if arguments.texts:
-                    for one in outcome.survivors(case):
-                        print("      ", one["text"])
-                    print(outcome.errors[-1500:])
+        if missing(launcher):
+            print(f"skipped: {LAUNCHERS[launcher]}: {missing(launcher)}")
+            continue
+        for case in cases(launcher, arguments.seed, kinds=arguments.kinds.split(","), most=MOST[launcher]):
+            outcome = run(case)
+            complaints = outcome.complaints(case)
+            failed += bool(complaints)
+            print(f"{case!s:60} {outcome.described(case):28} {'; '.join(complaints)}", flush=True)
+            if complaints:
+                print("\n".join(f"    {one['text']}" for one in outcome.survivors(case)), outcome.errors[-1500:])
+            cells.setdefault((case.kind, launcher), []).append((case, outcome))
+    table = table_of(cells)
+    print(table)
+    if arguments.write and not failed:
+        write(table)
+    return int(failed > 0)
+
+
+def table_of(cells: dict[tuple[str, str], list[tuple[Case, Outcome]]]) -> str:
+    """The slowest of each fault under each launcher, as Markdown."""
+    launchers = [launcher for launcher in LAUNCHERS if any(there == launcher for _, there in cells)]
+    lines = [["one rank", *(LAUNCHERS[launcher] for launcher in launchers)], ["---"] * (len(launchers) + 1)]
+    for kind in KINDS:
+        line = [TITLES.get(kind, kind)]
+        for launcher in launchers:
+            found = [one for one in cells.get((kind, launcher), []) if one[1].survivors(one[0])]
+            found = found or cells.get((kind, launcher), [])
+            slowest = max(found, key=lambda one: one[1].slowest(one[0]), default=None)
+            line.append("" if slowest is None else slowest[1].described(slowest[0]))
+        if any(line[1:]):
+            lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TITLES = {
+    "raise": "raises, and goes on",
+    "out of memory": "runs out of memory in packing, and goes on",
+    "crash": "raises, and nobody catches it",
+    "SIGKILL": "is killed",
+    "os._exit": "ends by `os._exit(7)`",
+    "sys.exit": "ends by `sys.exit(3)`",
+    "normal end": "comes to the end of its program",
+    "wrong shape": "has a parameter of another shape",
+    "extra backward": "runs one backward more (seen when it has ended)",
+    "missing backward": "runs one backward less (seen when it has ended)",
+    "SIGSTOP": "is stopped",
+    "slow": "is slower than the timeout",
+    "cut network": "is cut off from the network",
+}
+_BEGIN, _END = "<!-- table of the fault suite -->\n", "<!-- end of the table -->\n"
+
+
+def write(table: str) -> None:
+    """Put the table where docs/failures.md has it."""
+    page = HERE.parent / "docs" / "failures.md"
+    before, _, rest = page.read_text().partition(_BEGIN)
+    page.write_text(f"{before}{_BEGIN}\n{table}\n\n{_END}{rest.partition(_END)[2]}")
 
 
 if __name__ == "__main__":

@@ -339,8 +339,8 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impat
     error = caught.value.exceptions[0]
     assert isinstance(error, CommunicationError)
     assert str(error).startswith(
-        "rank 0: the communication of this step failed, as it needs rank 1, which has not come (it had completed step 1 "
-        "and begun no other). Every rank must run the same number of synchronized backwards"
+        "rank 0: the communication of this step failed, as it needs rank 1, which has not come (it had completed step "
+        "1 and begun no other). Every rank must run the same number of synchronized backwards"
     )
     assert (error.ranks, error.step, error.phase) == ((1,), 1, "done")
 

@@ -286,9 +286,11 @@ class BucketSynchronizer(Synchronizer):
         yield from self._broadcast_buffers(backward)
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
+            self._groups.note(Activity.DONE)
             raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
         recorder.averaged_at = perf_counter_ns()
         self._hand_over(backward)
+        self._groups.note(Activity.DONE)
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.process_group.python_work import PythonWork
 from ppe_ddp.engine.lost_ranks import LostRank
 from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
@@ -90,10 +91,13 @@ class Failures:
         store: Shared by the ranks.
         name: Of the connections; the same on every rank, and never used again.
         rank: This process in the group.
+        lost: Looks for ranks that are lost.
+        timeout_seconds: How long a wait in the group may take.
     """
 
-    def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks) -> None:
+    def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks, timeout_seconds: float) -> None:
         self._store = store
+        self._timeout_seconds = timeout_seconds
         self._key = f"ppe_ddp/failures/{name}"
         self._rank = rank
         self._lost = lost
@@ -195,7 +199,7 @@ class Failures:
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             return lost_error(self._rank, list(lost.values()), f"rank {found} has found")
         reports = "; ".join(
-            f"rank {failure.rank} failed in the {failure.phase} phase of step {failure.step}: {failure.reason}"
+            f"rank {failure.rank} failed in the {failure.phase} phase of its backward, in step {failure.step}: {failure.reason}"
             for failure in failures
         )
         first = min(failures, key=lambda failure: failure.step)
@@ -220,21 +224,24 @@ class Failures:
         return pending.wait()
 
     def _await(self, pending: Any) -> None:
-        """Wait until a Future or a Work of a transport in C++ has ended, which knows nothing of failures."""
+        """Wait until a Future or a Work has ended whose transport knows nothing of failures."""
+        looks = _Looks(self)
         if is_future(pending) and not pending.done():
             arrived = threading.Event()
             pending.add_done_callback(lambda _: arrived.set())
-            looks = _Looks(self)
             while not arrived.wait(LOOK_SECONDS):
                 looks.look()
-        elif type(pending) is dist.Work:
-            looks = _Looks(self)
+        elif type(pending) is dist.Work or isinstance(pending, PythonWork):
+            end = monotonic() + self._timeout_seconds
             while not pending.is_completed():
                 try:
                     pending.wait(_LOOK)
                 except RuntimeError:
-                    if not pending.is_completed():  # this look is over; the operation goes on
-                        looks.look()
+                    if pending.is_completed():
+                        return  # with an error, which its own wait will raise
+                    looks.look()  # the operation goes on
+                if isinstance(pending, PythonWork) and monotonic() > end:  # which may count from each of these waits
+                    raise CommunicationError(f"the group's timeout of {self._timeout_seconds:g} s is over")
 
 
 class _Looks:
@@ -245,6 +252,7 @@ class _Looks:
         self._gone_since = 0.0
 
     def look(self) -> None:
+        self._failures._lost.note_wait()
         self._failures.check()
         gone = self._failures._lost.gone()
         if not gone:

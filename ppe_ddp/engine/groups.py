@@ -96,7 +96,7 @@ class Groups:
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
         """Whether there are duplicates, which can be closed and made anew."""
-        self.name = self._name()
+        self.name = self.control.group_name
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self._connect_failures()
         self._unusable = ""
@@ -172,7 +172,7 @@ class Groups:
         if not self.is_duplicate or self.is_closed:
             return self.is_duplicate
         try:
-            return bool(self.failures.of_others())
+            return bool(self.failures.of_others() or self._lost.gone())
         except (dist.DistError, CommunicationError):
             return False  # what is under way may still come
 
@@ -217,14 +217,7 @@ class Groups:
             raise error
 
     def explained(self, error: Exception, what: str) -> CommunicationError | PeerAbortedError:
-        """The error to raise for one of the transport: names the rank that has failed, or those that are lost.
-
-        It may look for them for a moment.
-
-        Args:
-            error: Of the transport.
-            what: What has failed of it, for messages.
-        """
+        """The error to raise for one of the transport, in ``what``: names the rank that has failed, or those lost."""
         others: list[Failure] = []
 
         def is_reported() -> bool:
@@ -276,10 +269,7 @@ class Groups:
         store = BoundedStore(store_of(self.control) if self.is_duplicate else HashStore())
         name = self.name + f"/{self.generation}"
         self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
-        self.failures = Failures(store, name, self.rank, self._lost)
-
-    def _name(self) -> str:
-        return self.control.group_name
+        self.failures = Failures(store, name, self.rank, self._lost, self.timeout_seconds)
 
     def release(self) -> None:
         """Let another wrapper over the same parent have them; call this when nothing is in flight in them."""

@@ -112,6 +112,10 @@ class LostRanks:
             return []
         return self._not_running() or self._silent(told) or self._behind(told)
 
+    def note_wait(self) -> None:
+        """This rank has waited for others for a while."""
+        self._processes.note_wait()
+
     def leave(self) -> None:
         """This process is about to end: say so, and of which error if that is known."""
         error = getattr(sys, "last_value", None)
@@ -157,8 +161,8 @@ class LostRanks:
         positions = {rank: self._processes.position(rank) for rank in self._processes.on_this_node}
         for rank, record in told.items():
             if record["position"] is not None:
-                step, activity, bucket = record["position"]
-                positions[rank] = Position(step, Activity(activity), bucket)
+                step, activity, bucket, waits = record["position"]
+                positions[rank] = Position(step, Activity(activity), bucket, waits)
         late = {rank: position for rank, position in positions.items() if position is not None and position < own}
         return [self._lost(rank, _LATE, position) for rank, position in sorted(late.items())]
 

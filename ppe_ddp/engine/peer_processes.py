@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 16
 _LEFT = struct.Struct("<q")  # the length of the text that follows it; 0 as long as the process trains
 _TEXT_BYTES = 2000
-_RECORD = struct.Struct("<qqq")
+_RECORD = struct.Struct("<qqqq")
+_WAITS = 24  # where in a record it says whether the rank waits
 _RECORDS = 2048  # where they begin
-_GROUPS = 85  # that have a record each; further ones share the last
+_GROUPS = 64  # that have a record each; further ones share the last
 _PAGE_BYTES = 4096
 
 
@@ -61,11 +62,13 @@ class Position(NamedTuple):
         step: Which synchronized backward, from 1.
         activity: How far it has come in it.
         bucket: The number of the bucket, from 0.
+        waits: Whether it waits for others there.
     """
 
     step: int
     activity: Activity
     bucket: int
+    waits: bool = False
 
     def __str__(self) -> str:
         """As a clause without a subject."""
@@ -153,6 +156,11 @@ class PeerProcesses:
         if self._note is not None:
             self._note(step, activity, bucket)
 
+    def note_wait(self) -> None:
+        """Note that this rank waits for others, until it notes something else."""
+        if self._own is not None:
+            _page(os.getpid()).note_wait(self._own.record)
+
     def leave(self, text: str) -> None:
         """Note that this process is about to end, and why, if that is known."""
         if self._own is not None:
@@ -201,7 +209,10 @@ class _Page:
         return record
 
     def note(self, record: int, step: int, activity: Activity, bucket: int) -> None:
-        _RECORD.pack_into(self._map, _RECORDS + record * _RECORD.size, step, activity, bucket)
+        _RECORD.pack_into(self._map, _RECORDS + record * _RECORD.size, step, activity, bucket, 0)
+
+    def note_wait(self, record: int) -> None:
+        self._map[_RECORDS + record * _RECORD.size + _WAITS] = 1
 
     def position(self, record: int) -> Position:
         return _position(self._map, record)
@@ -255,8 +266,8 @@ def _opened(address: ProcessAddress) -> mmap.mmap:
 
 
 def _position(page: mmap.mmap, record: int) -> Position:
-    step, activity, bucket = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
-    return Position(step, Activity(activity), bucket)
+    step, activity, bucket, waits = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
+    return Position(step, Activity(activity), bucket, bool(waits))
 
 
 def _condition(address: ProcessAddress) -> Condition:

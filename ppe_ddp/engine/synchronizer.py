@@ -13,9 +13,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.errors import AbortedError, PeerAbortedError
 
 logger = logging.getLogger("ppe_ddp")
+
+_RAISED = "its backward has raised an error; look at that rank's traceback"
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -122,8 +124,12 @@ class Synchronizer(ABC):
         backward.forget_rounds()
         return next((one for one in instead if one is not None), None)
 
-    def abort(self, backward: Backward) -> bool:
+    def abort(self, backward: Backward, reason: str = _RAISED) -> bool:
         """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
+
+        Args:
+            backward: The backward; what it had computed is put back.
+            reason: What the other ranks are told.
 
         Returns:
             Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
@@ -131,7 +137,7 @@ class Synchronizer(ABC):
         if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
             self.give_back(backward)
             return False
-        error = RuntimeError("its backward has raised an error; look at that rank's traceback")
+        error = AbortedError(reason)
         if backward.phase is Phase.BEGUN:
             for groups in self.groups:
                 groups.skip_step(str(error))

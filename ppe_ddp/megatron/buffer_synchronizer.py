@@ -264,6 +264,8 @@ class BufferSynchronizer(Synchronizer):
             second.hand_over(partial(self._add_averages, reduction_group))
         self._holds_averages = True
         pending.backward.recorder.done_at = perf_counter_ns()
+        for groups in self.groups:
+            groups.note(Activity.DONE)
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffers were multiplied by ``factor``."""
