@@ -75,6 +75,8 @@ class NonFiniteGradientError(PpeDdpError):
     The ranks are in step: the next forward and backward work.
     """
 
+    is_in_step = True
+
 
 class UnusableError(PpeDdpError):
     """The wrapper cannot synchronize here: its process group was destroyed, or this is a forked child."""

@@ -6,7 +6,7 @@ its own graph does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import or_
 from time import perf_counter_ns
@@ -17,6 +17,7 @@ from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
@@ -24,7 +25,7 @@ from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.shared_parameters import TOGETHER
-from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.synchronizer import Synchronizer, logger
 from ppe_ddp.engine.trace import span
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
@@ -46,31 +47,12 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.engine.sync_policy import Policy
+    from ppe_ddp.errors import NonFiniteGradientError
 
 
 # More than one parameter has in a backward: several, where reentrant checkpoints reach it more than once.
 _MORE_ARRIVALS = 200
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a wrapper synchronizes; the same on every rank.
-
-    Attributes:
-        negotiate: Ranks may have different gradients. Without it, a difference is an error.
-        overlap: Communicate while backward runs. Without it, all of it comes after.
-        views: ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket.
-        broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
-        ranges: Mark launches for torch's profiler, at a few microseconds each.
-        agreed: What else must be the same on every rank, for people to read.
-    """
-
-    negotiate: bool = True
-    overlap: bool = True
-    views: bool = False
-    broadcast_buffers: BroadcastFunction | None = None
-    ranges: bool = False
-    agreed: str = ""
 
 
 class BucketSynchronizer(Synchronizer):
@@ -134,6 +116,7 @@ class BucketSynchronizer(Synchronizer):
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
+        self._finite = FiniteCheck(self._groups, module_state.names) if self._policy.check_finite else None
         self._buckets = self._bucket_cache()
 
     def _bucket_cache(self) -> BucketCache:
@@ -182,6 +165,8 @@ class BucketSynchronizer(Synchronizer):
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
+        if self._finite is not None:
+            self._finite.begin()
         if self.reduction.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
@@ -237,7 +222,10 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            bucket.hold(nothing if backward.silent else self.gradients.take(bucket.expected), views=views)
+            gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
+            if self._finite is not None:
+                self._finite.look(bucket.expected, gradients)
+            bucket.hold(gradients, views=views)
 
         plan = self.negotiation.planner.plan(answer.mask)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
@@ -249,10 +237,13 @@ class BucketSynchronizer(Synchronizer):
         if not self.reduction.sends_nothing:
             steps = self._complete(backward)
             return _ranged(steps) if self._policy.ranges else steps
-        self._complete_alone()
+        self._complete_alone(backward)
         return _nothing()
 
-    def _complete_alone(self) -> None:
+    def _complete_alone(self, backward: Backward) -> None:
+        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
+            self._drop(backward, self._finite.error_alone())
+            return
         if self.sharded_parameters is not None:
             everything = range(len(self._module_state.parameters))
             taken = zip(everything, self.gradients.take(everything), strict=True)
@@ -269,7 +260,11 @@ class BucketSynchronizer(Synchronizer):
         backward.late = late = self._take_late(backward)
         recorder = backward.recorder
         recorder.vote_at = perf_counter_ns()
-        vote = self._vote(late, pack_status(int(backward.aborted), backward.dropped))
+        status = int(backward.aborted)
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
+            status |= self._finite.status
+        vote = self._vote(late, pack_status(status, backward.dropped))
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
         yield from schedule.finish()
@@ -277,6 +272,10 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.extra)
+        if self._finite is not None and any(status & NON_FINITE for status in statuses):
+            error = yield from self._finite.error(self.negotiation, statuses)
+            self._drop(backward, error)
+            return
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
@@ -287,10 +286,21 @@ class BucketSynchronizer(Synchronizer):
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
-            raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
+            raise self._peers_aborted([rank for rank, status in enumerate(statuses) if status])
         recorder.averaged_at = perf_counter_ns()
         self._hand_over(backward)
         self._groups.note(Activity.DONE)
+
+    def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
+        """All ranks drop the step: its gradients are no numbers on one of them."""
+        backward.averaged = self._nothing
+        self._groups.note(Activity.DONE)
+        self.put_back(backward)
+        if self._policy.check_finite != "skip":
+            raise error
+        self.gradients.take(range(len(self._nothing)))
+        self.clear_shards(set_to_none=True)
+        logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers

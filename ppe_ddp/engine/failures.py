@@ -199,7 +199,8 @@ class Failures:
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             return lost_error(self._rank, list(lost.values()), f"rank {found} has found")
         reports = "; ".join(
-            f"rank {failure.rank} failed in the {failure.phase} phase of its backward, in step {failure.step}: {failure.reason}"
+            f"rank {failure.rank} failed in the {failure.phase} phase of its backward, in step {failure.step}: "
+            f"{failure.reason}"
             for failure in failures
         )
         first = min(failures, key=lambda failure: failure.step)

@@ -26,7 +26,7 @@ from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -276,7 +276,7 @@ class Reducer(Generic[C]):
         backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
             yield from self.synchronizer.complete(backward)
-        except PeerAbortedError as error:
+        except (PeerAbortedError, NonFiniteGradientError) as error:
             if self.synchronizer.postpone(backward, error):
                 self.synchronizer.start_negotiation(backward)
                 yield from self._complete(backward)
