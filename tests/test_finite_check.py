@@ -98,10 +98,13 @@ def test_shards_are_skipped():
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("width", [8, 2048])
 @on_two_ranks
-def test_large_numbers_are_not_mistaken():
-    model = DistributedDataParallel(seeded(mlp, 4, 8, 2), check_for_nan_in_grad=True)
+def test_large_numbers_are_not_mistaken(width):
+    model = DistributedDataParallel(seeded(mlp, 4, width, 2), check_for_nan_in_grad=True)
     step(model, [1], value=3e38)  # whose norm overflows
+    with pytest.raises(NonFiniteGradientError, match=r"averaged: rank 1 in '0\.weight' "):
+        step(model, [1])
 
 
 class Table(nn.Module):

@@ -1,8 +1,9 @@
 """Looks for NaN and infinity in this rank's gradients before they are sent, and names them on all ranks.
 
-A look is one fused norm a bucket, which is not finite where any of its numbers is not; only then is each gradient
-looked at by itself, as a norm can overflow. Whether a rank has found something travels in the vote, so that all ranks
-know of it before any average is handed over. Only where one has, they exchange which parameters these are.
+A look is a sum of each gradient, or one fused norm of many small ones, which is not finite where any of its numbers is
+not; only then is each looked at element by element, as a sum can overflow. Whether a rank has found something travels
+in the vote, so that all ranks know of it before any average is handed over. Only where one has, they exchange which
+parameters these are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 NON_FINITE = 2
 """The bit of a rank's status in the vote."""
+_LARGE_BYTES = 16 << 10  # from this mean size on, sums are faster than the fused norm
 _NAMED_RANKS = 4  # one exchange each
 _NAMED = 5  # parameters of each
 
@@ -109,5 +111,8 @@ def _values(gradient: Tensor) -> Tensor:
 def _seem_finite(gradients: list[Tensor]) -> bool:
     """Whether all numbers are finite; False also where they are only large."""
     with torch.no_grad():
-        norms = torch._foreach_norm(gradients, 2.0)
-        return bool(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).sum().isfinite())
+        if sum(gradient.nbytes for gradient in gradients) >= _LARGE_BYTES * len(gradients):
+            totals = [gradient.sum() for gradient in gradients]
+        else:
+            totals = torch._foreach_norm(gradients, 2.0)
+        return bool(torch.stack([total.abs() for total in totals]).sum().isfinite())
