@@ -348,7 +348,8 @@ def main() -> int:
             start = time.monotonic()
             ranks.run(failing.hold_many, arguments.failures)
             print(
-                f"{arguments.failures} failures in one process, each with a right step after it: {time.monotonic() - start:.0f} s"
+                f"{arguments.failures} failures in one process, each with a right step after it: "
+                f"{time.monotonic() - start:.0f} s"
             )
     if arguments.write and not failed:
         write(table)

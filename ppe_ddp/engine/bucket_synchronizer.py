@@ -17,6 +17,7 @@ from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
@@ -29,7 +30,6 @@ from ppe_ddp.engine.synchronizer import Synchronizer, logger
 from ppe_ddp.engine.trace import span
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
-from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -184,9 +184,8 @@ class BucketSynchronizer(Synchronizer):
             local = backward.turn.claim(local)
         backward.recorder.local = local
         if backward.waiting is not None:
-            for (
-                i
-            ) in self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
+            # What arrives in one arrives in the other: they leave when backward is over.
+            for i in self.gradients.shared:
                 backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
             backward.buffers = self.negotiation.buffers()
@@ -286,7 +285,7 @@ class BucketSynchronizer(Synchronizer):
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
-            raise self._peers_aborted([rank for rank, status in enumerate(statuses) if status])
+            raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
         self._hand_over(backward)
         self._groups.note(Activity.DONE)
@@ -387,16 +386,6 @@ class BucketSynchronizer(Synchronizer):
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
-
-    def _peers_aborted(self, ranks: list[int]) -> PeerAbortedError:
-        error = PeerAbortedError(
-            f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the "
-            "gradients of this step lack its share; zero them and go on with the next step, or look at that rank's "
-            "traceback"
-        )
-        error.rank, error.step, error.phase = ranks[0], self._groups.step, "backward"
-        error.reason, error.is_in_step = "its backward has raised an error", True
-        return error
 
 
 def _ranged(steps: Steps) -> Steps:

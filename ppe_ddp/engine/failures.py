@@ -289,6 +289,24 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
     return error
 
 
+def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
+    """The error for ranks whose backward has raised, and which have taken part in the step all the same.
+
+    Args:
+        rank: This rank.
+        step: The step.
+        statuses: Of all ranks, as they have voted; 0 where nothing was wrong.
+    """
+    ranks = [other for other, status in enumerate(statuses) if status]
+    error = PeerAbortedError(
+        f"rank {rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the gradients of this step "
+        "lack its share; zero them and go on with the next step, or look at that rank's traceback"
+    )
+    error.rank, error.step, error.phase = ranks[0], step, "backward"
+    error.reason, error.is_in_step = "its backward has raised an error", True
+    return error
+
+
 def reason_of(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]

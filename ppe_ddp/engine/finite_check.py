@@ -112,7 +112,7 @@ def _seem_finite(gradients: list[Tensor]) -> bool:
     """Whether all numbers are finite; False also where they are only large."""
     with torch.no_grad():
         if sum(gradient.nbytes for gradient in gradients) >= _LARGE_BYTES * len(gradients):
-            totals = [gradient.sum() for gradient in gradients]
+            totals: Sequence[Tensor] = [gradient.sum() for gradient in gradients]
         else:
             totals = torch._foreach_norm(gradients, 2.0)
         return bool(torch.stack([total.abs() for total in totals]).sum().isfinite())

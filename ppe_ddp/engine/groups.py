@@ -25,19 +25,18 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group_internals import (
     HashStore,
     backend_for,
-    backends_named,
     device_types,
     forget_destroyed,
     is_registered,
     kept_with,
-    new_group_named,
     store_of,
     timeout_of,
 )
 from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
-from ppe_ddp.engine.group_lifetime import close, destroy, end_on_threads_of_python
+from ppe_ddp.engine.group_duplicates import duplicates
+from ppe_ddp.engine.group_lifetime import close, destroy
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.store_exchange import exchange, progress_of
@@ -129,7 +128,7 @@ class Groups:
                 made.idle.remove(groups)
                 return groups
         made.count += 1
-        buckets, control = _duplicates(parent, str(made.count))
+        buckets, control = duplicates(parent, backends_of(parent), str(made.count))
         processes = PeerProcesses(rank, address, [packed for _, packed in known])
         return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count, processes=processes)
 
@@ -153,7 +152,9 @@ class Groups:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             if not reason:
                 self.generation += 1
-                self.buckets, self.control = _duplicates(self.parent, f"{self.number}/{self.generation}")
+                self.buckets, self.control = duplicates(
+                    self.parent, backends_of(self.parent), f"{self.number}/{self.generation}"
+                )
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
@@ -259,9 +260,9 @@ class Groups:
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
         self.is_closed = True
-        duplicates = [self.buckets, self.control]
+        ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
-        close(duplicates)
+        close(ours)
         return instead
 
     def _connect_failures(self) -> None:
@@ -292,10 +293,10 @@ class Groups:
         if (user is not None and user.is_running) or os.getpid() != self.pid:
             return
         if not self.is_closed:
-            duplicates = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
+            ours = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
             self.buckets = self.control = self.parent
             self.is_closed = True
-            destroy(duplicates)
+            destroy(ours)
         if is_over_gloo(self.parent) and not is_registered(self.parent):
             forget_destroyed()
             del self.buckets, self.control, self.parent
@@ -337,43 +338,6 @@ class _Made:
 
 def _made_from(parent: ProcessGroup) -> _Made:
     return kept_with(parent, _Made)
-
-
-def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessGroup]:
-    """Groups of the ranks of ``parent`` for buckets and for masks; ``name`` must be new, and the same on every rank."""
-    backends = backends_of(parent)
-    options = _options(parent) if "cpu" in device_types(parent) else None
-    for_buckets = getattr(options, "for_buckets", lambda: options)
-    for_control = getattr(options, "for_control", lambda: options)
-    # torch would give them to every backend of a mixed group, and no other understands them.
-    is_mixed = len(set(backends.values())) > 1
-    config = str(dist.get_backend_config(parent))
-    buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
-    # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
-    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
-    end_on_threads_of_python([buckets, control])
-    return buckets, control
-
-
-def _config(backends: dict[str, str], config: str) -> str:
-    """The name alone of the backend that serves all devices, where it stands for the same; else ``config``.
-
-    For a config of several entries torch sets no default backend once any backend is registered, save for NCCL and the
-    one that was registered first, and warns of that when the group is destroyed.
-    """
-    name = backends.get("cpu", "")
-    return name if name and backends_named(name) == backends else config
-
-
-def _options(group: ProcessGroup) -> Any:
-    """The options of the backend that serves CPUs, if it has them as an attribute."""
-    return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
-
-
-def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
-    """A group of the ranks of ``parent``, made by these alone."""
-    ranks = dist.get_process_group_ranks(parent)
-    return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.streams import GradientStreams
-    from ppe_ddp.errors import PeerAbortedError
+    from ppe_ddp.errors import PpeDdpError
     from ppe_ddp.megatron.buffer_bucket import BufferBucket
     from ppe_ddp.megatron.buffer_layout import BufferLayout
     from ppe_ddp.megatron.main_gradients import MainGradients
@@ -192,11 +192,11 @@ class BufferSynchronizer(Synchronizer):
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
-    def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
+    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
-        peer_error = super().fail(backward, error)
-        self.step_status.note_failure(peer_error or error)
-        return peer_error
+        instead = super().fail(backward, error)
+        self.step_status.note_failure(instead or error)
+        return instead
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and mark as accumulated what ``main_grad`` has; late gradients are added.
