@@ -116,7 +116,7 @@ class BucketSynchronizer(Synchronizer):
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
-        self._finite = FiniteCheck(self._groups, module_state.names) if self._policy.check_finite else None
+        self._finite = FiniteCheck(self._groups, module_state.names, is_enabled=bool(self._policy.check_finite))
         self._buckets = self._bucket_cache()
 
     def _bucket_cache(self) -> BucketCache:
@@ -165,8 +165,7 @@ class BucketSynchronizer(Synchronizer):
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
-        if self._finite is not None:
-            self._finite.begin()
+        self._finite.begin()
         if self.reduction.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
@@ -222,8 +221,7 @@ class BucketSynchronizer(Synchronizer):
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
             gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
-            if self._finite is not None:
-                self._finite.look(bucket.expected, gradients)
+            self._finite.look(bucket.expected, gradients)
             bucket.hold(gradients, views=views)
 
         plan = self.negotiation.planner.plan(answer.mask)
@@ -240,7 +238,7 @@ class BucketSynchronizer(Synchronizer):
         return _nothing()
 
     def _complete_alone(self, backward: Backward) -> None:
-        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
+        if not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
             return
         if self.sharded_parameters is not None:
@@ -259,11 +257,8 @@ class BucketSynchronizer(Synchronizer):
         backward.late = late = self._take_late(backward)
         recorder = backward.recorder
         recorder.vote_at = perf_counter_ns()
-        status = int(backward.aborted)
-        if self._finite is not None:
-            self._finite.look(late.keys(), late.values())
-            status |= self._finite.status
-        vote = self._vote(late, pack_status(status, backward.dropped))
+        self._finite.look(late.keys(), late.values())
+        vote = self._vote(late, pack_status(backward.aborted | self._finite.status, backward.dropped))
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
         yield from schedule.finish()
@@ -271,7 +266,7 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.extra)
-        if self._finite is not None and any(status & NON_FINITE for status in statuses):
+        if any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, statuses)
             self._drop(backward, error)
             return

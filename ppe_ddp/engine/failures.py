@@ -299,8 +299,8 @@ def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
     """
     ranks = [other for other, status in enumerate(statuses) if status]
     error = PeerAbortedError(
-        f"rank {rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the gradients of this step "
-        "lack its share; zero them and go on with the next step, or look at that rank's traceback"
+        f"rank {rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the gradients of this "
+        "step lack its share; zero them and go on with the next step, or look at that rank's traceback"
     )
     error.rank, error.step, error.phase = ranks[0], step, "backward"
     error.reason, error.is_in_step = "its backward has raised an error", True

@@ -37,9 +37,11 @@ class FiniteCheck:
     Args:
         groups: Where the ranks communicate.
         names: Of all parameters.
+        is_enabled: Whether to look at all.
     """
 
-    def __init__(self, groups: Groups, names: Sequence[str]) -> None:
+    def __init__(self, groups: Groups, names: Sequence[str], *, is_enabled: bool) -> None:
+        self._is_enabled = is_enabled
         self._groups = groups
         self._names = names
         self._found: set[int] = set()
@@ -55,6 +57,8 @@ class FiniteCheck:
 
     def look(self, indices: Iterable[int], gradients: Iterable[Tensor | None]) -> None:
         """Look at the gradients of these parameters. On a GPU the host waits for them."""
+        if not self._is_enabled:
+            return
         present = {i: _values(gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
         present = {i: values for i, values in present.items() if values.is_floating_point() or values.is_complex()}
         if present and not _seem_finite(list(present.values())):
