@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which torch.optim imports when it is first used, for seconds
 import torch.distributed as dist
 from torch import nn
 
@@ -149,6 +150,7 @@ class Training:
         return ppe_ddp.broadcast(tensors, group)
 
     def run(self) -> None:
+        dist.barrier()
         for step in range(STEPS):
             self.fault.now = step
             try:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from one_process import assert_gradients, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.bounded_store import BoundedStore
-from ppe_ddp.engine.lost_ranks import LostRanks
+from ppe_ddp.engine.failures import Failure, Failures
+from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
 from rank_tests import on_three_ranks, on_two_ranks
@@ -103,6 +104,21 @@ def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer):
 def test_a_failure_that_is_explained_needs_nobody(peer):
     peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
     assert lost_ranks(peer).find(lambda: True) == []
+
+
+def test_a_rank_that_has_left_after_it_had_failed_is_not_taken_for_the_reason(peer):
+    peer.tell("leave", "")
+    asked = iter([False, True])
+    assert lost_ranks(peer).find(lambda: next(asked)) == []
+
+
+def test_the_rank_that_was_waited_for_in_vain_is_told():
+    own, other = LostRank(1, "has not come"), LostRank(2, "has died", is_gone=True)
+    failures = Failures(BoundedStore(dist.HashStore()), "one", 1, None, 1.0)
+    late = failures.error([Failure(0, 3, "negotiating", "late", lost=[own])])
+    assert str(late).startswith("rank 1: this rank came too late, and rank 0 has given this step up")
+    dead = failures.error([Failure(0, 3, "negotiating", "dead", lost=[own, other])])
+    assert dead.ranks == (2,)
 
 
 def test_ranks_elsewhere_are_asked_by_the_store(peer):

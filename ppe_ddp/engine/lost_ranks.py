@@ -103,8 +103,8 @@ class LostRanks:
                         said = here
                     told = self._told()
                 found = here or [LostRank(**one) for record in told.values() for one in record["lost"]]
-                if found:
-                    return found
+                if found:  # perhaps a rank that has failed before it left, and so has said why
+                    return [] if explained() else found
                 if monotonic() > end or (self._elsewhere and len(told) == len(self._elsewhere)):
                     break
                 sleep(_NAP_SECONDS)
