@@ -202,9 +202,9 @@ class Failures:
                 return lost_error(self._rank, list(lost.values()), f"rank {found} has found")
             assert own is not None
             return CommunicationError(
-                f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where the "
-                "others go on, the next step works; where a rank may be that slow, give init_process_group() a longer "
-                "timeout"
+                f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
+                "the others go on, the next step works; where a rank may be that slow, give init_process_group() a "
+                "longer timeout"
             )
         reports = "; ".join(
             f"rank {failure.rank} failed in the {failure.phase} phase of its backward, in step {failure.step}: "
