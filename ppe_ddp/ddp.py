@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ppe_ddp.comm_hooks import HookedWrapper
 from ppe_ddp.engine.broadcasting import broadcast_all
-from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer, Policy
+from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
 from ppe_ddp.engine.distributed_tensors import check_meshes
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.group_handle import GroupHandle
@@ -22,6 +22,7 @@ from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction
 from ppe_ddp.engine.sync_check import check_in_sync
+from ppe_ddp.engine.sync_policy import Policy
 from ppe_ddp.engine.torch_internals import call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast
@@ -101,6 +102,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         forward_sync_buffers: bool | None = None,
         overlap: bool = True,
         record_function: bool = False,
+        check_for_nan_in_grad: bool | Literal["skip"] = False,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
         check_arguments(module, broadcast_buffers, reduce_function, broadcast_function)
@@ -117,6 +119,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             forward_sync_buffers=first_given(forward_sync_buffers, broadcast_buffers, default=True),
             overlap=overlap,
             record_function=record_function,
+            check_for_nan_in_grad=check_for_nan_in_grad,
         )
         self._negotiate = bool(negotiate_grads)
         self._group = GroupHandle(self._options.group(process_group))
@@ -151,7 +154,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             views=self._options.gradient_as_bucket_view,
             broadcast_buffers=self._broadcast_function if self.forward_sync_buffers else None,
             ranges=self._options.record_function,
-            agreed=str(self._precision),
+            check_finite=self._options.check_for_nan_in_grad,
+            agreed=self._agreed(),
         )
         self._reducer = Reducer(
             groups,
@@ -167,6 +171,12 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             self._reducer.synchronizer.negotiation.check()
             state = [*self._module_state.buffers().values(), *self._module_state.parameters]
             broadcast_all(self._broadcast_function, state, groups)
+
+    def _agreed(self) -> str:
+        """What else the ranks must have in common, as text."""
+        checks = self._options.check_for_nan_in_grad
+        texts = [str(self._precision), f"check_for_nan_in_grad {checks!r}" if checks else ""]
+        return ", ".join(filter(None, texts))
 
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
@@ -256,6 +266,17 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         """Finish what :meth:`start_grad_sync` started, or do both: afterwards ``.grad`` holds the means."""
         if (reducer := self._ready()) is not None:
             reducer.finish()
+
+    def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
+        """Give this step up on all ranks; to be called by one that cannot go on with it, and has not told the others.
+
+        They raise :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's synchronization, within a
+        second, and the next step works on all ranks. On this rank ``.grad`` is what it has computed. Not needed where
+        a backward has raised, or the communication: the others know of that, and the call does nothing before the next
+        forward. Needed where a rank raises between them, as in its loss, and goes on with the next step.
+        """
+        if (reducer := self._reducer) is not None:
+            reducer.abort(reason)
 
     def check_in_sync(self) -> None:
         """Compare the bits of parameters, and of buffers that are synchronized, across the ranks; on all together.

@@ -37,7 +37,17 @@ class FunctionError(PpeDdpError):
 
 
 class CommunicationError(PpeDdpError):
-    """A collective failed or timed out. The process group can usually not be used any more."""
+    """A collective failed or timed out. The process group can usually not be used any more.
+
+    Attributes:
+        ranks: Those that have died, have left, are stopped or have not come; None where nobody has looked for them.
+        step: The step in which the first of them was seen last, by the engine's count; None where it is not known.
+        phase: What that one had done last in it; empty where it is not known.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    step: int | None = None
+    phase: str = ""
 
 
 class PeerAbortedError(PpeDdpError):
@@ -46,10 +56,22 @@ class PeerAbortedError(PpeDdpError):
     The ranks are in step again: the next forward and backward work.
 
     Attributes:
-        step: The step in which the communication ended there, by the engine's count; None where it did not end.
+        rank: The rank; the first, where several have failed.
+        step: The step in which it failed, by the engine's count; None where it is not known.
+        phase: The phase of the backward in which it failed.
+        reason: Its error, in one line.
+        is_in_step: Whether the communication of the step did not end: the step is complete but for that rank's share.
     """
 
+    rank: int | None = None
     step: int | None = None
+    phase: str = ""
+    reason: str = ""
+    is_in_step: bool = False
+
+
+class AbortedError(PpeDdpError):
+    """This rank has given a step up; in the reports to the other ranks, and never raised."""
 
 
 class NonFiniteGradientError(PpeDdpError):
@@ -57,6 +79,8 @@ class NonFiniteGradientError(PpeDdpError):
 
     The ranks are in step: the next forward and backward work.
     """
+
+    is_in_step = True
 
 
 class UnusableError(PpeDdpError):

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -70,6 +70,11 @@ class Options:
         forward_sync_buffers: torch's name for ``broadcast_buffers``, which it overrides where it is not None.
         overlap: Communicate while backward is running. Without it, all of it comes after: slower, but
             easier to profile; results are the same.
+        check_for_nan_in_grad: Look for NaN and infinity in this rank's gradients before they are sent, in half a
+            millisecond for 32 MB. Where one rank finds some, all raise
+            :class:`~ppe_ddp.errors.NonFiniteGradientError`, which names ranks and parameters, and ``.grad`` is what
+            each has computed; with ``"skip"`` they log that, and no parameter has a gradient in this step on any rank.
+            On a GPU the host waits for the gradients.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
 
     Raises:
@@ -85,10 +90,13 @@ class Options:
     forward_sync_buffers: bool = True
     overlap: bool = True
     record_function: bool = False
+    check_for_nan_in_grad: bool | Literal["skip"] = False
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""
         caps = self.bucket_caps_mb
+        if self.check_for_nan_in_grad not in (True, False, "skip"):
+            raise ValueError(f'check_for_nan_in_grad is True, False or "skip", not {self.check_for_nan_in_grad!r}')
         if caps is not None and not (caps and all(cap > 0 for cap in caps)):
             raise ValueError(f"bucket_cap_mb must be positive (MiB), not {self.bucket_cap_mb!r}")
 

@@ -234,6 +234,13 @@ def hold(way, *, turns=8, seed=0, **options):
                 assert_gradients(wrapper.module, expected)
 
 
+def hold_many(count, *, seed=0):
+    """So many failures, each in a random way and of a random rank, each followed by a right step, in one process."""
+    ways = random.Random(f"many {seed}").choices([way for way in WAYS if way != "in_a_sync_hook"], k=count // 4)
+    for place, way in enumerate(ways):
+        hold(way, turns=4, seed=f"{seed} {place}")
+
+
 def fail(wrapper, way, culprit, step=square):
     """One step in which rank `culprit` fails."""
     rank, start = dist.get_rank(), time.monotonic()

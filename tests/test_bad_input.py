@@ -338,7 +338,11 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impat
     assert caught.value.ranks == {0: Outcome.RAISED}
     error = caught.value.exceptions[0]
     assert isinstance(error, CommunicationError)
-    assert str(error).startswith("rank 0 of 2: waiting for rank 1, which did not come to start a backward failed")
+    assert str(error).startswith(
+        "rank 0: the communication of this step failed, as it needs rank 1, which has not come (it had completed step "
+        "1 and begun no other). Every rank must run the same number of synchronized backwards"
+    )
+    assert (error.ranks, error.step, error.phase) == ((1,), 1, "done")
 
 
 def rank_1_exits():
@@ -353,7 +357,10 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others(impatient_ranks):
     with pytest.raises(RankError) as caught:
         impatient_ranks.run(rank_1_exits, timeout=30, grace=10)
     assert caught.value.ranks[1] is Outcome.DIED
-    assert isinstance(caught.value.exceptions[0], CommunicationError)
+    error = caught.value.exceptions[0]
+    assert isinstance(error, CommunicationError)
+    assert "as it needs rank 1, which has died (it had completed step 1 and begun no other)" in str(error)
+    assert error.ranks == (1,)
 
 
 def raise_on_rank_0(gradients, group):

@@ -6,7 +6,7 @@ its own graph does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import or_
 from time import perf_counter_ns
@@ -17,17 +17,19 @@ from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.failures import aborted_error
+from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.shared_parameters import TOGETHER
-from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.synchronizer import Synchronizer, logger
 from ppe_ddp.engine.trace import span
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
-from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -45,31 +47,12 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.engine.sync_policy import Policy
+    from ppe_ddp.errors import NonFiniteGradientError
 
 
 # More than one parameter has in a backward: several, where reentrant checkpoints reach it more than once.
 _MORE_ARRIVALS = 200
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a wrapper synchronizes; the same on every rank.
-
-    Attributes:
-        negotiate: Ranks may have different gradients. Without it, a difference is an error.
-        overlap: Communicate while backward runs. Without it, all of it comes after.
-        views: ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket.
-        broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
-        ranges: Mark launches for torch's profiler, at a few microseconds each.
-        agreed: What else must be the same on every rank, for people to read.
-    """
-
-    negotiate: bool = True
-    overlap: bool = True
-    views: bool = False
-    broadcast_buffers: BroadcastFunction | None = None
-    ranges: bool = False
-    agreed: str = ""
 
 
 class BucketSynchronizer(Synchronizer):
@@ -133,6 +116,7 @@ class BucketSynchronizer(Synchronizer):
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
+        self._finite = FiniteCheck(self._groups, module_state.names, is_enabled=bool(self._policy.check_finite))
         self._buckets = self._bucket_cache()
 
     def _bucket_cache(self) -> BucketCache:
@@ -181,6 +165,7 @@ class BucketSynchronizer(Synchronizer):
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
+        self._finite.begin()
         if self.reduction.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
@@ -198,9 +183,8 @@ class BucketSynchronizer(Synchronizer):
             local = backward.turn.claim(local)
         backward.recorder.local = local
         if backward.waiting is not None:
-            for (
-                i
-            ) in self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
+            # What arrives in one arrives in the other: they leave when backward is over.
+            for i in self.gradients.shared:
                 backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
             backward.buffers = self.negotiation.buffers()
@@ -233,9 +217,12 @@ class BucketSynchronizer(Synchronizer):
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
+            self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            bucket.hold(nothing if backward.silent else self.gradients.take(bucket.expected), views=views)
+            gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
+            self._finite.look(bucket.expected, gradients)
+            bucket.hold(gradients, views=views)
 
         plan = self.negotiation.planner.plan(answer.mask)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
@@ -247,10 +234,13 @@ class BucketSynchronizer(Synchronizer):
         if not self.reduction.sends_nothing:
             steps = self._complete(backward)
             return _ranged(steps) if self._policy.ranges else steps
-        self._complete_alone()
+        self._complete_alone(backward)
         return _nothing()
 
-    def _complete_alone(self) -> None:
+    def _complete_alone(self, backward: Backward) -> None:
+        if not self._finite.is_fine_alone(self._module_state.parameters):
+            self._drop(backward, self._finite.error_alone())
+            return
         if self.sharded_parameters is not None:
             everything = range(len(self._module_state.parameters))
             taken = zip(everything, self.gradients.take(everything), strict=True)
@@ -267,7 +257,8 @@ class BucketSynchronizer(Synchronizer):
         backward.late = late = self._take_late(backward)
         recorder = backward.recorder
         recorder.vote_at = perf_counter_ns()
-        vote = self._vote(late, pack_status(int(backward.aborted), backward.dropped))
+        self._finite.look(late.keys(), late.values())
+        vote = self._vote(late, pack_status(backward.aborted | self._finite.status, backward.dropped))
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
         yield from schedule.finish()
@@ -275,6 +266,10 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.extra)
+        if any(status & NON_FINITE for status in statuses):
+            error = yield from self._finite.error(self.negotiation, statuses)
+            self._drop(backward, error)
+            return
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
@@ -284,9 +279,22 @@ class BucketSynchronizer(Synchronizer):
         yield from self._broadcast_buffers(backward)
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
-            raise self._peers_aborted([rank for rank, has_raised in enumerate(statuses) if has_raised])
+            self._groups.note(Activity.DONE)
+            raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
         self._hand_over(backward)
+        self._groups.note(Activity.DONE)
+
+    def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
+        """All ranks drop the step: its gradients are no numbers on one of them."""
+        backward.averaged = self._nothing
+        self._groups.note(Activity.DONE)
+        self.put_back(backward)
+        if self._policy.check_finite != "skip":
+            raise error
+        self.gradients.take(range(len(self._nothing)))
+        self.clear_shards(set_to_none=True)
+        logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
     def _broadcast_buffers(self, backward: Backward) -> Steps:
         function = self._policy.broadcast_buffers
@@ -365,6 +373,7 @@ class BucketSynchronizer(Synchronizer):
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
+            self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
             bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
 
         plan = self.negotiation.planner.plan(agreed)
@@ -372,13 +381,6 @@ class BucketSynchronizer(Synchronizer):
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
-
-    def _peers_aborted(self, ranks: list[int]) -> PeerAbortedError:
-        return PeerAbortedError(
-            f"rank {self._groups.rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the "
-            "gradients of this step lack its share; zero them and go on with the next step, or look at that rank's "
-            "traceback"
-        )
 
 
 def _ranged(steps: Steps) -> Steps:

@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.process_group.python_work import PythonWork
+from ppe_ddp.engine.lost_ranks import LostRank
 from ppe_ddp.engine.torch_internals import is_future
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bounded_store import BoundedStore
+    from ppe_ddp.engine.lost_ranks import LostRanks
 
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=LOOK_SECONDS)
+_GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
 _LONGEST_REASON = 2000  # characters
-_READY = "ready"
+_LAST_FRAMES = 4
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,28 @@ class Failure:
         step: Which synchronized backward, counted since the connections were made.
         phase: The phase of the backward in which it failed.
         reason: The error.
+        trace: The last lines of its traceback.
+        lost: The ranks that it has waited for in vain, where that is what it has failed of.
     """
 
     rank: int
     step: int
     phase: str
     reason: str
+    trace: str = ""
+    lost: Sequence[LostRank] = ()
+
+    @classmethod
+    def of(cls, rank: int, step: int, phase: str, error: BaseException, lost: Sequence[LostRank] = ()) -> Failure:
+        """The report of ``error`` on this rank."""
+        frames = "".join(traceback.format_tb(error.__traceback__)[-_LAST_FRAMES:]) if not lost else ""
+        return cls(rank, step, phase, reason_of(error), frames[-_LONGEST_REASON:], lost)
+
+    @classmethod
+    def loaded(cls, text: bytes) -> Failure:
+        """The report that was written as JSON."""
+        fields = json.loads(text)
+        return cls(**{**fields, "lost": [LostRank(**one) for one in fields["lost"]]})
 
 
 @dataclass(frozen=True)
@@ -66,44 +91,66 @@ class Failures:
         store: Shared by the ranks.
         name: Of the connections; the same on every rank, and never used again.
         rank: This process in the group.
+        lost: Looks for ranks that are lost.
+        timeout_seconds: How long a wait in the group may take.
     """
 
-    def __init__(self, store: Any, name: str, rank: int) -> None:
+    def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks, timeout_seconds: float) -> None:
         self._store = store
+        self._timeout_seconds = timeout_seconds
         self._key = f"ppe_ddp/failures/{name}"
         self._rank = rank
+        self._lost = lost
 
     def report(self, failure: Failure) -> None:
         """Write the report; before the connections are closed, so that a rank that notices that finds the reason."""
-        number = self._store.add(f"{self._key}/begun", 1)
-        self._store.set(f"{self._key}/{number}", json.dumps(asdict(failure)))
-        self._store.add(f"{self._key}/count", 1)
+
+        def write(store: Any) -> None:
+            number = store.add(f"{self._key}/begun", 1)
+            store.set(f"{self._key}/{number}", json.dumps(asdict(failure)))
+            store.add(f"{self._key}/count", 1)
+
+        self._store.do(write)
 
     def of_others(self) -> list[Failure]:
         """The reports of the other ranks so far."""
-        if not self._store.check([f"{self._key}/count"]):
-            return []
-        count = self._store.add(f"{self._key}/begun", 0)
-        keys = [key for key in (f"{self._key}/{number + 1}" for number in range(count)) if self._store.check([key])]
-        failures = [Failure(**json.loads(self._store.get(key))) for key in keys]
+
+        def read(store: Any) -> list[bytes]:
+            if not store.check([f"{self._key}/count"]):
+                return []
+            count = store.add(f"{self._key}/begun", 0)
+            keys = [f"{self._key}/{number + 1}" for number in range(count)]
+            return [store.get(key) for key in keys if store.check([key])]
+
+        failures = [Failure.loaded(text) for text in self._store.do(read)]
         return [failure for failure in failures if failure.rank != self._rank]
 
-    def announce(self, attempt: int, reason: str) -> None:
+    def announce(self, attempt: int, step: int, reason: str) -> None:
         """Say to the others whether this rank will make new connections; ``reason`` is empty if so.
 
         Args:
             attempt: How often it has said so before: once for each synchronized backward, on every rank.
+            step: Its count of synchronized backwards.
             reason: Why not.
         """
-        self._store.set(f"{self._key}/renewal/{attempt}/{self._rank}", reason or _READY)
+        key = f"{self._key}/renewal/{attempt}/{self._rank}"
+        self._store.do(lambda store: store.set(key, json.dumps([step, reason])))
 
-    def announced(self, attempt: int, world_size: int) -> list[str] | None:
-        """What all ranks have said to this attempt: reasons, empty where they are ready; None while one has not."""
+    def announced(self, attempt: int, world_size: int) -> dict[int, tuple[int, str]]:
+        """What the ranks have said to this attempt so far, by rank: their steps, and reasons, empty where ready."""
         keys = [f"{self._key}/renewal/{attempt}/{rank}" for rank in range(world_size)]
-        if not self._store.check(keys):
-            return None
-        words = [self._store.get(key).decode() for key in keys]
-        return ["" if word == _READY else word for word in words]
+
+        def read(store: Any) -> dict[int, bytes]:
+            if store.check(keys):
+                return {rank: store.get(key) for rank, key in enumerate(keys)}
+            return {}
+
+        return {rank: tuple(json.loads(text)) for rank, text in self._store.do(read).items()}
+
+    def silent(self, attempt: int, world_size: int) -> list[int]:
+        """The ranks that have said nothing to this attempt."""
+        keys = {rank: f"{self._key}/renewal/{attempt}/{rank}" for rank in range(world_size)}
+        return self._store.do(lambda store: [rank for rank, key in keys.items() if not store.check([key])])
 
     def compare(self, progress: HookProgress, world_size: int, timeout: timedelta) -> str:
         """Tell the others how far this rank has come, and wait for what they say; all ranks must call this.
@@ -115,9 +162,14 @@ class Failures:
             DistError: Not all ranks have come within ``timeout``.
         """
         keys = [f"{self._key}/progress/{rank}" for rank in range(world_size)]
-        self._store.set(keys[self._rank], json.dumps(asdict(progress)))
-        self._store.wait(keys, timeout)
-        everyone = [HookProgress(**json.loads(self._store.get(key))) for key in keys]
+
+        def exchange(store: Any) -> list[bytes]:
+            store.set(keys[self._rank], json.dumps(asdict(progress)))
+            store.wait(keys, timeout)
+            return [store.get(key) for key in keys]
+
+        texts = self._store.do(exchange, timeout.total_seconds() + LOOK_SECONDS)
+        everyone = [HookProgress(**json.loads(text)) for text in texts]
         under_way = [rank for rank, one in enumerate(everyone) if one.is_under_way]
         if under_way:
             place = f"was under way on rank {', '.join(map(str, under_way))}"
@@ -133,22 +185,39 @@ class Failures:
         )
 
     def check(self) -> None:
-        """Raise :class:`PeerAbortedError` where another rank has failed."""
-        others = self.of_others()
+        """Raise the error of :meth:`error` where another rank has failed; nothing where the store does not answer."""
+        others: list[Failure] = []
+        with suppress(dist.DistError, CommunicationError):  # what is waited for may still come
+            others = self.of_others()
         if others:
             raise self.error(others)
 
-    def error(self, failures: list[Failure]) -> PeerAbortedError:
+    def error(self, failures: Sequence[Failure]) -> PeerAbortedError | CommunicationError:
         """The error to raise on this rank for the reports of others."""
+        lost = {one.rank: one for failure in failures for one in failure.lost}
+        if lost:
+            found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
+            own = lost.pop(self._rank, None)
+            if lost:
+                return lost_error(self._rank, list(lost.values()), f"rank {found} has found")
+            assert own is not None
+            return CommunicationError(
+                f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
+                "the others go on, the next step works; where a rank may be that slow, give init_process_group() a "
+                "longer timeout"
+            )
         reports = "; ".join(
-            f"rank {failure.rank} failed in the {failure.phase} phase of its backward: {failure.reason}"
+            f"rank {failure.rank} failed in the {failure.phase} phase of its backward, in step {failure.step}: "
+            f"{failure.reason}"
             for failure in failures
         )
+        first = min(failures, key=lambda failure: failure.step)
+        trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""
         error = PeerAbortedError(
             f"rank {self._rank}: {reports}. The gradients of this step are not averages: zero them and go on with the "
-            "next step, or look at that rank's traceback"
+            f"next step, or look at that rank's traceback{trace}"
         )
-        error.step = min(failure.step for failure in failures)
+        error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         return error
 
     def wait(self, pending: Waitable, device: torch.device) -> Any:
@@ -156,6 +225,7 @@ class Failures:
 
         Raises:
             PeerAbortedError: Another rank has failed.
+            CommunicationError: Another rank is gone, and so is what it had sent.
         """
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
@@ -163,21 +233,100 @@ class Failures:
         return pending.wait()
 
     def _await(self, pending: Any) -> None:
-        """Wait until a Future or a Work of a transport in C++ has ended, which knows nothing of failures."""
+        """Wait until a Future or a Work has ended whose transport knows nothing of failures."""
+        looks = _Looks(self)
         if is_future(pending) and not pending.done():
             arrived = threading.Event()
             pending.add_done_callback(lambda _: arrived.set())
             while not arrived.wait(LOOK_SECONDS):
-                self.check()
-        elif type(pending) is dist.Work:
+                looks.look()
+        elif type(pending) is dist.Work or isinstance(pending, PythonWork):
+            end = monotonic() + self._timeout_seconds
             while not pending.is_completed():
                 try:
                     pending.wait(_LOOK)
                 except RuntimeError:
-                    if not pending.is_completed():  # this look is over; the operation goes on
-                        self.check()
+                    if pending.is_completed():
+                        return  # with an error, which its own wait will raise
+                    looks.look()  # the operation goes on
+                if isinstance(pending, PythonWork) and monotonic() > end:  # which may count from each of these waits
+                    raise CommunicationError(f"the group's timeout of {self._timeout_seconds:g} s is over")
+
+
+class _Looks:
+    """The looks of one wait: whether a rank has reported a failure, or is gone for so long that nothing can come."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._gone_since = 0.0
+
+    def look(self) -> None:
+        self._failures._lost.note_wait()
+        self._failures.check()
+        gone = self._failures._lost.gone()
+        if not gone:
+            return
+        self._gone_since = self._gone_since or monotonic()
+        if monotonic() - self._gone_since > _GONE_SECONDS:
+            raise lost_error(self._failures._rank, gone, "")
+
+
+def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> CommunicationError:
+    """The error that names the ranks that this one has waited for in vain.
+
+    Args:
+        rank: This rank.
+        lost: The ranks; at least one.
+        reason: How that was found out.
+    """
+    names = " and ".join(map(str, lost))
+    if any(one.is_gone for one in lost):
+        advice = "It does not come any more: start the job anew, from a checkpoint if there is one"
+    else:
+        advice = (
+            "Every rank must run the same number of synchronized backwards: one that has none in this step calls "
+            "ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`; and where a rank may be that "
+            "slow, give init_process_group() a longer timeout"
+        )
+    error = CommunicationError(
+        f"rank {rank}: the communication of this step failed, as it needs {names}. {advice}"
+        + (f" ({reason})" if reason else "")
+    )
+    error.ranks = tuple(one.rank for one in lost)
+    error.step, error.phase = lost[0].step, lost[0].phase
+    return error
+
+
+def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
+    """The error for ranks whose backward has raised, and which have taken part in the step all the same.
+
+    Args:
+        rank: This rank.
+        step: The step.
+        statuses: Of all ranks, as they have voted; 0 where nothing was wrong.
+    """
+    ranks = [other for other, status in enumerate(statuses) if status]
+    error = PeerAbortedError(
+        f"rank {rank}: the backward of rank {', '.join(map(str, ranks))} raised an error, so the gradients of this "
+        "step lack its share; zero them and go on with the next step, or look at that rank's traceback"
+    )
+    error.rank, error.step, error.phase = ranks[0], step, "backward"
+    error.reason, error.is_in_step = "its backward has raised an error", True
+    return error
 
 
 def reason_of(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether an error names what has failed elsewhere, or nobody could be named."""
+    return isinstance(error, PeerAbortedError) or (isinstance(error, CommunicationError) and error.ranks is not None)
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether an error may be what a closed connection looks like, from our code or a function of the user's."""
+    if isinstance(error, CommunicationError | PeerAbortedError | dist.DistError):
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)  # its sources, which it names; it has no other type

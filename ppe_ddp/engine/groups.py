@@ -9,6 +9,7 @@ function may send from a thread of its own, and once for the small messages by w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,25 +25,37 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group_internals import (
     HashStore,
     backend_for,
-    backends_named,
     device_types,
     forget_destroyed,
     is_registered,
     kept_with,
-    new_group_named,
     store_of,
     timeout_of,
 )
+from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
-from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
-from ppe_ddp.engine.group_lifetime import close, destroy, end_on_threads_of_python
+from ppe_ddp.engine.failures import Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
+from ppe_ddp.engine.group_duplicates import duplicates
+from ppe_ddp.engine.group_lifetime import close, destroy
+from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
+from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.store_exchange import exchange, progress_of
-from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
+from ppe_ddp.errors import (
+    CommunicationError,
+    DisagreementError,
+    PeerAbortedError,
+    PpeDdpError,
+    UnusableError,
+    clear_frames,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ppe_ddp.engine.exit_order import User
 
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again
+_LOOKS = 100  # at the store, for one at the processes
 
 
 @dataclass(eq=False)
@@ -60,9 +73,10 @@ class Groups:
         pid: The process that made them.
         number: Which duplicate of the parent this is, the same on every rank.
         generation: How often the duplicates were made anew.
-        step: The synchronized backwards since then; the same on every rank.
+        step: The synchronized backwards so far; the same on every rank.
         is_closed: Whether they have to be made anew.
         user: Gives the reducer that synchronizes in them, if there is one.
+        processes: Of the ranks, as far as they can be seen.
     """
 
     parent: ProcessGroup
@@ -76,13 +90,14 @@ class Groups:
     step: int = 0
     is_closed: bool = False
     user: Callable[[], User | None] = lambda: None
+    processes: PeerProcesses = field(default_factory=lambda: PeerProcesses(0))
 
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
         """Whether there are duplicates, which can be closed and made anew."""
-        self.name = self._name()
+        self.name = self.control.group_name
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
-        self.failures = self._failures()
+        self._connect_failures()
         self._unusable = ""
         self._attempts = 0  # to renew, since the last failure
         if self.is_duplicate:
@@ -103,16 +118,19 @@ class Groups:
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
         made = _made_from(parent)
         made.calls += 1
-        known: list[list[int]] = exchange(parent, f"idle/{made.calls}", [groups.number for groups in made.idle])
+        address = own_address()
+        own = [[groups.number for groups in made.idle], None if address is None else address.packed()]
+        known: list[Any] = exchange(parent, f"idle/{made.calls}", own)
         # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
-        common = set(known[0]).intersection(*known[1:])
+        common = set.intersection(*(set(numbers) for numbers, _ in known))
         for groups in made.idle:
             if common and groups.number == min(common):
                 made.idle.remove(groups)
                 return groups
         made.count += 1
-        buckets, control = _duplicates(parent, str(made.count))
-        return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
+        buckets, control = duplicates(parent, backends_of(parent), str(made.count))
+        processes = PeerProcesses(rank, address, [packed for _, packed in known])
+        return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count, processes=processes)
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
@@ -134,7 +152,9 @@ class Groups:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             if not reason:
                 self.generation += 1
-                self.buckets, self.control = _duplicates(self.parent, f"{self.number}/{self.generation}")
+                self.buckets, self.control = duplicates(
+                    self.parent, backends_of(self.parent), f"{self.number}/{self.generation}"
+                )
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
@@ -143,77 +163,114 @@ class Groups:
         if reason:
             self._unusable = f"rank {self.rank}: {reason}"
             raise UnusableError(self._unusable)
-        self.failures = self._failures()
-        self.step = self._attempts = 0
+        self._connect_failures()
+        self._attempts = 0
         self.is_closed = False
 
     @property
     def has_failed(self) -> bool:
         """Whether a rank has failed in this step: what is under way will not come."""
-        return self.is_duplicate and (self.is_closed or bool(self.failures.of_others()))
+        if not self.is_duplicate or self.is_closed:
+            return self.is_duplicate
+        try:
+            return bool(self.failures.of_others() or self._lost.gone())
+        except (dist.DistError, CommunicationError):
+            return False  # what is under way may still come
+
+    def note(self, activity: Activity, bucket: int = 0) -> None:
+        """Note what this rank does now, for the others to see if it is lost."""
+        self.processes.note(self.step, activity, bucket)
 
     def skip_step(self, reason: str) -> None:
         """This rank's backward has raised before it has sent anything, or has made new connections in :meth:`renew`."""
+        self.step += 1
         if self.is_closed:
-            self.failures.announce(self._attempts, reason)
+            self.failures.announce(self._attempts, self.step, reason)
             self._attempts += 1
-        else:
-            self.step += 1
 
     def _await_renewal(self) -> None:
         """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
         attempt, self._attempts = self._attempts, self._attempts + 1
-        self.failures.announce(attempt, "")
+        self.failures.announce(attempt, self.step, "")
         end = monotonic() + self.timeout_seconds
         advance = progress_of(self.parent)
-        while (reasons := self.failures.announced(attempt, self.world_size)) is None:
+        for looks in itertools.count(1):
+            said = self.failures.announced(attempt, self.world_size)
+            if said:
+                break
+            lost: Sequence[LostRank] = self._lost.gone() if looks % _LOOKS == 0 else ()
             if monotonic() > end:
-                raise CommunicationError(
-                    f"rank {self.rank} of {self.world_size}: not all ranks have come within the group's timeout of "
-                    f"{self.timeout_seconds:g} s to connect again after a failure. Every rank must go on with its next "
-                    "step"
-                )
+                lost = self._lost.behind(self.failures.silent(attempt, self.world_size))
+            if lost:
+                self.failures.announce(attempt, self.step, f"it has waited in vain for {' and '.join(map(str, lost))}")
+                raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
             advance()
             sleep(_NAP_SECONDS)
-        absent = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        self.step = max(step for step, _ in said.values())
+        absent = [f"rank {rank}: {reason}" for rank, (_, reason) in said.items() if reason]
         if absent:
-            raise PeerAbortedError(
+            error = PeerAbortedError(
                 f"rank {self.rank}: a rank has failed again before the ranks were connected: {'; '.join(absent)}. The "
                 "gradients of this step are not averages: zero them and go on with the next step"
             )
+            rank, (step, reason) = next((rank, one) for rank, one in said.items() if one[1])
+            error.rank, error.step, error.phase, error.reason = rank, step, "begun", reason
+            raise error
 
-    def fail(self, error: BaseException, phase: str) -> PeerAbortedError | None:
+    def explained(self, error: Exception, what: str) -> CommunicationError | PeerAbortedError:
+        """The error to raise for one of the transport, in ``what``: names the rank that has failed, or those lost."""
+        others: list[Failure] = []
+
+        def is_reported() -> bool:
+            others[:] = self.failures.of_others()
+            return bool(others)
+
+        lost = self._lost.find(is_reported) if self.is_duplicate else []
+        if others:
+            return self.failures.error(others)
+        if lost:
+            return lost_error(self.rank, lost, f"{what}: {error}")
+        unnamed = CommunicationError(
+            f"rank {self.rank} of {self.world_size}: {what} failed: {error}. Every rank must run the same number of "
+            "synchronized backwards: one that has none in this step calls ddp.finish_grad_sync(), uneven numbers of "
+            "batches need `with Join([ddp])`, and an error on another rank ends here, so look for the first traceback "
+            "of all ranks."
+        )
+        unnamed.ranks = ()
+        return unnamed
+
+    def fail(self, error: BaseException, phase: str) -> PpeDdpError | None:
         """End the communication of this step after ``error``: tell the other ranks, and close the duplicates.
 
         Local variables of the functions that have raised are cleared, as they may hold the group, and its connections
         end with the last reference.
 
         Returns:
-            What to raise instead, if another rank has failed and this is what came of it here.
+            What to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
         if not self.is_duplicate or self.is_closed:
             return None
-        peers: PeerAbortedError | None = None
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            others = self.failures.of_others()
-            if others and _is_of_transport(error):
-                peers = self.failures.error(others)
-            elif not isinstance(error, DisagreementError):  # which every rank has
-                self.failures.report(Failure(self.rank, self.step, phase, reason_of(error)))
+        instead: PpeDdpError | None = None
+        if isinstance(error, Exception) and is_of_transport(error) and not is_explained(error):
+            instead = self.explained(error, "the communication of this step")
+        told = instead or error
+        if not isinstance(told, DisagreementError | PeerAbortedError):  # which other ranks have
+            lost = self._lost.behind(told.ranks or ()) if isinstance(told, CommunicationError) else ()
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
         self.is_closed = True
-        duplicates = [self.buckets, self.control]
+        ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
-        close(duplicates)
-        return None if isinstance(error, PeerAbortedError) else peers
+        close(ours)
+        return instead
 
-    def _failures(self) -> Failures:
+    def _connect_failures(self) -> None:
         # a bare group has no store that could be asked for, and is never closed
-        store = store_of(self.control) if self.is_duplicate else HashStore()
-        return Failures(store, self.name + f"/{self.generation}", self.rank)
-
-    def _name(self) -> str:
-        return self.control.group_name
+        store = BoundedStore(store_of(self.control) if self.is_duplicate else HashStore())
+        name = self.name + f"/{self.generation}"
+        self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
+        self.failures = Failures(store, name, self.rank, self._lost, self.timeout_seconds)
 
     def release(self) -> None:
         """Let another wrapper over the same parent have them; call this when nothing is in flight in them."""
@@ -230,14 +287,16 @@ class Groups:
 
         Those of the user's group end with the last reference to it, once the user has destroyed it.
         """
+        if os.getpid() == self.pid:
+            self._lost.leave()
         user = self.user()
         if (user is not None and user.is_running) or os.getpid() != self.pid:
             return
         if not self.is_closed:
-            duplicates = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
+            ours = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
             self.buckets = self.control = self.parent
             self.is_closed = True
-            destroy(duplicates)
+            destroy(ours)
         if is_over_gloo(self.parent) and not is_registered(self.parent):
             forget_destroyed()
             del self.buckets, self.control, self.parent
@@ -279,50 +338,6 @@ class _Made:
 
 def _made_from(parent: ProcessGroup) -> _Made:
     return kept_with(parent, _Made)
-
-
-def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessGroup]:
-    """Groups of the ranks of ``parent`` for buckets and for masks; ``name`` must be new, and the same on every rank."""
-    backends = backends_of(parent)
-    options = _options(parent) if "cpu" in device_types(parent) else None
-    for_buckets = getattr(options, "for_buckets", lambda: options)
-    for_control = getattr(options, "for_control", lambda: options)
-    # torch would give them to every backend of a mixed group, and no other understands them.
-    is_mixed = len(set(backends.values())) > 1
-    config = str(dist.get_backend_config(parent))
-    buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
-    # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
-    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
-    end_on_threads_of_python([buckets, control])
-    return buckets, control
-
-
-def _config(backends: dict[str, str], config: str) -> str:
-    """The name alone of the backend that serves all devices, where it stands for the same; else ``config``.
-
-    For a config of several entries torch sets no default backend once any backend is registered, save for NCCL and the
-    one that was registered first, and warns of that when the group is destroyed.
-    """
-    name = backends.get("cpu", "")
-    return name if name and backends_named(name) == backends else config
-
-
-def _is_of_transport(error: BaseException) -> bool:
-    """Whether an error may be what a closed connection looks like, from our code or a function of the user's."""
-    if isinstance(error, CommunicationError | PeerAbortedError | dist.DistError):
-        return True
-    return type(error) is RuntimeError and "gloo" in str(error)  # its sources, which it names; it has no other type
-
-
-def _options(group: ProcessGroup) -> Any:
-    """The options of the backend that serves CPUs, if it has them as an attribute."""
-    return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
-
-
-def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
-    """A group of the ranks of ``parent``, made by these alone."""
-    ranks = dist.get_process_group_ranks(parent)
-    return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:

@@ -11,14 +11,11 @@ transport that gets messages of different lengths may end the process (gloo does
 
 from __future__ import annotations
 
-from contextlib import suppress
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine.event_log import watch
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 DIGEST = 16
 _CPU = torch.device("cpu")
 _HEADER = 2 * DIGEST
-_PATIENCE = 2.0  # seconds: failures reach the ranks at about the same time
 _COMPLEMENT = bytes(255 - value for value in range(256))
 
 
@@ -57,7 +53,6 @@ class MaskExchanger:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._capacity = 80
-        self._count = 0
         self._allocate = allocator(groups.control)
         self._idle: list[Tensor] = []
 
@@ -71,29 +66,8 @@ class MaskExchanger:
         """
         return MaskExchange(self, digest, bytes(mask), extra)
 
-    def missing_ranks(self) -> list[int]:
-        """The ranks that did not take part in the last exchange, as far as is known: for error messages.
-
-        Every rank whose exchange failed writes that to the group's store; one that does not within some seconds is
-        counted as absent.
-        """
-        groups = self._groups
-        try:
-            store = store_of(groups.control)
-            keys = [f"ppe_ddp/waited/{self._count}/{rank}" for rank in range(groups.world_size)]
-            store.set(keys[groups.rank], "1")
-            deadline = monotonic() + _PATIENCE
-            silent = keys
-            while silent and monotonic() < deadline:
-                sleep(0.05)
-                silent = [key for key in silent if not store.check([key])]
-            return [keys.index(key) for key in silent]
-        except RuntimeError:
-            return []  # the store is gone as well
-
     def _send(self, message: Tensor) -> dist.Work | None:
         """Start the MAX all-reduce of ``message``, in place."""
-        self._count += 1
         if self._groups.world_size == 1:
             return None
         try:
@@ -195,16 +169,7 @@ class MaskExchange:
         except PeerAbortedError:
             raise
         except RuntimeError as error:
-            with suppress(dist.DistError):  # the store is gone as well
-                groups.failures.check()
-            absent = self._exchanger.missing_ranks()
-            others = f"rank {', '.join(map(str, absent))}, which did not come" if absent else "the other ranks"
-            raise CommunicationError(
-                f"rank {groups.rank} of {groups.world_size}: waiting for {others} to start a backward failed: "
-                f"{error}. Every rank must run the same number of synchronized backwards: one that has none "
-                "in this step calls ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`, and "
-                "an error on another rank ends here, so look for the first traceback of all ranks."
-            ) from error
+            raise groups.explained(error, "waiting for the other ranks to start a backward") from error
 
 
 class _FailedWork(dist.Work):

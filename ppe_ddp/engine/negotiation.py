@@ -12,6 +12,7 @@ from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.shared_parameters import APART
 from ppe_ddp.errors import DisagreementError
 
@@ -120,6 +121,7 @@ class Negotiation:
             self._restart()
         if not is_vote:
             groups.step += 1
+        groups.note(Activity.VOTE if is_vote else Activity.MASK)
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
         statuses = bytearray(groups.world_size)
         statuses[groups.rank] = status

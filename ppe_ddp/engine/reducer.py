@@ -26,7 +26,7 @@ from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,6 +81,7 @@ class Reducer(Generic[C]):
         self._started: Completion | None = None
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
+        self._knows_of_failure = False  # of this step, on all ranks
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
 
@@ -129,17 +130,14 @@ class Reducer(Generic[C]):
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
     def recover(self) -> bool:
-        """Finish what an aborted backward has left.
-
-        Returns:
-            Whether no backward is under way, so that parameters and functions may be replaced.
-        """
+        """Finish what an aborted backward has left; whether none is under way, and parameters may be replaced."""
         backward = self._running()
         self._arrivals.stop_recording()
         return backward is None
 
     def before_forward(self) -> None:
         """Find hooks that the user has added since the last forward; this wrapper is used now."""
+        self._knows_of_failure = False
         self.shared.use()
         self._user_grad_hooks.defer()
 
@@ -161,10 +159,11 @@ class Reducer(Generic[C]):
         if self is None:
             return
         self._arrivals.note_stream(index)
-        if not self.enabled:
-            self._on_unsynchronized_grad(index)
-            return
         with self._lock:
+            if not self.enabled:
+                self._running()
+                self.synchronizer.on_accumulated((index,))
+                return
             backward = self._backward
             if backward is None or backward.alive() is None:
                 backward = self._running() or self._begin(index)
@@ -183,11 +182,6 @@ class Reducer(Generic[C]):
             except BaseException as error:
                 if not self.synchronizer.postpone(backward, error):
                     self._fail(backward, error)
-
-    def _on_unsynchronized_grad(self, index: int) -> None:
-        with self._lock:
-            self._running()
-            self.synchronizer.on_accumulated((index,))
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
         """Count the gradients that were recorded, and those of ``indices``, as arrived."""
@@ -225,8 +219,6 @@ class Reducer(Generic[C]):
             self._recover()
         return None
 
-    # ------------------------------------------------------------------ begin and launch
-
     def _begin(self, arrived: int | None = None) -> Backward | None:
         """Begin the backward that runs on this thread; None if it reaches no parameter for this wrapper."""
         if arrived is not None and self.shared.is_for_another(self._parameters[arrived]):
@@ -255,8 +247,6 @@ class Reducer(Generic[C]):
         self._arrivals.start_recording(reached)
         return backward
 
-    # ------------------------------------------------------------------ finish
-
     def _end_of_backward(self, backward: Backward) -> None:
         if backward is self._backward and backward.phase is not Phase.FAILED:
             self._completion(backward).finish_at_end_of_backward()
@@ -276,7 +266,7 @@ class Reducer(Generic[C]):
             is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
             if backward.phase is Phase.BEGUN and is_own:
                 yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
-            elif backward.phase is not Phase.OVER:
+            elif backward.phase not in (Phase.OVER, Phase.FAILED):
                 self._backward = None
                 self._fail(backward, error)
             raise
@@ -286,12 +276,12 @@ class Reducer(Generic[C]):
         backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
             yield from self.synchronizer.complete(backward)
-        except PeerAbortedError as error:
+        except (PeerAbortedError, NonFiniteGradientError) as error:
             if self.synchronizer.postpone(backward, error):
                 self.synchronizer.start_negotiation(backward)
                 yield from self._complete(backward)
                 return
-            if error.step is None:  # the ranks are in step
+            if error.is_in_step:
                 self._close(backward)
             raise
         self._close(backward)
@@ -315,13 +305,10 @@ class Reducer(Generic[C]):
             call_sync_hooks(self._sync_hooks, self._wrapper(), self.groups.rank)
         self.synchronizer.start_negotiation(backward)
 
-    # ------------------------------------------------------------------ without autograd
-
     def start(self, *, silent: bool = False) -> None:
         """Begin a synchronization of what is in ``.grad`` now; all ranks must take part, each in its own way.
 
-        Args:
-            silent: Contribute nothing and take nothing; only make the collectives that other ranks wait for.
+        A ``silent`` rank contributes and takes nothing; it only makes the collectives that other ranks wait for.
         """
         with self._lock:
             if self._running() is not None or self._started is not None:
@@ -350,10 +337,25 @@ class Reducer(Generic[C]):
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
         """End the synchronization on all ranks, put this rank's gradients back, and raise."""
-        peer_error = self.synchronizer.fail(backward, error)
-        if peer_error is None:
+        self._knows_of_failure = True
+        instead = self.synchronizer.fail(backward, error)
+        if instead is None:
             raise error
-        raise peer_error from error
+        raise instead from error
+
+    def abort(self, reason: str) -> None:
+        """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
+        with self._lock:
+            if self._running() is None and self._knows_of_failure:
+                return
+            backward = self._backward or Backward(self._names, is_manual=True)
+            self._forwards.count_dropped(excuses=True)
+            has_ended, self._knows_of_failure = self.synchronizer.abort(backward, reason), True
+            started, self._started, self._backward = self._started, None, None
+        if started is not None:
+            started.close()
+        if not has_ended:
+            Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
 
     def _abort_if_unfinished(self, end_callback: object) -> None:
         """A graph task has ended: tell the other ranks at once if that is because this rank's backward has raised."""
@@ -364,12 +366,10 @@ class Reducer(Generic[C]):
                 return
             if self.synchronizer.abort(backward):
                 self._backward = None
+                self._knows_of_failure = True
 
     def _recover(self) -> None:
-        """Finish, for the other ranks, the backwards that one error has aborted here, of this module and any other.
-
-        Only those whose synchronizer could not end them at once.
-        """
+        """Finish, for the other ranks, what one error has aborted here, in all modules, and could not end at once."""
         dead = [(one, b) for one in list(self._begun) if (b := one._backward) is not None and b.alive() is None]
         self._begun.difference_update([one for one, _ in dead])
         ends = [Completion(one._finish_aborted(b), one.groups, one._lock, turn=b.turn) for one, b in dead]

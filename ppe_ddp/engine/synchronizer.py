@@ -13,9 +13,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.errors import AbortedError, PeerAbortedError
 
 logger = logging.getLogger("ppe_ddp")
+
+_RAISED = "its backward has raised an error; look at that rank's traceback"
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.errors import PpeDdpError
 
 
 class Synchronizer(ABC):
@@ -109,20 +112,24 @@ class Synchronizer(ABC):
     def put_back(self, backward: Backward) -> None:
         """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
 
-    def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
+    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication of ``backward`` after ``error``, for all ranks.
 
         Returns:
             The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
         phase = backward.fail()
-        peer_errors = [groups.fail(error, phase) for groups in self.groups]
+        instead = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
         backward.forget_rounds()
-        return next((one for one in peer_errors if one is not None), None)
+        return next((one for one in instead if one is not None), None)
 
-    def abort(self, backward: Backward) -> bool:
+    def abort(self, backward: Backward, reason: str = _RAISED) -> bool:
         """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
+
+        Args:
+            backward: The backward; what it had computed is put back.
+            reason: What the other ranks are told.
 
         Returns:
             Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
@@ -130,7 +137,7 @@ class Synchronizer(ABC):
         if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
             self.give_back(backward)
             return False
-        error = RuntimeError("its backward has raised an error; look at that rank's traceback")
+        error = AbortedError(reason)
         if backward.phase is Phase.BEGUN:
             for groups in self.groups:
                 groups.skip_step(str(error))
@@ -162,7 +169,9 @@ class Synchronizer(ABC):
         Returns:
             Whether ``error`` is such a report, and the negotiation was postponed.
         """
-        if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError) or error.step is None:
+        if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError):
+            return False
+        if error.step is None or error.is_in_step:
             return False
         if any(error.step >= groups.step for groups in self.groups):
             return False

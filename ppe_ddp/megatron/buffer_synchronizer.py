@@ -24,6 +24,7 @@ from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.megatron.buffer_bucket import is_finite
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.streams import GradientStreams
-    from ppe_ddp.errors import PeerAbortedError
+    from ppe_ddp.errors import PpeDdpError
     from ppe_ddp.megatron.buffer_bucket import BufferBucket
     from ppe_ddp.megatron.buffer_layout import BufferLayout
     from ppe_ddp.megatron.main_gradients import MainGradients
@@ -192,11 +193,11 @@ class BufferSynchronizer(Synchronizer):
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
-    def fail(self, backward: Backward, error: BaseException) -> PeerAbortedError | None:
+    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
-        peer_error = super().fail(backward, error)
-        self.step_status.note_failure(peer_error or error)
-        return peer_error
+        instead = super().fail(backward, error)
+        self.step_status.note_failure(instead or error)
+        return instead
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
@@ -262,6 +263,8 @@ class BufferSynchronizer(Synchronizer):
             second.hand_over(partial(self._add_averages, reduction_group))
         self._holds_averages = True
         pending.backward.recorder.done_at = perf_counter_ns()
+        for groups in self.groups:
+            groups.note(Activity.DONE)
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffers were multiplied by ``factor``."""
@@ -279,6 +282,8 @@ class BufferSynchronizer(Synchronizer):
     # ------------------------------------------------------------------ inside
 
     def _prepare(self, bucket: BufferBucket) -> None:
+        groups = self._reduction_groups[bucket.extent.reduction_group].groups
+        groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
         # A gradient that no rank expected waits for the second round, in which all ranks take part.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])

@@ -1,0 +1,300 @@
+"""The processes of a group's ranks: which of them live, and what each has done last, seen without asking them.
+
+    page of rank 0   | token | how it has left | step, activity, bucket of each of its groups |
+    page of rank 1   | ...                                                                    |
+
+Each process keeps one page of memory, in which it writes what it is at, for a fraction of a microsecond. The others on
+its node map the page when a group is made, and can read it when the process is stopped, or is no more; the system says
+which. Nothing lies in the file system, so that nothing is left of a process that is killed.
+
+Not known are the processes of other nodes, nor any where there is no Linux: ``lost_ranks.py`` asks those.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import mmap
+import os
+import secrets
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_TOKEN_BYTES = 16
+_LEFT = struct.Struct("<q")  # the length of the text that follows it; 0 as long as the process trains
+_TEXT_BYTES = 2000
+_RECORD = struct.Struct("<qqqq")
+_WAITS = 24  # where in a record it says whether the rank waits
+_RECORDS = 2048  # where they begin
+_GROUPS = 64  # that have a record each; further ones share the last
+_PAGE_BYTES = 4096
+
+
+class Activity(enum.IntEnum):
+    """What a rank can have done last in a step, in order."""
+
+    NONE = 0
+    """It has not begun the step."""
+    MASK = 1
+    """It has sent which gradients it has."""
+    BUCKET = 2
+    """It has begun to pack and send a bucket."""
+    VOTE = 3
+    """All of its buckets are sent, and its vote."""
+    LATE_BUCKET = 4
+    """It has begun to pack and send a bucket of the second round."""
+    DONE = 5
+    """The step is complete on this rank."""
+
+
+class Position(NamedTuple):
+    """What a rank has done last; a rank that is behind another is less than that.
+
+    Attributes:
+        step: Which synchronized backward, from 1.
+        activity: How far it has come in it.
+        bucket: The number of the bucket, from 0.
+        waits: Whether it waits for others there.
+    """
+
+    step: int
+    activity: Activity
+    bucket: int
+    waits: bool = False
+
+    def __str__(self) -> str:
+        """As a clause without a subject."""
+        return {
+            Activity.NONE: "had begun no backward",
+            Activity.MASK: f"was negotiating in step {self.step}",
+            Activity.BUCKET: f"was at bucket {self.bucket} of step {self.step}",
+            Activity.LATE_BUCKET: f"was at bucket {self.bucket} of the second round of step {self.step}",
+            Activity.VOTE: f"had sent all buckets of step {self.step}",
+            Activity.DONE: f"had completed step {self.step} and begun no other",
+        }[self.activity]
+
+    @property
+    def phase(self) -> str:
+        """For the attribute of an error."""
+        return self.activity.name.lower()
+
+
+class Condition(enum.Enum):
+    """How a process is."""
+
+    RUNNING = "runs"
+    STOPPED = "is stopped"
+    LEFT = "has left: its program has ended"
+    ENDED = "has died"
+
+
+@dataclass(frozen=True)
+class ProcessAddress:
+    """Where the other processes of a node find the page of one, and this group's record in it.
+
+    Attributes:
+        node: The name of the node.
+        pid: The process, as it sees itself.
+        started: When it started, as the system counts; another process may get the number.
+        descriptor: Of the page, in that process.
+        token: What the page begins with: in another container the number means another process.
+        record: The record of this group.
+    """
+
+    node: str
+    pid: int
+    started: int
+    descriptor: int
+    token: str
+    record: int
+
+    def packed(self) -> list[str | int]:
+        """It as a list of numbers and texts."""
+        return [self.node, self.pid, self.started, self.descriptor, self.token, self.record]
+
+
+class PeerProcesses:
+    """The processes of the ranks of one group, as far as they are on this node.
+
+    Args:
+        rank: This process in the group.
+        own: What :func:`own_address` has given for this group; None where that is unknown.
+        addresses: What it has given on each rank, packed.
+    """
+
+    def __init__(
+        self, rank: int, own: ProcessAddress | None = None, addresses: Sequence[Sequence[str | int] | None] = ()
+    ) -> None:
+        self._rank = rank
+        self._own = own
+        self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
+        page = None if own is None else _page(os.getpid())
+        for other, packed in enumerate(addresses):
+            if page is None or packed is None or other == rank:
+                continue
+            address = ProcessAddress(*packed)  # type: ignore[arg-type]
+            mapped = page.peer(address)
+            if mapped is not None:
+                self._pages[other] = (address, mapped)
+        self._note = None if page is None or own is None else functools.partial(page.note, own.record)
+
+    @property
+    def on_this_node(self) -> Sequence[int]:
+        """The other ranks that can be seen."""
+        return list(self._pages)
+
+    def note(self, step: int, activity: Activity, bucket: int = 0) -> None:
+        """Note what this rank does now."""
+        if self._note is not None:
+            self._note(step, activity, bucket)
+
+    def note_wait(self) -> None:
+        """Note that this rank waits for others, until it notes something else."""
+        if self._own is not None:
+            _page(os.getpid()).note_wait(self._own.record)
+
+    def leave(self, text: str) -> None:
+        """Note that this process is about to end, and why, if that is known."""
+        if self._own is not None:
+            _page(os.getpid()).leave(text)
+
+    def position(self, rank: int) -> Position | None:
+        """What a rank has done last; None where that cannot be seen."""
+        if rank == self._rank and self._own is not None:
+            return _page(os.getpid()).position(self._own.record)
+        if rank not in self._pages:
+            return None
+        address, page = self._pages[rank]
+        return _position(page, address.record)
+
+    def condition(self, rank: int) -> tuple[Condition, str]:
+        """How the process of a rank of this node is, and what it has said about its end."""
+        address, page = self._pages[rank]
+        (length,) = _LEFT.unpack_from(page, _TOKEN_BYTES)
+        if length:
+            start = _TOKEN_BYTES + _LEFT.size
+            return Condition.LEFT, page[start : start + length - 1].decode(errors="replace")
+        return _condition(address), ""
+
+    def lost(self) -> Mapping[int, tuple[Condition, str]]:
+        """The ranks of this node whose processes do not run, with what :meth:`condition` says of them."""
+        found = {rank: self.condition(rank) for rank in self._pages}
+        return {rank: one for rank, one in found.items() if one[0] is not Condition.RUNNING}
+
+
+class _Page:
+    """The page of this process, and those of others that it has mapped."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("ppe_ddp", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, _PAGE_BYTES)
+        self._map = mmap.mmap(self.descriptor, _PAGE_BYTES)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._map[:_TOKEN_BYTES] = token
+        self.token = token.hex()
+        self._records = itertools.count()
+        self._peers: dict[str, mmap.mmap] = {}
+
+    def new_record(self) -> int:
+        record = min(next(self._records), _GROUPS - 1)
+        self.note(record, 1, Activity.NONE, 0)
+        return record
+
+    def note(self, record: int, step: int, activity: Activity, bucket: int) -> None:
+        _RECORD.pack_into(self._map, _RECORDS + record * _RECORD.size, step, activity, bucket, 0)
+
+    def note_wait(self, record: int) -> None:
+        self._map[_RECORDS + record * _RECORD.size + _WAITS] = 1
+
+    def position(self, record: int) -> Position:
+        return _position(self._map, record)
+
+    def leave(self, text: str) -> None:
+        content = text.encode()[:_TEXT_BYTES]
+        start = _TOKEN_BYTES + _LEFT.size
+        self._map[start : start + len(content)] = content
+        _LEFT.pack_into(self._map, _TOKEN_BYTES, len(content) + 1)
+
+    def peer(self, address: ProcessAddress) -> mmap.mmap | None:
+        """The page of another process; None if it cannot be reached from here."""
+        if address.node != _node():
+            return None
+        if address.token not in self._peers:
+            try:
+                page = _opened(address)
+            except (OSError, ValueError):
+                return None
+            self._peers[address.token] = page
+        return self._peers[address.token]
+
+
+@functools.cache
+def _page(_pid: int) -> _Page:
+    """The page of this process; a forked child has one of its own."""
+    return _Page()
+
+
+def own_address() -> ProcessAddress | None:
+    """Where others find the page of this process, with a new record in it; None where the system has no such memory."""
+    try:
+        page = _page(os.getpid())
+        return ProcessAddress(_node(), os.getpid(), _started("self"), page.descriptor, page.token, page.new_record())
+    except (OSError, AttributeError):
+        return None
+
+
+def _opened(address: ProcessAddress) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != _PAGE_BYTES:
+            raise OSError(f"descriptor {address.descriptor} of process {address.pid} is not what was announced")
+        page = mmap.mmap(descriptor, _PAGE_BYTES, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    if page[:_TOKEN_BYTES].hex() != address.token:
+        raise OSError(f"process {address.pid} is another process here")
+    return page
+
+
+def _position(page: mmap.mmap, record: int) -> Position:
+    step, activity, bucket, waits = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
+    return Position(step, Activity(activity), bucket, bool(waits))
+
+
+def _condition(address: ProcessAddress) -> Condition:
+    try:
+        state, started = _state_and_start(str(address.pid))
+    except (OSError, ValueError, IndexError):
+        return Condition.ENDED
+    if state in "ZXx" or started != address.started:
+        return Condition.ENDED
+    return Condition.STOPPED if state in "Tt" else Condition.RUNNING
+
+
+def _started(pid: str) -> int:
+    return _state_and_start(pid)[1]
+
+
+def _state_and_start(pid: str) -> tuple[str, int]:
+    # The name of the program, which comes before, may have spaces and brackets.
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+@functools.cache
+def _node() -> str:
+    """The node's name, and when it was booted: containers may have the same name."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        booted = ""
+    return f"{socket.gethostname()} {booted}"

@@ -1,0 +1,401 @@
+"""The fault suite: one rank commits a fault in a step; what do the others see, and how soon? Prints a table.
+
+python tests/fault_suite.py            all of it, within five minutes
+python tests/fault_suite.py --write    and writes the table into docs/failures.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+
+import failing
+import fault_program
+from fault_program import ENDS, TIMEOUT
+from ppe_ddp.testing import Nodes, Ranks, nodes_missing
+from subprocesses import MPIRUN
+
+HERE = Path(__file__).parent
+RANKS = 3
+KNOWN_SECONDS = 2.0
+"""Within which the others are to hear of what can be known."""
+_LATE_SECONDS = 2.0  # over the timeout, which no error may be
+_LIMIT = 40.0  # for one job
+_ORPHAN_SECONDS = 3.0  # that processes have to end after their launcher
+_MARK = "PPE_DDP_FAULT_JOB"
+
+
+KINDS = {
+    "raise": ("forward", "negotiate", "bucket 0", "bucket 1", "finish"),
+    "out of memory": ("packing",),
+    "crash": ("forward", "negotiate", "bucket 1", "optimizer"),
+    "SIGKILL": ("forward", "negotiate", "bucket 0", "bucket 1", "finish", "optimizer"),
+    "os._exit": ("forward", "bucket 0", "optimizer"),
+    "sys.exit": ("forward", "bucket 0", "optimizer"),
+    "normal end": ("forward", "bucket 1", "optimizer"),
+    "wrong shape": ("forward",),
+    "extra backward": ("backward",),
+    "missing backward": ("backward",),
+    "SIGSTOP": ("forward", "bucket 0", "finish", "optimizer"),
+    "slow": ("forward", "bucket 1", "optimizer"),
+    "cut network": ("forward", "bucket 0", "optimizer"),
+}
+"""Each fault with the phases in which it is committed."""
+LATE = ("SIGSTOP", "slow", "cut network")
+"""What nobody can know before the group's timeout."""
+LAUNCHERS = {
+    "none": "no launcher, gloo",
+    "torchrun": "torchrun, gloo",
+    "mpirun": "mpirun, mpi4py",
+    "nodes": "two nodes, gloo",
+}
+SKIPPED = {
+    "none": ("cut network",),
+    "torchrun": ("cut network", "extra backward", "missing backward", "wrong shape"),
+    "mpirun": ("cut network", "extra backward", "missing backward", "wrong shape"),
+    "nodes": ("os._exit", "normal end", "wrong shape", "out of memory", "extra backward", "missing backward", "slow"),
+}
+"""What is left out: what needs nodes, and what is the same under every launcher."""
+_SURVIVES = ("finish",)  # where the others may have all they need, and go on
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault of one rank under one launcher."""
+
+    launcher: str
+    kind: str
+    phase: str
+    culprit: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of rank {self.culprit} in {self.phase} of step {self.step}, {self.launcher}"
+
+
+@dataclass
+class Outcome:
+    """What has come of a case.
+
+    Attributes:
+        seen: What each rank has written, by rank.
+        codes: The exit codes that are known.
+        seconds: How long the job went on after the fault.
+        errors: What the job has written to stderr.
+        orphans: Processes that were left.
+    """
+
+    seen: dict[int, dict[str, object]]
+    seconds: float
+    errors: str = ""
+    orphans: list[int] = field(default_factory=list)
+
+    def survivors(self, case: Case) -> list[dict[str, object]]:
+        """Who is to have an error: the others; where one rank has run a backward more, it waits for them."""
+        waits = case.kind == "extra backward"
+        return [one for rank, one in self.seen.items() if (rank == case.culprit) is waits and one["error"]]
+
+    def slowest(self, case: Case) -> float:
+        return max((float(one["seconds"]) for one in self.survivors(case)), default=self.seconds)
+
+    def is_named(self, case: Case) -> bool:
+        """Whether every error names the rank at fault, and no error another one."""
+        if case.kind == "extra backward":
+            return all("which has left" in str(one["text"]) for one in self.survivors(case))
+        own = f"rank {case.culprit}"
+        others = [f"{rank}, which {word}" for rank in range(RANKS) if rank != case.culprit for word in ("has", "is")]
+        texts = [str(one["text"]) for one in self.survivors(case)]
+        return all(own in text and not any(other in text for other in others) for text in texts)
+
+    def complaints(self, case: Case) -> list[str]:
+        """What is not as it should be."""
+        limit = TIMEOUT + _LATE_SECONDS if case.kind in LATE else KNOWN_SECONDS
+        survivors = self.survivors(case)
+        is_ended_by_launcher = not survivors and case.launcher in ("torchrun", "mpirun") and case.kind in ENDS
+        found = []
+        if self.slowest(case) > limit:
+            found.append(f"{self.slowest(case):.1f} s, not {limit:g}")
+        if not self.is_named(case):
+            found.append("another rank is named, or nobody")
+        expected = 1 if case.kind == "extra backward" else RANKS - 1
+        if len(survivors) < expected and not is_ended_by_launcher and case.phase not in _SURVIVES:
+            found.append(f"only {len(survivors)} of the others have an error")
+        if len({one["digest"] for one in survivors}) > 1:
+            found.append("the others have different parameters")
+        if case.kind in ("raise", "out of memory") and any(one["next"] != "right" for one in survivors):
+            found.append("the next step is not right")
+        if self.orphans:
+            found.append(f"processes are left: {self.orphans}")
+        return found
+
+    def described(self, case: Case) -> str:
+        who = "named" if self.survivors(case) else f"ended by {case.launcher}"
+        return f"{self.slowest(case):.1f} s, {who}"
+
+
+def run(case: Case) -> Outcome:
+    """Run the case; nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="ppe_ddp_fault_") as folder, _marked() as mark:
+        errors = STARTERS[case.launcher](case, folder)
+        end = time.monotonic()
+        orphans = _left_with(mark)
+        place = Path(folder, "fault")
+        committed = float(place.read_text()) if place.exists() else end
+        seen = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("[0-9]*.json")}
+    return Outcome(seen, end - committed, errors, orphans)
+
+
+@contextmanager
+def _marked() -> Iterator[str]:
+    """Mark all processes of a job, so that what is left of it is found, and ended."""
+    mark = f"{_MARK}={os.getpid()}-{time.monotonic_ns()}"
+    os.environ[_MARK] = mark.partition("=")[2]
+    try:
+        yield mark
+    finally:
+        del os.environ[_MARK]
+        for pid in _processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _left_with(mark: str) -> list[int]:
+    """The processes of a job that do not end by themselves when it is over."""
+    deadline = time.monotonic() + _ORPHAN_SECONDS
+    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _processes_with(mark: str) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if int(place.parent.name) != os.getpid() and mark.encode() in place.read_bytes():
+                found.append(int(place.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+# ---------------------------------------------------------------------- launchers
+
+
+def start_fork_server() -> None:
+    """Ranks without a launcher are forked from a process that has imported torch, and belongs to no case."""
+    forkserver.set_forkserver_preload(["fault_program"])
+    forkserver.ensure_running()
+
+
+def _alone(case: Case, folder: str) -> str:
+    """Processes without a launcher, which are forked where torch was imported, and end as scripts do."""
+    context = multiprocessing.get_context("forkserver")
+    common = {"WORLD_SIZE": str(RANKS), "INIT": f"file://{folder}/meeting", _MARK: os.environ[_MARK]}
+    processes = [context.Process(target=_be_rank, args=(rank, case, folder, common)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + _LIMIT
+    others = [process for rank, process in enumerate(processes) if rank != case.culprit or case.kind != "SIGSTOP"]
+    for process in others:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return "".join(path.read_text() for path in sorted(Path(folder).glob("stderr*")))
+
+
+def _be_rank(rank: int, case: Case, folder: str, common: dict[str, str]) -> None:
+    with open(f"{folder}/stderr{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ |= common
+    code = 0
+    try:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo", init_method=common["INIT"], rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
+        )
+        fault_program.main(case.kind, case.phase, str(case.culprit), str(case.step), folder)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0
+    except BaseException as error:  # as Python does at the end of a script
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _launched(command: Sequence[str], case: Case, folder: str) -> str:
+    words = [*command, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step), folder]
+    with open(f"{folder}/stderr", "w+") as file:
+        process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True, env=os.environ | _environment()
+        )
+        deadline = time.monotonic() + _LIMIT
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if case.kind == "SIGSTOP" and len(list(Path(folder).glob("[0-9]*.json"))) == RANKS - 1:
+                break  # the launcher waits for the one that is stopped
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        file.seek(0)
+        return file.read()
+
+
+def _torchrun(case: Case, folder: str) -> str:
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    return _launched([sys.executable, *words], case, folder)
+
+
+def _mpirun(case: Case, folder: str) -> str:
+    return _launched([str(MPIRUN), "-n", str(RANKS), sys.executable], case, folder)
+
+
+def _nodes(case: Case, folder: str) -> str:
+    """Two ranks on the first node and one on the second; each by itself, as no launcher should end them."""
+    words = [sys.executable, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step)]
+    with Nodes(2) as nodes:
+        job = nodes.start("ranks", [*words, folder], ranks=(RANKS - 1, 1), environment=_environment())
+        deadline = time.monotonic() + _LIMIT
+        while job.is_running and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if case.kind == "SIGSTOP" and len(list(Path(folder).glob("[0-9]*.json"))) == RANKS - 1:
+                break
+        job.end()
+        return job.text("errors") if job.is_running else ""
+
+
+def _environment() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
+
+
+STARTERS = {"none": _alone, "torchrun": _torchrun, "mpirun": _mpirun, "nodes": _nodes}
+
+
+def missing(launcher: str) -> str:
+    """Why a launcher cannot be tried here; empty where it can."""
+    if launcher == "mpirun":
+        return "" if MPIRUN and importlib.util.find_spec("mpi4py") else "there is no mpirun, or no mpi4py"
+    return nodes_missing() if launcher == "nodes" else ""
+
+
+def cases(launcher: str, seed: int, *, kinds: Sequence[str] = tuple(KINDS), most: int = 99) -> list[Case]:
+    """A schedule: each fault in so many of its phases, of a random rank in a random step."""
+    generator = random.Random(f"{launcher} {seed}")
+    made = []
+    for kind in kinds:
+        phases = () if kind in SKIPPED[launcher] else KINDS[kind]
+        for phase in generator.sample(phases, min(most, len(phases))):
+            culprit = RANKS - 1 if kind == "cut network" else generator.randrange(RANKS)
+            made.append(Case(launcher, kind, phase, culprit, generator.randrange(1, 3)))
+    return made
+
+
+MOST = {"none": 99, "torchrun": 1, "mpirun": 2, "nodes": 1}
+"""Phases of each fault: starting ranks by a launcher takes seconds."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launchers", default=",".join(LAUNCHERS))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--failures", type=int, default=1000, help="that one process has after another, with Ranks")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/failures.md")
+    arguments = parser.parse_args()
+    start_fork_server()
+    cells: dict[tuple[str, str], list[tuple[Case, Outcome]]] = {}
+    failed = 0
+    for launcher in arguments.launchers.split(","):
+        if missing(launcher):
+            print(f"skipped: {LAUNCHERS[launcher]}: {missing(launcher)}")
+            continue
+        for case in cases(launcher, arguments.seed, kinds=arguments.kinds.split(","), most=MOST[launcher]):
+            outcome = run(case)
+            complaints = outcome.complaints(case)
+            failed += bool(complaints)
+            print(f"{case!s:60} {outcome.described(case):28} {'; '.join(complaints)}", flush=True)
+            if complaints:
+                print("\n".join(f"    {one['text']}" for one in outcome.survivors(case)), outcome.errors[-1500:])
+            cells.setdefault((case.kind, launcher), []).append((case, outcome))
+    table = table_of(cells)
+    print(table)
+    if arguments.failures:
+        with Ranks(RANKS, timeout=240) as ranks:
+            start = time.monotonic()
+            ranks.run(failing.hold_many, arguments.failures)
+            print(
+                f"{arguments.failures} failures in one process, each with a right step after it: "
+                f"{time.monotonic() - start:.0f} s"
+            )
+    if arguments.write and not failed:
+        write(table)
+    return int(failed > 0)
+
+
+def table_of(cells: dict[tuple[str, str], list[tuple[Case, Outcome]]]) -> str:
+    """The slowest of each fault under each launcher, as Markdown."""
+    launchers = [launcher for launcher in LAUNCHERS if any(there == launcher for _, there in cells)]
+    lines = [["one rank", *(LAUNCHERS[launcher] for launcher in launchers)], ["---"] * (len(launchers) + 1)]
+    for kind in KINDS:
+        line = [TITLES.get(kind, kind)]
+        for launcher in launchers:
+            found = [one for one in cells.get((kind, launcher), []) if one[1].survivors(one[0])]
+            found = found or cells.get((kind, launcher), [])
+            slowest = max(found, key=lambda one: one[1].slowest(one[0]), default=None)
+            line.append("" if slowest is None else slowest[1].described(slowest[0]))
+        if any(line[1:]):
+            lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TITLES = {
+    "raise": "raises, and goes on",
+    "out of memory": "runs out of memory in packing, and goes on",
+    "crash": "raises, and nobody catches it",
+    "SIGKILL": "is killed",
+    "os._exit": "ends by `os._exit(7)`",
+    "sys.exit": "ends by `sys.exit(3)`",
+    "normal end": "comes to the end of its program",
+    "wrong shape": "has a parameter of another shape",
+    "extra backward": "runs one backward more (seen when it has ended)",
+    "missing backward": "runs one backward less (seen when it has ended)",
+    "SIGSTOP": "is stopped",
+    "slow": "is slower than the timeout",
+    "cut network": "is cut off from the network",
+}
+_BEGIN, _END = "<!-- table of the fault suite -->\n", "<!-- end of the table -->\n"
+
+
+def write(table: str) -> None:
+    """Put the table where docs/failures.md has it."""
+    page = HERE.parent / "docs" / "failures.md"
+    before, _, rest = page.read_text().partition(_BEGIN)
+    page.write_text(f"{before}{_BEGIN}\n{table}\n\n{_END}{rest.partition(_END)[2]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""A short part of the fault suite, with a fixed seed; all of it is `make test-faults`."""
+
+import random
+
+import pytest
+
+import failing
+import fault_suite
+from fault_suite import Case
+from rank_tests import on_two_ranks
+
+CASES = [
+    Case("none", kind, random.Random(kind).choice(phases), random.Random(kind).randrange(fault_suite.RANKS), 1)
+    for kind, phases in fault_suite.KINDS.items()
+    if kind != "cut network"
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server():
+    fault_suite.start_fork_server()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind.replace(" ", "-"))
+def test_all_are_told(case):
+    outcome = fault_suite.run(case)
+    texts = [one["text"] for one in outcome.seen.values()]
+    assert not outcome.complaints(case), f"{case}: {outcome.complaints(case)}\n{texts}\n{outcome.errors[-2000:]}"
+
+
+@pytest.mark.nodes(long=True)
+def test_a_rank_that_is_cut_off_is_named():
+    case = Case("nodes", "cut network", "bucket 0", fault_suite.RANKS - 1, 1)
+    outcome = fault_suite.run(case)
+    assert not outcome.complaints(case), [one["text"] for one in outcome.seen.values()]
+
+
+@on_two_ranks
+def test_many_failures_in_one_process_are_followed_by_right_steps():
+    failing.hold_many(60)

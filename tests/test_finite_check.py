@@ -1,0 +1,146 @@
+"""`check_for_nan_in_grad`: NaN and infinity on one rank are named on all, or the step is skipped by all."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from library_warnings import library_warnings
+from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, NonFiniteGradientError
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
+
+
+def square(model, rank):
+    model(data(5, 4, rank=rank)).pow(2).sum().backward()
+
+
+def spoiled(model, name, value):
+    """A step in which one element of one gradient is `value`."""
+
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
+
+    handle = dict(model.module.named_parameters())[name].register_hook(spoil)
+    try:
+        square(model, dist.get_rank())
+    finally:
+        handle.remove()
+
+
+def step(model, culprits, name="0.weight", value=float("nan")):
+    model.zero_grad()
+    if dist.get_rank() in culprits:
+        spoiled(model, name, value)
+    else:
+        square(model, dist.get_rank())
+
+
+@each_variant
+@on_three_ranks
+def test_it_is_named_on_all_ranks(options):
+    module = seeded(mlp, 4, 8, 2)
+    model = DistributedDataParallel(module, check_for_nan_in_grad=True, **options)
+    mean = mean_gradients(module, square)
+    twin = seeded(mlp, 4, 8, 2)
+    square(twin, dist.get_rank())
+    own = gradients(twin)
+    for culprit, value, name in [
+        (0, float("nan"), "0.weight"),
+        (1, float("inf"), "2.bias"),
+        (2, -float("inf"), "0.bias"),
+    ]:
+        with pytest.raises(NonFiniteGradientError, match=rf"averaged: rank {culprit} in '{name}' \(ranks of the 3"):
+            step(model, [culprit], name, value)
+        if dist.get_rank() != culprit:
+            assert all(torch.equal(gradient, own[name]) for name, gradient in gradients(module).items())
+        step(model, [])
+        assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_each_rank_is_named_with_its_own():
+    model = DistributedDataParallel(seeded(mlp, 4, 8, 2), check_for_nan_in_grad=True)
+    own = ("0.bias", "2.weight")[dist.get_rank()]
+    with pytest.raises(NonFiniteGradientError, match=r"averaged: rank 0 in '0\.bias'; rank 1 in '2\.weight'"):
+        step(model, [0, 1], own)
+
+
+@on_two_ranks
+def test_all_ranks_skip_the_step():
+    module = seeded(mlp, 4, 8, 2)
+    model = DistributedDataParallel(module, check_for_nan_in_grad="skip")
+    mean = mean_gradients(module, square)
+    for culprit in range(2):
+        with library_warnings() as seen:
+            step(model, [culprit])
+        assert all(parameter.grad is None for parameter in module.parameters())
+        (text,) = seen
+        assert f"rank {dist.get_rank()} skips this step" in text
+        assert f"rank {culprit} in '0.weight'" in text
+        step(model, [])
+        assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_shards_are_skipped():
+    module = seeded(mlp, 4, 8, 2)
+    model = DistributedDataParallel(module, check_for_nan_in_grad="skip")
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+    for culprits in ([], [1], []):
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        step(model, culprits)
+        optimizer.step()
+        moved = [not torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True)]
+        assert any(moved) is (not culprits)
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("width", [8, 2048])
+@on_two_ranks
+def test_large_numbers_are_not_mistaken(width):
+    model = DistributedDataParallel(seeded(mlp, 4, width, 2), check_for_nan_in_grad=True)
+    step(model, [1], value=3e38)  # whose norm overflows
+    with pytest.raises(NonFiniteGradientError, match=r"averaged: rank 1 in '0\.weight' "):
+        step(model, [1])
+
+
+class Table(nn.Module):
+    """A sparse gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(x + self.table(torch.arange(len(x)) % 3))
+
+
+@on_two_ranks
+def test_sparse_gradients():
+    model = DistributedDataParallel(seeded(Table), check_for_nan_in_grad=True)
+    loss = model(data(5, 4)).pow(2).sum() * (float("nan") if dist.get_rank() == 1 else 1)
+    with pytest.raises(
+        NonFiniteGradientError, match=r"averaged: rank 1 in 'table\.weight', 'out\.weight', 'out\.bias' "
+    ):
+        loss.backward()
+    model.zero_grad()
+    square(model, dist.get_rank())
+
+
+def test_one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(seeded(mlp, 4, 8, 2), check_for_nan_in_grad=True)
+        with pytest.raises(NonFiniteGradientError, match=r"averaged: rank 0 in '0.weight'"):
+            step(model, [0])
+        step(model, [])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_it_may_be():
+    with pytest.raises(ValueError, match="check_for_nan_in_grad is True, False or \"skip\", not 'raise'"):
+        DistributedDataParallel(nn.Linear(2, 2), check_for_nan_in_grad="raise")

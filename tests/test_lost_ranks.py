@@ -1,0 +1,227 @@
+"""Who is gone, is stopped or does not come is named; and no call waits for a store that is silent."""
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from one_process import assert_gradients, data, mean_gradients, mlp, seeded
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp.engine.bounded_store import BoundedStore
+from ppe_ddp.engine.failures import Failure, Failures
+from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
+from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
+from ppe_ddp.errors import CommunicationError
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+def be_peer(pipe):
+    """Another process with a page, which does as it is told."""
+    address = own_address()
+    processes = PeerProcesses(1, address, [None, address.packed()])
+    pipe.send(address.packed())
+    while (call := pipe.recv()) is not None:
+        getattr(processes, call[0])(*call[1:])
+        pipe.send("done")
+
+
+class Peer:
+    def __init__(self):
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=be_peer, args=(theirs,), daemon=True)
+        self.process.start()
+        address = own_address()
+        self.processes = PeerProcesses(0, address, [address.packed(), self.pipe.recv()])
+
+    def tell(self, *call):
+        self.pipe.send(call)
+        assert self.pipe.recv() == "done"
+
+    def signal_and_await(self, number, condition):
+        os.kill(self.process.pid, number)
+        deadline = time.monotonic() + 10
+        while self.processes.condition(1)[0] is not condition:
+            assert time.monotonic() < deadline
+
+
+@pytest.fixture
+def peer():
+    one = Peer()
+    yield one
+    one.process.kill()
+    one.process.join()
+
+
+def lost_ranks(peer, size=2, store=None):
+    return LostRanks(BoundedStore(store or dist.HashStore()), "one", 0, size, peer.processes)
+
+
+def test_what_a_process_has_done_last_can_be_read_when_it_is_dead(peer):
+    peer.tell("note", 7, Activity.BUCKET, 3)
+    assert peer.processes.condition(1) == (Condition.RUNNING, "")
+    peer.signal_and_await(signal.SIGSTOP, Condition.STOPPED)
+    (stopped,) = lost_ranks(peer).find()
+    assert str(stopped) == "rank 1, which is stopped (it was at bucket 3 of step 7)"
+    assert not lost_ranks(peer).gone()
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    (dead,) = lost_ranks(peer).gone()
+    assert str(dead) == "rank 1, which has died (it was at bucket 3 of step 7)"
+    assert (dead.step, dead.phase, dead.is_gone) == (7, "bucket", True)
+
+
+def test_one_that_leaves_says_so_before_it_is_gone(peer):
+    peer.tell("leave", "an error that nobody has caught, KeyError: 'x'")
+    (left,) = lost_ranks(peer).find()
+    assert str(left) == (
+        "rank 1, which has left: its program has ended by an error that nobody has caught, KeyError: 'x' (it had begun "
+        "no backward)"
+    )
+
+
+@pytest.mark.parametrize(("activity", "is_late"), [(Activity.MASK, True), (Activity.VOTE, False)])
+def test_one_that_computes_is_late_if_it_is_behind(peer, activity, is_late):
+    peer.processes.note(3, Activity.BUCKET, 1)
+    peer.processes.note_wait()
+    peer.tell("note", 3, activity)
+    assert [one.rank for one in lost_ranks(peer).find()] == ([1] if is_late else [])
+
+
+def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer):
+    peer.processes.note(3, Activity.MASK)
+    peer.processes.note_wait()
+    peer.tell("note", 3, Activity.MASK)
+    assert [one.condition for one in lost_ranks(peer).find()] == ["has not come"]
+    peer.tell("note_wait")
+    assert lost_ranks(peer).find() == []
+
+
+def test_a_failure_that_is_explained_needs_nobody(peer):
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    assert lost_ranks(peer).find(lambda: True) == []
+
+
+def test_a_rank_that_has_left_after_it_had_failed_is_not_taken_for_the_reason(peer):
+    peer.tell("leave", "")
+    asked = iter([False, True])
+    assert lost_ranks(peer).find(lambda: next(asked)) == []
+
+
+def test_the_rank_that_was_waited_for_in_vain_is_told():
+    own, other = LostRank(1, "has not come"), LostRank(2, "has died", is_gone=True)
+    failures = Failures(BoundedStore(dist.HashStore()), "one", 1, None, 1.0)
+    late = failures.error([Failure(0, 3, "negotiating", "late", lost=[own])])
+    assert str(late).startswith("rank 1: this rank came too late, and rank 0 has given this step up")
+    dead = failures.error([Failure(0, 3, "negotiating", "dead", lost=[own, other])])
+    assert dead.ranks == (2,)
+
+
+def test_ranks_elsewhere_are_asked_by_the_store(peer):
+    store = dist.HashStore()
+    other = LostRanks(BoundedStore(store), "one", 2, 3, PeerProcesses(2))
+    assert [(one.rank, one.condition) for one in lost_ranks(peer, 3, store).find()] == [(2, "does not answer")]
+    other._tell([])
+    assert lost_ranks(peer, 3, store).find() == []
+    other._tell([other._lost(2, "has died", Position(5, Activity.VOTE, 0), is_gone=True)])
+    (dead,) = lost_ranks(peer, 3, store).find()
+    assert str(dead) == "rank 2, which has died (it had sent all buckets of step 5)"
+
+
+def serve(pipe):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def test_a_store_that_is_silent_is_not_waited_for():
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, timeout=timedelta(seconds=20))
+        bounded = BoundedStore(store, 0.3)
+        bounded.do(lambda one: one.set("key", "value"))
+        assert bounded.do(lambda one: one.get("key")) == b"value"
+        os.kill(process.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(CommunicationError, match="does not answer"):
+                bounded.do(lambda one: one.check(["key"]))
+        assert time.monotonic() - start < 3
+        os.kill(process.pid, signal.SIGCONT)
+        bounded._store.get("key")  # when the calls before it have ended
+    finally:
+        process.kill()
+        process.join()
+
+
+def square(model, rank):
+    model(data(5, 4, rank=rank)).pow(2).sum().backward()
+
+
+@on_three_ranks
+def test_a_step_is_given_up_by_hand():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    for culprit in range(3):
+        wrapper.zero_grad()
+        if rank == culprit:
+            wrapper(data(5, 4)).sum()
+            wrapper.abort_grad_sync("the loss is no number")
+            wrapper.abort_grad_sync("once more")  # which they know
+        else:
+            start = time.monotonic()
+            with pytest.raises(PeerAbortedError, match=f"rank {culprit} failed in .* the loss is no number") as caught:
+                square(wrapper, rank)
+            assert time.monotonic() - start < 5
+            error = caught.value
+            assert (error.rank, error.step, error.phase) == (culprit, 2 * culprit + 1, "begun")
+            assert error.reason == "AbortedError: the loss is no number"
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_the_next_step_may_be_given_up_before_the_ranks_are_connected_again():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    for culprit in (0, 1, 1):
+        for _ in range(2):
+            wrapper.zero_grad()
+            if rank == culprit:
+                wrapper(data(5, 4)).sum()
+                wrapper.abort_grad_sync()
+            else:
+                with pytest.raises(PeerAbortedError, match=f"rank {culprit}.* it has called abort_grad_sync"):
+                    square(wrapper, rank)
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_a_synchronization_that_was_begun_is_given_up():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    with wrapper.no_sync():
+        square(wrapper, rank)
+    own = [parameter.grad.clone() for parameter in module.parameters()]
+    wrapper.start_grad_sync()
+    if rank == 1:
+        wrapper.abort_grad_sync()
+    else:
+        with pytest.raises(PeerAbortedError, match="rank 1"):
+            wrapper.finish_grad_sync()
+    assert all(torch.equal(*pair) for pair in zip(own, (one.grad for one in module.parameters()), strict=True))
+    wrapper.finish_grad_sync()
+    assert_gradients(module, mean)
