@@ -130,7 +130,7 @@ def loss_of(model, rank, step=0):
     return model(data(5, 8, rank=rank, step=step)).pow(2).sum()
 
 
-class Training:
+class FaultyTraining:
     """The steps of one rank."""
 
     def __init__(self, fault: Fault) -> None:
@@ -256,7 +256,7 @@ SPOILED = {
 def main(kind: str, phase: str, culprit: str, step: str, folder: str) -> None:
     job = ppe_ddp.init_process_group(timeout=TIMEOUT, quiet=True)
     fault = Fault(kind, phase, int(step), Path(folder), is_own=job.rank == int(culprit))
-    Training(fault).run()
+    FaultyTraining(fault).run()
     if kind not in ENDS:
         dist.destroy_process_group()
 

@@ -76,7 +76,7 @@ _SURVIVES = ("finish",)  # where the others may have all they need, and go on
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One fault of one rank under one launcher."""
 
     launcher: str
@@ -90,7 +90,7 @@ class Case:
 
 
 @dataclass
-class Outcome:
+class FaultOutcome:
     """What has come of a case.
 
     Attributes:
@@ -106,15 +106,15 @@ class Outcome:
     errors: str = ""
     orphans: list[int] = field(default_factory=list)
 
-    def survivors(self, case: Case) -> list[dict[str, object]]:
+    def survivors(self, case: FaultCase) -> list[dict[str, object]]:
         """Who is to have an error: the others; where one rank has run a backward more, it waits for them."""
         waits = case.kind == "extra backward"
         return [one for rank, one in self.seen.items() if (rank == case.culprit) is waits and one["error"]]
 
-    def slowest(self, case: Case) -> float:
+    def slowest(self, case: FaultCase) -> float:
         return max((float(one["seconds"]) for one in self.survivors(case)), default=self.seconds)
 
-    def is_named(self, case: Case) -> bool:
+    def is_named(self, case: FaultCase) -> bool:
         """Whether every error names the rank at fault, and no error another one."""
         if case.kind == "extra backward":
             return all("which has left" in str(one["text"]) for one in self.survivors(case))
@@ -123,7 +123,7 @@ class Outcome:
         texts = [str(one["text"]) for one in self.survivors(case)]
         return all(own in text and not any(other in text for other in others) for text in texts)
 
-    def complaints(self, case: Case) -> list[str]:
+    def complaints(self, case: FaultCase) -> list[str]:
         """What is not as it should be."""
         limit = TIMEOUT + _LATE_SECONDS if case.kind in LATE else KNOWN_SECONDS
         survivors = self.survivors(case)
@@ -140,16 +140,16 @@ class Outcome:
             found.append("the others have different parameters")
         if case.kind in ("raise", "out of memory") and any(one["next"] != "right" for one in survivors):
             found.append("the next step is not right")
-        if self.orphans:
+        if self.orphans and case.kind != "SIGSTOP":  # one that is stopped does not see that its launcher has ended
             found.append(f"processes are left: {self.orphans}")
         return found
 
-    def described(self, case: Case) -> str:
+    def described(self, case: FaultCase) -> str:
         who = "named" if self.survivors(case) else f"ended by {case.launcher}"
         return f"{self.slowest(case):.1f} s, {who}"
 
 
-def run(case: Case) -> Outcome:
+def run(case: FaultCase) -> FaultOutcome:
     """Run the case; nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="ppe_ddp_fault_") as folder, _marked() as mark:
         errors = STARTERS[case.launcher](case, folder)
@@ -158,7 +158,7 @@ def run(case: Case) -> Outcome:
         place = Path(folder, "fault")
         committed = float(place.read_text()) if place.exists() else end
         seen = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("[0-9]*.json")}
-    return Outcome(seen, end - committed, errors, orphans)
+    return FaultOutcome(seen, end - committed, errors, orphans)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def start_fork_server() -> None:
     forkserver.ensure_running()
 
 
-def _alone(case: Case, folder: str) -> str:
+def _alone(case: FaultCase, folder: str) -> str:
     """Processes without a launcher, which are forked where torch was imported, and end as scripts do."""
     context = multiprocessing.get_context("forkserver")
     common = {"WORLD_SIZE": str(RANKS), "INIT": f"file://{folder}/meeting", _MARK: os.environ[_MARK]}
@@ -220,7 +220,7 @@ def _alone(case: Case, folder: str) -> str:
     return "".join(path.read_text() for path in sorted(Path(folder).glob("stderr*")))
 
 
-def _be_rank(rank: int, case: Case, folder: str, common: dict[str, str]) -> None:
+def _be_rank(rank: int, case: FaultCase, folder: str, common: dict[str, str]) -> None:
     with open(f"{folder}/stderr{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
     os.environ |= common
@@ -244,7 +244,7 @@ def _be_rank(rank: int, case: Case, folder: str, common: dict[str, str]) -> None
     os._exit(code)
 
 
-def _launched(command: Sequence[str], case: Case, folder: str) -> str:
+def _launched(command: Sequence[str], case: FaultCase, folder: str) -> str:
     words = [*command, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step), folder]
     with open(f"{folder}/stderr", "w+") as file:
         process = subprocess.Popen(
@@ -265,16 +265,16 @@ def _launched(command: Sequence[str], case: Case, folder: str) -> str:
         return file.read()
 
 
-def _torchrun(case: Case, folder: str) -> str:
+def _torchrun(case: FaultCase, folder: str) -> str:
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     return _launched([sys.executable, *words], case, folder)
 
 
-def _mpirun(case: Case, folder: str) -> str:
+def _mpirun(case: FaultCase, folder: str) -> str:
     return _launched([str(MPIRUN), "-n", str(RANKS), sys.executable], case, folder)
 
 
-def _nodes(case: Case, folder: str) -> str:
+def _nodes(case: FaultCase, folder: str) -> str:
     """Two ranks on the first node and one on the second; each by itself, as no launcher should end them."""
     words = [sys.executable, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step)]
     with Nodes(2) as nodes:
@@ -302,7 +302,7 @@ def missing(launcher: str) -> str:
     return nodes_missing() if launcher == "nodes" else ""
 
 
-def cases(launcher: str, seed: int, *, kinds: Sequence[str] = tuple(KINDS), most: int = 99) -> list[Case]:
+def cases(launcher: str, seed: int, *, kinds: Sequence[str] = tuple(KINDS), most: int = 99) -> list[FaultCase]:
     """A schedule: each fault in so many of its phases, of a random rank in a random step."""
     generator = random.Random(f"{launcher} {seed}")
     made = []
@@ -310,7 +310,7 @@ def cases(launcher: str, seed: int, *, kinds: Sequence[str] = tuple(KINDS), most
         phases = () if kind in SKIPPED[launcher] else KINDS[kind]
         for phase in generator.sample(phases, min(most, len(phases))):
             culprit = RANKS - 1 if kind == "cut network" else generator.randrange(RANKS)
-            made.append(Case(launcher, kind, phase, culprit, generator.randrange(1, 3)))
+            made.append(FaultCase(launcher, kind, phase, culprit, generator.randrange(1, 3)))
     return made
 
 
@@ -327,7 +327,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table into docs/failures.md")
     arguments = parser.parse_args()
     start_fork_server()
-    cells: dict[tuple[str, str], list[tuple[Case, Outcome]]] = {}
+    cells: dict[tuple[str, str], list[tuple[FaultCase, FaultOutcome]]] = {}
     failed = 0
     for launcher in arguments.launchers.split(","):
         if missing(launcher):
@@ -356,7 +356,7 @@ def main() -> int:
     return int(failed > 0)
 
 
-def table_of(cells: dict[tuple[str, str], list[tuple[Case, Outcome]]]) -> str:
+def table_of(cells: dict[tuple[str, str], list[tuple[FaultCase, FaultOutcome]]]) -> str:
     """The slowest of each fault under each launcher, as Markdown."""
     launchers = [launcher for launcher in LAUNCHERS if any(there == launcher for _, there in cells)]
     lines = [["one rank", *(LAUNCHERS[launcher] for launcher in launchers)], ["---"] * (len(launchers) + 1)]

@@ -6,11 +6,11 @@ import pytest
 
 import failing
 import fault_suite
-from fault_suite import Case
+from fault_suite import FaultCase
 from rank_tests import on_two_ranks
 
 CASES = [
-    Case("none", kind, random.Random(kind).choice(phases), random.Random(kind).randrange(fault_suite.RANKS), 1)
+    FaultCase("none", kind, random.Random(kind).choice(phases), random.Random(kind).randrange(fault_suite.RANKS), 1)
     for kind, phases in fault_suite.KINDS.items()
     if kind != "cut network"
 ]
@@ -30,7 +30,7 @@ def test_all_are_told(case):
 
 @pytest.mark.nodes(long=True)
 def test_a_rank_that_is_cut_off_is_named():
-    case = Case("nodes", "cut network", "bucket 0", fault_suite.RANKS - 1, 1)
+    case = FaultCase("nodes", "cut network", "bucket 0", fault_suite.RANKS - 1, 1)
     outcome = fault_suite.run(case)
     assert not outcome.complaints(case), [one["text"] for one in outcome.seen.values()]
 

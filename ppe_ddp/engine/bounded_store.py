@@ -48,14 +48,14 @@ class _Caller:
     """The thread of this process that calls stores: those of all groups are parts of one."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._silent: _Call | None = None
+        self._calls: queue.SimpleQueue[_StoreCall] = queue.SimpleQueue()
+        self._silent: _StoreCall | None = None
         threading.Thread(target=self._serve, name="ppe_ddp-store", daemon=True).start()
 
     def result(self, function: Callable[[], T], seconds: float) -> T:
         if self._silent is not None and not self._silent.is_over.is_set():
             raise CommunicationError(SILENT)
-        call = _Call(function)
+        call = _StoreCall(function)
         self._calls.put(call)
         if not call.is_over.wait(seconds):
             self._silent = call
@@ -71,7 +71,7 @@ class _Caller:
             self._calls.get().make()
 
 
-class _Call:
+class _StoreCall:
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.is_over = threading.Event()

@@ -147,7 +147,10 @@ class Groups:
             return
         self.check()
         timeout = timedelta(seconds=self.timeout_seconds)
-        self._await_renewal()
+        try:
+            self._await_renewal()
+        except dist.DistError as error:  # the store is gone, with the rank that has served it
+            raise self.explained(error, "connecting the ranks again after a failure") from error
         try:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             if not reason:
