@@ -109,7 +109,7 @@ class FiniteCheck:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _seem_finite(gradients: list[Tensor]) -> bool:
