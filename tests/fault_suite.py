@@ -145,7 +145,8 @@ class FaultOutcome:
         return found
 
     def described(self, case: FaultCase) -> str:
-        who = "named" if self.survivors(case) else f"ended by {case.launcher}"
+        named = "named" if self.is_named(case) else "**not named alone**"
+        who = named if self.survivors(case) else f"ended by {case.launcher}"
         return f"{self.slowest(case):.1f} s, {who}"
 
 

@@ -225,7 +225,8 @@ class Groups:
         others: list[Failure] = []
 
         def is_reported() -> bool:
-            others[:] = self.failures.of_others()
+            with contextlib.suppress(dist.DistError, CommunicationError):  # the store may be gone
+                others[:] = self.failures.of_others()
             return bool(others)
 
         lost = self._lost.find(is_reported) if self.is_duplicate else []
