@@ -33,7 +33,8 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
-from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
+from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
+from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
 from ppe_ddp.engine.group_lifetime import close, destroy, end_on_threads_of_python
 from ppe_ddp.engine.store_exchange import exchange, progress_of

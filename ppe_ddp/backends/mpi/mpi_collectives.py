@@ -17,8 +17,8 @@ from mpi4py import MPI
 from ppe_ddp.backends.group_internals import premul_factor
 from ppe_ddp.backends.mpi.collective_queue import CollectiveQueue
 from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, byte_buffer, reduction_of, typed_buffer
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig

@@ -92,7 +92,7 @@ class PendingWork(PythonWork):
         """
         if not self._settle():
             seconds = timeout.total_seconds() if timeout is not None else 0.0
-            self._waits.until(self._settle, self._what, self._absent, seconds)
+            self._waits.until(self._arrived, self._what, self._absent, seconds)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
@@ -137,6 +137,10 @@ class PendingWork(PythonWork):
     def _absent(self) -> Sequence[int]:
         """The ranks that it waits for, as far as is known."""
         return ()
+
+    def _arrived(self) -> bool:
+        """Whether it has ended; may block for a moment where nothing else is under way."""
+        return self._settle()
 
     def _settle(self) -> bool:
         if not self._is_settled:

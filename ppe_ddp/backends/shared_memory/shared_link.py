@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
-
-
-class Progress(Protocol):
-    """The progress engine of this process: advances collectives that move only while this process calls in."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held while anything is advanced."""
-        ...
-
-    def add(self, group: Any) -> None:
-        """Advance ``group`` until it has nothing left to do."""
-
-    def progress(self) -> None:
-        """Do what can be done now, without waiting."""
-
-    def fence(self) -> None:
-        """Let no memory access move across, on any processor."""
+    from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
 
 
 @dataclass(frozen=True)
@@ -46,7 +28,7 @@ class SharedLink:
     size: int
     all_gather: Callable[[bytes], list[bytes]]
     waits: FailableWaits
-    progress: Progress
+    progress: ProgressEngine
 
 
 @dataclass(frozen=True)
