@@ -27,7 +27,7 @@ from ppe_ddp.backends.mpi.progress_thread import progress_thread
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.other_device_groups import group_over
-from ppe_ddp.backends.process_group.pending_group import PendingGroup, only
+from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 _FEWEST_TAGS = 32767  # that any MPI allows
-_DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
 
 __all__ = ["MpiOptions", "MpiProcessGroup", "make_group"]
 
@@ -169,7 +168,7 @@ class MpiProcessGroup(PendingGroup):
         self._closed = True
         is_idle = False
         with suppress(CommunicationError):  # of a group that was given up
-            self._mpi.drain(_DRAIN_SECONDS)
+            self._mpi.drain(DRAIN_SECONDS)
             self._waits.check("destroy_process_group")
             is_idle = True
         # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.process_group.python_work import PythonWork
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 
+DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
+
 
 class PendingGroup(CollectiveGroup):
     """A group of which a subclass sets ``_over``, ``_waits`` and ``_shared``, and defines messages and the end.

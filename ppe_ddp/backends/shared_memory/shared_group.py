@@ -8,7 +8,7 @@ allocated in it: they keep no tensor alive, and what is allocated there later ma
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
+
+logger = logging.getLogger("ppe_ddp")
 
 _Kind: Any = ReduceOp.RedOpType
 # Measured: a message is faster for less than 0.5 to 1 MB, and for an all-gather of less than 4 MB.
@@ -67,6 +69,7 @@ class SharedMemoryGroup:
         self._config = config
         self._memory: SharedMemory | None = None
         self._queue: StepQueue | None = None
+        self._messages = 0
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         if link.size > 1 and config.is_enabled:
@@ -91,6 +94,21 @@ class SharedMemoryGroup:
         """Wait until nothing is under way; raises CommunicationError if that takes longer."""
         if self._queue is not None:
             self._queue.drain(seconds)
+
+    def is_closed_elsewhere(self) -> bool:
+        """Whether another rank takes no part any more."""
+        return self._queue is not None and self._queue.is_closed_elsewhere()
+
+    def count_message(self) -> int:
+        """Show the others that this rank has begun one more collective by messages; its number, from 1."""
+        self._messages += 1
+        if self._queue is not None:
+            self._queue.show_messages(self._messages)
+        return self._messages
+
+    def ranks_without_message(self, number: int) -> list[int]:
+        """The ranks that have not begun the collective of this number, as far as shared memory shows it."""
+        return [] if self._queue is None else self._queue.ranks_without_message(number)
 
     def start(self, what: str, *arguments: Any) -> SharedMemoryWork | None:
         """Begin a collective of addressable tensors.
@@ -193,12 +211,17 @@ def _connect(link: SharedLink, memory: SharedMemory | None, piece_bytes: int) ->
     own = bytes(ADDRESS_BYTES) if memory is None else memory.address.packed(memory.reserve(CONTROL_BYTES))
     addresses = [Address.unpacked(packed) for packed in link.all_gather(own)]
     spaces: list[mmap.mmap] = []
+    reason = ""
     if memory is not None:
-        with suppress(OSError, ValueError):
+        try:
             for address, _ in addresses:
                 spaces.append(memory.attach(address))
+        except (OSError, ValueError) as error:
+            reason = f"; here: {error}"
     reached = link.all_gather(bytes([len(spaces) == link.size]))
     if memory is None or not all(map(any, reached)):
+        without = ", ".join(str(rank) for rank, one in enumerate(reached) if not any(one))
+        logger.debug("%s: no shared memory, as it is out of reach for rank %s%s", link.waits.place, without, reason)
         return None
     controls = [
         memoryview(space)[start : start + CONTROL_BYTES].cast("q")

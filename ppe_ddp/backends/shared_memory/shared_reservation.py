@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import mmap
 import os
 import secrets
@@ -27,6 +28,8 @@ import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger("ppe_ddp")
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _TOKEN_BYTES = 16
@@ -150,7 +153,8 @@ def shared_memory() -> SharedMemory | None:
 def _made(_pid: int) -> SharedMemory | None:
     try:
         return SharedMemory()
-    except (OSError, AttributeError, ValueError):
+    except (OSError, AttributeError, ValueError) as error:
+        logger.debug("no shared memory for this process: %s: %s", type(error).__name__, error)
         return None
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.shared_memory.shared_steps import Step
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
-_ARRIVED, _DONE, _CLOSED, _ACTING, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 24, 64, 4
+_ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 24, 64, 4
 CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
@@ -131,6 +131,18 @@ class StepQueue:
         number = launched.number
         late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
         return late[0] or late[1]
+
+    def is_closed_elsewhere(self) -> bool:
+        """Whether another rank takes no part any more."""
+        return any([page[_CLOSED] for page in self._controls])
+
+    def show_messages(self, count: int) -> None:
+        """Show the others how many collectives this rank has begun by messages."""
+        self._own[_MESSAGES] = count
+
+    def ranks_without_message(self, number: int) -> list[int]:
+        """The ranks that have not begun so many collectives by messages."""
+        return [rank for rank, page in enumerate(self._controls) if page[_MESSAGES] < number]
 
     def drain(self, seconds: float) -> None:
         """Wait until every step is complete on all ranks; raises CommunicationError if that takes longer."""
