@@ -101,6 +101,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         forward_sync_buffers: bool | None = None,
         overlap: bool = True,
         record_function: bool = False,
+        shared_memory: bool = False,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
         check_arguments(module, broadcast_buffers, reduce_function, broadcast_function)
@@ -117,6 +118,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             forward_sync_buffers=first_given(forward_sync_buffers, broadcast_buffers, default=True),
             overlap=overlap,
             record_function=record_function,
+            shared_memory=shared_memory,
         )
         self._negotiate = bool(negotiate_grads)
         self._group = GroupHandle(self._options.group(process_group))
@@ -142,7 +144,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
-        groups = Groups.duplicate(self._group.group())
+        groups = Groups.duplicate(self._group.group(), shared_memory=self._options.shared_memory)
         if EventLog.current is not None:
             EventLog.current.on_groups(groups)
         policy = Policy(

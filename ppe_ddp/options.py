@@ -71,6 +71,7 @@ class Options:
         overlap: Communicate while backward is running. Without it, all of it comes after: slower, but
             easier to profile; results are the same.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
+        shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo.
 
     Raises:
         ValueError: A value that cannot be meant.
@@ -85,6 +86,7 @@ class Options:
     forward_sync_buffers: bool = True
     overlap: bool = True
     record_function: bool = False
+    shared_memory: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

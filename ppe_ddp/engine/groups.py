@@ -24,19 +24,18 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group_internals import (
     HashStore,
     backend_for,
-    backends_named,
     device_types,
     forget_destroyed,
     is_registered,
     kept_with,
-    new_group_named,
     store_of,
     timeout_of,
 )
 from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
 from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, reason_of
-from ppe_ddp.engine.group_lifetime import close, destroy, end_on_threads_of_python
+from ppe_ddp.engine.group_duplicates import duplicates
+from ppe_ddp.engine.group_lifetime import close, destroy
 from ppe_ddp.engine.store_exchange import exchange, progress_of
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, clear_frames
 
@@ -64,6 +63,7 @@ class Groups:
         step: The synchronized backwards since then; the same on every rank.
         is_closed: Whether they have to be made anew.
         user: Gives the reducer that synchronizes in them, if there is one.
+        shared_memory: Whether they are over shared memory where the parent is over gloo.
     """
 
     parent: ProcessGroup
@@ -77,6 +77,7 @@ class Groups:
     step: int = 0
     is_closed: bool = False
     user: Callable[[], User | None] = lambda: None
+    shared_memory: bool = False
 
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
@@ -90,8 +91,17 @@ class Groups:
             ended_at_exit(self.pid).add(self)
 
     @classmethod
-    def duplicate(cls, parent: ProcessGroup) -> Groups:
-        """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together."""
+    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False) -> Groups:
+        """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
+
+        Args:
+            parent: What the user named.
+            shared_memory: Whether to make them over shared memory where the parent is over gloo; the same on all.
+
+        Raises:
+            DisagreementError: On every rank, if not all give the same ``shared_memory``.
+            ValueError: A bare group on which the ranks cannot agree.
+        """
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
         serves_cpu = "cpu" in device_types(parent)
         if world_size == 1 or not is_registered(parent):
@@ -104,16 +114,20 @@ class Groups:
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
         made = _made_from(parent)
         made.calls += 1
-        known: list[list[int]] = exchange(parent, f"idle/{made.calls}", [groups.number for groups in made.idle])
+        idle = [groups.number for groups in made.idle if groups.shared_memory == shared_memory]
+        known: list[tuple[bool, list[int]]] = exchange(parent, f"idle/{made.calls}", (shared_memory, idle))
+        if len({wanted for wanted, _ in known}) > 1:
+            each = ", ".join(f"{wanted} on rank {other}" for other, (wanted, _) in enumerate(known))
+            raise DisagreementError(f"rank {rank}: shared_memory is not the same on all ranks: {each}")
         # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
-        common = set(known[0]).intersection(*known[1:])
+        common = set(idle).intersection(*(numbers for _, numbers in known))
         for groups in made.idle:
             if common and groups.number == min(common):
                 made.idle.remove(groups)
                 return groups
         made.count += 1
-        buckets, control = _duplicates(parent, str(made.count))
-        return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count)
+        buckets, control = duplicates(parent, backends_of(parent), str(made.count), shared_memory=shared_memory)
+        return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count, shared_memory=shared_memory)
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
@@ -135,7 +149,10 @@ class Groups:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             if not reason:
                 self.generation += 1
-                self.buckets, self.control = _duplicates(self.parent, f"{self.number}/{self.generation}")
+                name = f"{self.number}/{self.generation}"
+                self.buckets, self.control = duplicates(
+                    self.parent, backends_of(self.parent), name, shared_memory=self.shared_memory
+                )
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
@@ -282,48 +299,11 @@ def _made_from(parent: ProcessGroup) -> _Made:
     return kept_with(parent, _Made)
 
 
-def _duplicates(parent: ProcessGroup, name: str) -> tuple[ProcessGroup, ProcessGroup]:
-    """Groups of the ranks of ``parent`` for buckets and for masks; ``name`` must be new, and the same on every rank."""
-    backends = backends_of(parent)
-    options = _options(parent) if "cpu" in device_types(parent) else None
-    for_buckets = getattr(options, "for_buckets", lambda: options)
-    for_control = getattr(options, "for_control", lambda: options)
-    # torch would give them to every backend of a mixed group, and no other understands them.
-    is_mixed = len(set(backends.values())) > 1
-    config = str(dist.get_backend_config(parent))
-    buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
-    # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
-    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
-    end_on_threads_of_python([buckets, control])
-    return buckets, control
-
-
-def _config(backends: dict[str, str], config: str) -> str:
-    """The name alone of the backend that serves all devices, where it stands for the same; else ``config``.
-
-    For a config of several entries torch sets no default backend once any backend is registered, save for NCCL and the
-    one that was registered first, and warns of that when the group is destroyed.
-    """
-    name = backends.get("cpu", "")
-    return name if name and backends_named(name) == backends else config
-
-
 def _is_of_transport(error: BaseException) -> bool:
     """Whether an error may be what a closed connection looks like, from our code or a function of the user's."""
     if isinstance(error, CommunicationError | PeerAbortedError | dist.DistError):
         return True
     return type(error) is RuntimeError and "gloo" in str(error)  # its sources, which it names; it has no other type
-
-
-def _options(group: ProcessGroup) -> Any:
-    """The options of the backend that serves CPUs, if it has them as an attribute."""
-    return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
-
-
-def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
-    """A group of the ranks of ``parent``, made by these alone."""
-    ranks = dist.get_process_group_ranks(parent)
-    return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:

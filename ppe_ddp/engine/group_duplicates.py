@@ -1,0 +1,76 @@
+"""Makes duplicates of a process group: which backends and options they have, and what they are called.
+
+Apart from ``groups.py``, which owns how long they live, because here is what has to be the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.backends.group_internals import backend_for, backends_named, device_types, new_group_named, timeout_of
+from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def duplicates(
+    parent: ProcessGroup, backends: dict[str, str], name: str, *, shared_memory: bool
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Make groups of the ranks of ``parent`` for buckets and for masks, with all of them.
+
+    Args:
+        parent: The group.
+        backends: Its backends by type of device.
+        name: New, and the same on every rank.
+        shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
+    """
+    if shared_memory and backends.get("cpu") == "gloo":
+        return _in_shared_memory(parent, backends, name)
+    options = _options(parent) if "cpu" in device_types(parent) else None
+    for_buckets = getattr(options, "for_buckets", lambda: options)
+    for_control = getattr(options, "for_control", lambda: options)
+    # torch would give them to every backend of a mixed group, and no other understands them.
+    is_mixed = len(set(backends.values())) > 1
+    config = str(dist.get_backend_config(parent))
+    buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
+    # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
+    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
+    end_on_threads_of_python([buckets, control])
+    return buckets, control
+
+
+def _in_shared_memory(parent: ProcessGroup, backends: dict[str, str], name: str) -> tuple[ProcessGroup, ProcessGroup]:
+    """The same, with the backend ``shm`` for CPU tensors."""
+    others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
+    buckets = _new_group(parent, ",".join(["cpu:shm", *others]) if others else "shm", f"buckets/{name}", None)
+    return buckets, _new_group(parent, "shm", f"control/{name}", None)
+
+
+def _exists(kind: str) -> bool:
+    """Whether this process may have tensors on such a device: gloo serves more kinds than there are."""
+    return bool(torch.get_device_module(kind).is_available())
+
+
+def _config(backends: dict[str, str], config: str) -> str:
+    """The name alone of the backend that serves all devices, where it stands for the same; else ``config``.
+
+    For a config of several entries torch sets no default backend once any backend is registered, save for NCCL and the
+    one that was registered first, and warns of that when the group is destroyed.
+    """
+    name = backends.get("cpu", "")
+    return name if name and backends_named(name) == backends else config
+
+
+def _options(group: ProcessGroup) -> Any:
+    """The options of the backend that serves CPUs, if it has them as an attribute."""
+    return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
+
+
+def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
+    """A group of the ranks of ``parent``, made by these alone."""
+    ranks = dist.get_process_group_ranks(parent)
+    return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
