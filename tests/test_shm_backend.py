@@ -198,6 +198,15 @@ def test_where_memory_cannot_be_shared_all_goes_by_gloo(who):
 
 
 @on_two_ranks
+def test_a_group_ends_though_one_rank_has_begun_more_than_the_other():
+    group, start = shm_group(), monotonic()
+    if dist.get_rank() == 0:
+        dist.all_reduce(shared(10, group), group=group, async_op=True)
+    dist.destroy_process_group(group)
+    assert monotonic() - start < 10
+
+
+@on_two_ranks
 def test_a_forked_child_must_not_use_it():
     group = shm_group()
     child = os.fork()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.shared_memory.shared_steps import Step
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
-_ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 24, 64, 4
+_ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
 CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
@@ -145,9 +145,21 @@ class StepQueue:
         return [rank for rank, page in enumerate(self._controls) if page[_MESSAGES] < number]
 
     def drain(self, seconds: float) -> None:
-        """Wait until every step is complete on all ranks; raises CommunicationError if that takes longer."""
+        """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
+
+        Raises:
+            CommunicationError: That takes longer, or the group was given up.
+        """
         last = self._launched
-        self._waits.until(lambda: self._finished >= last, "destroy_process_group", seconds=seconds)
+        try:
+            self._waits.until(
+                lambda: self._finished >= last or self._is_left_behind(last), "destroy_process_group", seconds=seconds
+            )
+        finally:
+            self._own[_LEFT] = 1
+
+    def _is_left_behind(self, last: int) -> bool:
+        return any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
