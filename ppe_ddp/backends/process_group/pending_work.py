@@ -25,11 +25,13 @@ class FailableWaits(Protocol):
         place: Who and where, for errors.
         failure: Why the group cannot be used any more; empty while it can.
         at_failure: Called when the group is given up.
+        ended_ranks: The ranks whose processes have ended, as far as can be seen.
     """
 
     place: str
     failure: str
     at_failure: list[Callable[[], None]]
+    ended_ranks: Callable[[], Sequence[int]]
 
     def until(
         self, arrived: Callable[[], Any], what: str, absent: Callable[[], Sequence[int]] = ..., seconds: float = ...

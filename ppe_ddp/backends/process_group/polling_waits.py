@@ -20,6 +20,8 @@ from ppe_ddp.errors import CommunicationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_LOOK_SECONDS = 0.1  # between looks for processes that have ended
+
 
 class PollingWaits:
     """The waits of one group; a subclass knows how its ranks tell each other that one has given it up.
@@ -32,6 +34,7 @@ class PollingWaits:
     Attributes:
         failure: Why the group cannot be used any more; empty while it can.
         at_failure: Called when the group is given up.
+        ended_ranks: The ranks whose processes have ended, as far as can be seen.
     """
 
     def __init__(self, place: str, timeout: float, transport: str) -> None:
@@ -39,6 +42,7 @@ class PollingWaits:
         self.timeout = timeout
         self.failure = ""
         self.at_failure: list[Callable[[], None]] = []
+        self.ended_ranks: Callable[[], Sequence[int]] = tuple
         self.transport = transport
         self._lock = threading.Lock()
         self._progress = progress_engine(os.getpid())
@@ -61,11 +65,16 @@ class PollingWaits:
         Raises:
             CommunicationError: The group was given up, by another rank or because the time is over.
         """
-        start = monotonic()
+        start = seen = monotonic()
 
         def look() -> None:
+            nonlocal seen
             self.check(what)
-            waited = monotonic() - start
+            now = monotonic()
+            if now - seen > _LOOK_SECONDS:
+                seen = now
+                self._look_for_ended(what, absent)
+            waited = now - start
             if waited > seconds > 0.0:
                 raise CommunicationError(
                     f"{self.place}: {what} is still under way after {seconds:g} s: the other rank did not call, or died"
@@ -80,6 +89,14 @@ class PollingWaits:
                 raise CommunicationError(f"{self.place}: {self.failure}")
 
         self._progress.wait_until(arrived, look)
+
+    def _look_for_ended(self, what: str, absent: Callable[[], Sequence[int]]) -> None:
+        ended = self.ended_ranks()
+        # In this order: what a process has done, it did before its end.
+        missing = sorted(set(ended).intersection(absent())) if ended else []
+        if missing:
+            self.give_up(f"{what} waits for rank {', '.join(map(str, missing))}, whose process has ended")
+            raise CommunicationError(f"{self.place}: {self.failure}")
 
     def progress(self) -> None:
         """Move all that is outstanding, without waiting."""

@@ -28,7 +28,7 @@ from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, StepQueue
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
@@ -40,6 +40,7 @@ _Kind: Any = ReduceOp.RedOpType
 # Measured: a message is faster for less than 0.5 to 1 MB, and for an all-gather of less than 4 MB.
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
+_REASON_BYTES = 200
 
 
 class _Collective(NamedTuple):
@@ -73,8 +74,9 @@ class SharedMemoryGroup:
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         if link.size > 1 and config.is_enabled:
-            self._memory = shared_memory()
-            self._queue = _connect(link, self._memory, config.piece_bytes)
+            connected = _connect(link, config.piece_bytes)
+            if connected is not None:
+                self._memory, self._queue = connected
         if self._queue is not None:
             self._makers["all_reduce"] = self._all_reduce
             if config.parts:
@@ -206,28 +208,48 @@ class SharedMemoryGroup:
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
-def _connect(link: SharedLink, memory: SharedMemory | None, piece_bytes: int) -> StepQueue | None:
-    """Map the reservations of all ranks, which must call this together; None on all where one cannot."""
-    own = bytes(ADDRESS_BYTES) if memory is None else memory.address.packed(memory.reserve(CONTROL_BYTES))
-    addresses = [Address.unpacked(packed) for packed in link.all_gather(own)]
+def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueue] | None:
+    """Map the reservations of all ranks, which must call this together; None on all where one cannot, and why."""
+    own: SharedMemory | None = None
+    packed, reason = bytes(ADDRESS_BYTES), ""
+    try:
+        own = shared_memory()
+        packed = own.address.packed(own.reserve(CONTROL_BYTES))
+    except (OSError, MemoryError) as error:
+        reason = f"it has none: {type(error).__name__}: {error}"
+    addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
     spaces: list[mmap.mmap] = []
-    reason = ""
-    if memory is not None:
-        try:
-            for address, _ in addresses:
-                spaces.append(memory.attach(address))
-        except (OSError, ValueError) as error:
-            reason = f"; here: {error}"
-    reached = link.all_gather(bytes([len(spaces) == link.size]))
-    if memory is None or not all(map(any, reached)):
-        without = ", ".join(str(rank) for rank, one in enumerate(reached) if not any(one))
-        logger.debug("%s: no shared memory, as it is out of reach for rank %s%s", link.waits.place, without, reason)
+    if own is not None and not reason:
+        spaces, reason = _attach(own, [address for address, _ in addresses])
+    reasons = _exchange(link, reason)
+    if own is None or any(reasons):
+        told = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one)
+        logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, told)
         return None
     controls = [
         memoryview(space)[start : start + CONTROL_BYTES].cast("q")
         for space, (_, start) in zip(spaces, addresses, strict=True)
     ]
-    return StepQueue(link, memory, spaces, controls, piece_bytes)
+    link.waits.ended_ranks = lambda: [rank for rank, (one, _) in enumerate(addresses) if own.has_ended(one)]
+    return own, StepQueue(link, own, spaces, controls, piece_bytes)
+
+
+def _attach(own: SharedMemory, addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:
+    """The reservations of those ranks that have one, and why one cannot be reached."""
+    spaces: list[mmap.mmap] = []
+    for rank, address in enumerate(addresses):
+        if address.nbytes:  # else that rank says why it has none
+            try:
+                spaces.append(own.attach(address))
+            except (OSError, ValueError) as error:
+                return spaces, f"it does not reach rank {rank}: {type(error).__name__}: {error}"
+    return spaces, ""
+
+
+def _exchange(link: SharedLink, reason: str) -> list[str]:
+    """What each rank says; empty where it has no reason."""
+    texts = link.all_gather(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"))
+    return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

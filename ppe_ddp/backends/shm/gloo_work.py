@@ -44,6 +44,8 @@ class GlooWork(PendingWork):
         self._memory = memory
         self._absent_ranks = absent
         self._progress = progress_engine(os.getpid())
+        self.at_end: Callable[[], None] = _nothing
+        """Called once when it has ended, well or not."""
 
     def _arrived(self) -> bool:
         if self._progress.is_idle:  # gloo's own threads need the core more than a loop of ours
@@ -64,6 +66,7 @@ class GlooWork(PendingWork):
         else:
             reason = self._waits.failure
         self._memory = None
+        self.at_end()
         if not reason:
             return None
         # a rank that gives up says so before it closes its connections
@@ -74,6 +77,10 @@ class GlooWork(PendingWork):
 
     def _absent(self) -> Sequence[int]:
         return self._absent_ranks()
+
+
+def _nothing() -> None:
+    pass
 
 
 class GlooMessage(PendingWork):

@@ -247,11 +247,17 @@ class ShmCollectives:
 
     def _begin(self, what: str, start: Callable[[Any], Any], memory: Any) -> GlooWork:
         work = self._call(start)
-        while self._begun and self._begun[0].is_completed():
-            self._begun.popleft()
+        self._forget_ended()
         self._begun.append(work)
         number = self.shared.count_message()
-        return GlooWork(what, self._waits, work, memory, partial(self.shared.ranks_without_message, number))
+        begun = GlooWork(what, self._waits, work, memory, partial(self.shared.ranks_without_message, number))
+        begun.at_end = self._forget_ended
+        return begun
+
+    def _forget_ended(self) -> None:
+        """Drop what has ended, as gloo keeps its tensors."""
+        while self._begun and self._begun[0].is_completed():
+            self._begun.popleft()
 
     def _call(self, start: Callable[[Any], Any]) -> Work:
         if not self._gloo:

@@ -1,0 +1,78 @@
+"""Ranks that are gone or stand still while others wait for them in shared memory, which closes no connection."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from time import monotonic
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import failing
+from ppe_ddp import CommunicationError
+from ppe_ddp.backends.shm import ShmOptions
+from rank_tests import on_two_ranks
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import ppe_ddp
+
+folder, rank, way = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.ones(1, 2)).sum().backward()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL) if way == "killed" else os._exit(0)
+start = time.monotonic()
+try:
+    model(torch.ones(1, 2)).sum().backward()
+except ppe_ddp.CommunicationError as error:
+    os.write(1, f"{time.monotonic() - start < 15} {error}".encode())
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["killed", "left"])
+def test_a_rank_whose_process_has_ended_is_named_at_once(way, tmp_path):
+    """Not after the timeout of half an hour."""
+    command = [sys.executable, "-c", SCRIPT, tmp_path]
+    other = subprocess.Popen([*command, "1", way])
+    try:
+        done = subprocess.run([*command, "0", way], capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        other.kill()
+        code = other.wait()
+    assert code == (-signal.SIGKILL if way == "killed" else 0)
+    assert done.stdout.startswith("True rank 0 of 2: waiting for rank 1, which did not come"), done
+    assert "waits for rank 1, whose process has ended" in done.stdout
+
+
+@on_two_ranks
+def test_a_rank_that_stands_still_is_named_at_the_timeout():
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=0.5), pg_options=ShmOptions())
+    number = torch.tensor(os.getpid())
+    dist.broadcast(number, 1)
+    dist.barrier()
+    total, start = torch.ones(10), monotonic()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(CommunicationError, match="rank 0 has given this group up"):
+            dist.all_reduce(total, group=group)
+    else:
+        try:
+            with pytest.raises(CommunicationError, match=r"timeout of 0\.5 s: rank 1 did not make the call, or died"):
+                dist.all_reduce(total, group=group)
+        finally:
+            os.kill(number.item(), signal.SIGCONT)
+        assert monotonic() - start < 20
+    dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["before", "in_the_wait", "on_a_thread", "in_backward"])
+@on_two_ranks
+def test_one_rank_fails_where_the_wrapper_goes_by_gloo_alone(way):
+    failing.hold(way, turns=3, shared_memory=False)
