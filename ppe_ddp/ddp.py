@@ -101,7 +101,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         forward_sync_buffers: bool | None = None,
         overlap: bool = True,
         record_function: bool = False,
-        shared_memory: bool = False,
+        shared_memory: bool = True,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
         check_arguments(module, broadcast_buffers, reduce_function, broadcast_function)

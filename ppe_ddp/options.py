@@ -71,7 +71,8 @@ class Options:
         overlap: Communicate while backward is running. Without it, all of it comes after: slower, but
             easier to profile; results are the same.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
-        shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo.
+        shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo. Where
+            that cannot be, all ranks go by gloo alone, as without it; each says why at debug level.
 
     Raises:
         ValueError: A value that cannot be meant.
@@ -86,7 +87,7 @@ class Options:
     forward_sync_buffers: bool = True
     overlap: bool = True
     record_function: bool = False
-    shared_memory: bool = False
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

@@ -3,7 +3,6 @@
 import functools
 import gc
 import itertools
-import logging
 import os
 import sys
 from datetime import timedelta
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import failing
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.backends.process_group.background_progress import BackgroundProgress
@@ -161,32 +159,16 @@ def test_groups_of_one_name_meet_under_keys_of_their_own():
         dist.destroy_process_group(group)
 
 
-def refuse(*_):
-    raise PermissionError("on purpose")
-
-
-@pytest.mark.parametrize("who", ["one", "all"])
 @on_two_ranks
-def test_where_memory_cannot_be_shared_all_goes_by_gloo(who):
-    """One rank cannot map another's memory, or has none itself: all agree, and say why at debug level."""
-    told, rank = [], dist.get_rank()
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("ppe_ddp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if who == "all" or rank == 1:
-                patch.setattr(shared_reservation.SharedMemory, "attach", refuse)
-            group = shm_group()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    (line,) = told
-    assert f"out of reach for rank {'1' if who == 'one' else '0, 1'}" in line
-    assert ("on purpose" in line) == (who == "all" or rank == 1)
+def test_where_memory_cannot_be_shared_all_goes_by_gloo():
+    def refuse(*_):
+        raise PermissionError("on purpose")
+
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared_reservation.SharedMemory, "attach", refuse)
+        group = shm_group()
     assert not group.supports_tensor_alloc(CPU)
     for dtype in (torch.float32, torch.bfloat16, torch.uint64, torch.complex64):
         total = torch.ones(5, dtype=dtype)
@@ -231,12 +213,6 @@ def refuse_options_and_devices():
         dist.new_group(pg_options="fast")
     with pytest.raises(TypeError, match="the shm backend is for tensors on cpu, not on meta"):
         dist.all_reduce(torch.ones(3, device="meta"))
-
-
-@pytest.mark.parametrize("way", ["before", "in_the_wait", "on_a_thread", "in_backward"])
-@on_two_ranks
-def test_one_rank_fails_where_the_wrapper_uses_shared_memory(way):
-    failing.hold(way, turns=3, shared_memory=True)
 
 
 @on_two_ranks

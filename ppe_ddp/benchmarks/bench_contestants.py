@@ -114,13 +114,13 @@ class Ours(Contestant):
         return self.trained.trace()
 
 
-class OursInSharedMemory(Ours):
-    """The same, with groups over the memory that the ranks of a node share."""
+class OursByGloo(Ours):
+    """The same, with groups over gloo alone."""
 
-    name = "shared"
+    name = "by gloo"
 
     def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
-        return super()._wrap(module, is_dynamic, {**options, "shared_memory": True})
+        return super()._wrap(module, is_dynamic, {**options, "shared_memory": False})
 
 
 class OursOverMpi(Ours):
@@ -200,13 +200,13 @@ CONTESTANTS: tuple[type[Contestant], ...] = (Ours, Torch, Ppe, Bare)
 """In the order in which results show them."""
 
 
-def contestants(*, with_thread: bool = False, with_shared_memory: bool = False) -> tuple[type[Contestant], ...]:
+def contestants(*, with_thread: bool = False, with_gloo: bool = False) -> tuple[type[Contestant], ...]:
     """Those that can take part in the default process group, in the order of results."""
-    shared = (OursInSharedMemory,) if with_shared_memory else ()
+    gloo = (OursByGloo,) if with_gloo else ()
     if not over_mpi():
-        return (Ours, *shared, *CONTESTANTS[1:])
+        return (Ours, *gloo, *CONTESTANTS[1:])
     thread = (OursOverMpiThread,) if with_thread else ()
-    return (Ours, *shared, OursOverMpi, *thread, *CONTESTANTS[1:])
+    return (Ours, *gloo, OursOverMpi, *thread, *CONTESTANTS[1:])
 
 
 def gradient_nbytes(module: nn.Module) -> int:

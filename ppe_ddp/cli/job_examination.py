@@ -113,7 +113,7 @@ def _route(name: str, groups: Sequence[Sequence[int | None]], nodes: Sequence[Se
 
 
 def _asked(group: ProcessGroup, ranks: Sequence[int], nodes: Sequence[Sequence[int]]) -> tuple[str, str]:
-    made = Groups.duplicate(group)
+    made = Groups.duplicate(group, shared_memory=True)
     for own, nbytes in ((made.buckets, _NBYTES), (made.control, _SMALL_NBYTES)):
         dist.all_reduce(torch.zeros(nbytes // 4), group=own)
     spans = sum(1 for node in nodes if set(node) & set(ranks)) > 1
