@@ -175,7 +175,7 @@ class MpiProcessGroup(PendingGroup):
         # number of the communicator, and what comes for this one.
         if is_idle and not MPI.Is_finalized():
             with self._call.under_way("destroy_process_group"):
-                self._mpi.comm.Free()
+                self._mpi.free()
 
     def abort(self) -> None:
         """Give the group up without waiting; the other ranks leave their waits in it with an error."""

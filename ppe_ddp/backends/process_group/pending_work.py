@@ -50,6 +50,10 @@ class FailableWaits(Protocol):
         """Whether a rank has given the group up."""
         ...
 
+    def look_now(self) -> bool:
+        """The same, by all ways in which a rank may have told."""
+        ...
+
     def check(self, what: str) -> None:
         """Raise CommunicationError if a rank has given the group up."""
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.process_group.tensor_memory import overlap
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import (
     all_gather_steps,
-    all_reduce_steps,
     reduce_scatter_steps,
     supports,
 )
 from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
-from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, StepQueue
+from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, Peers, StepQueue
 
 if TYPE_CHECKING:
     import mmap
@@ -77,14 +77,17 @@ class SharedMemoryGroup:
             connected = _connect(link, config.piece_bytes)
             if connected is not None:
                 self._memory, self._queue = connected
+        self._smallest_bytes = config.smallest_bytes
         if self._queue is not None:
+            if self._queue.spans_nodes:
+                self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
             self._makers["all_reduce"] = self._all_reduce
-            if config.parts:
+            if config.parts and not self._queue.spans_nodes:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     @property
     def is_open(self) -> bool:
-        """Whether collectives go through shared memory: whether every rank reaches that of every other."""
+        """Whether collectives go through shared memory: whether every rank reaches that of the others of its node."""
         return self._queue is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -152,7 +155,8 @@ class SharedMemoryGroup:
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
-        steps = all_reduce_steps(flat, operation, self._config.piece_bytes, is_shared=is_shared)
+        assert self._queue is not None
+        steps = self._queue.all_reduce_steps(flat, operation, is_shared=is_shared)
         return _Collective(steps, is_lasting=is_shared)
 
     def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
@@ -193,7 +197,7 @@ class SharedMemoryGroup:
     def _admits(self, whole: Tensor, kind: Any) -> bool:
         """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks."""
         dtype = whole.dtype
-        if whole.nbytes < self._config.smallest_bytes or (kind is not None and dtype is torch.bool):
+        if whole.nbytes < self._smallest_bytes or (kind is not None and dtype is torch.bool):
             return False
         if dtype.is_complex and kind == _Kind.MAX:
             return False
@@ -209,7 +213,12 @@ class SharedMemoryGroup:
 
 
 def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueue] | None:
-    """Map the reservations of all ranks, which must call this together; None on all where one cannot, and why."""
+    """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group call this together.
+
+    Returns:
+        None on all ranks where one does not reach those of its node, or where no node has several ranks, or nodes
+        cannot be joined; each says why at debug level.
+    """
     own: SharedMemory | None = None
     packed, reason = bytes(ADDRESS_BYTES), ""
     try:
@@ -218,26 +227,36 @@ def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueu
     except (OSError, MemoryError) as error:
         reason = f"it has none: {type(error).__name__}: {error}"
     addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
+    layout = NodeLayout.of([address.node for address, _ in addresses], link.rank)
+    local = [addresses[rank] for rank in layout.local]
     spaces: list[mmap.mmap] = []
     if own is not None and not reason:
-        spaces, reason = _attach(own, [address for address, _ in addresses])
-    reasons = _exchange(link, reason)
-    if own is None or any(reasons):
-        told = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one)
-        logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, told)
+        spaces, reason = _attach(own, layout.local, [address for address, _ in local])
+    reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
+    if not layout.shares_memory:
+        reasons.append("every rank is alone on its node")
+    elif len(layout.nodes) > 1 and link.join is None:
+        reasons.append("the ranks are on several nodes")
+    if own is None or reasons:
+        logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, "; ".join(reasons))
         return None
     controls = [
         memoryview(space)[start : start + CONTROL_BYTES].cast("q")
-        for space, (_, start) in zip(spaces, addresses, strict=True)
+        for space, (_, start) in zip(spaces, local, strict=True)
     ]
-    link.waits.ended_ranks = lambda: [rank for rank, (one, _) in enumerate(addresses) if own.has_ended(one)]
-    return own, StepQueue(link, own, spaces, controls, piece_bytes)
+    link.waits.ended_ranks = lambda: [
+        rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
+    ]
+    links = []
+    if len(layout.nodes) > 1 and link.join is not None:
+        links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
+    return own, StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
 
 
-def _attach(own: SharedMemory, addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:
+def _attach(own: SharedMemory, ranks: Sequence[int], addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:
     """The reservations of those ranks that have one, and why one cannot be reached."""
     spaces: list[mmap.mmap] = []
-    for rank, address in enumerate(addresses):
+    for rank, address in zip(ranks, addresses, strict=True):
         if address.nbytes:  # else that rank says why it has none
             try:
                 spaces.append(own.attach(address))

@@ -23,6 +23,7 @@ from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingG
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
+from ppe_ddp.backends.shm.gloo_link import GlooLink
 from ppe_ddp.backends.shm.member_exchange import MemberExchange
 from ppe_ddp.backends.shm.shm_collectives import ShmCollectives
 from ppe_ddp.backends.shm.shm_options import ShmOptions
@@ -107,14 +108,18 @@ class ShmProcessGroup(PendingGroup):
         place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._waits = StoreWaits(store, rank, place, self._timeout.total_seconds())
         self._exchange = MemberExchange(store, rank, size, self._waits)
-        gloo = group_over("gloo", _with_more_time(arguments, store))
+        arguments = _with_more_time(arguments, store)
+        gloo = group_over("gloo", arguments)
         progress = progress_engine(self._pid)
         self._shared = SharedMemoryGroup(
-            SharedLink(rank, size, self._exchange.all_gather, self._waits, progress),
+            SharedLink(
+                rank, size, self._exchange.all_gather, self._waits, progress, partial(_join, arguments, store, rank)
+            ),
             SharedMemoryConfig(
                 is_enabled=options.shared_memory,
                 parts=options.shared_parts,
                 smallest_bytes=options.shared_bytes,
+                two_level_bytes=options.two_level_bytes,
                 piece_bytes=options.shared_piece_bytes,
             ),
         )
@@ -188,6 +193,17 @@ class ShmProcessGroup(PendingGroup):
                 "its connections belong; start workers by 'spawn', and initialize torch.distributed in each"
             )
         super()._check_open(what)
+
+
+def _join(arguments: Any, store: Store, rank: int, index: int, ranks: Sequence[int]) -> GlooLink:
+    """Join this rank with those of other nodes that own the same slice."""
+    own = _with_more_time(arguments, PrefixStore(f"slice/{index}", store))
+    own.timeout = arguments.timeout
+    own.group_rank, own.group_size = ranks.index(rank), len(ranks)
+    world = list(arguments.global_ranks_in_group)
+    own.global_ranks_in_group = [world[one] for one in ranks] if world else list(ranks)
+    own.group_id = f"{arguments.group_id}/slice/{index}"
+    return GlooLink(group_over("gloo", own), ranks)
 
 
 def _with_more_time(arguments: Any, store: Store) -> Any:
