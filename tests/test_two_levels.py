@@ -1,4 +1,4 @@
-"""All-reduces over several nodes: who owns which slice, and the arithmetic; this process does the part of every rank."""
+"""All-reduces over several nodes: who owns which slice, and the sums; this process does the part of every rank."""
 
 import mmap
 
