@@ -122,8 +122,10 @@ def _asked(group: ProcessGroup, ranks: Sequence[int], nodes: Sequence[Sequence[i
 
 def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
     cpu = torch.device("cpu")
-    messages = f"messages of {backends_of(group).get('cpu', 'its backend')}"
-    if is_small or not offers_memory(group, cpu):
+    backend = backends_of(group).get("cpu", "its backend")
+    messages = f"messages of {'gloo' if backend == 'shm' else backend}"
+    is_fit = backend == "shm" and not spans if is_small else True  # over MPI small messages are faster
+    if not is_fit or not offers_memory(group, cpu):
         return f"{messages}, over the network between nodes" if spans else f"{messages}, within the node"
     return f"shared memory in a node, {messages} between nodes" if spans else "shared memory"
 

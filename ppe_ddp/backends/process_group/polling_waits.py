@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _LOOK_SECONDS = 0.1  # between looks for processes that have ended
+_TOLD_SECONDS = 0.3  # in which ranks whose timeouts are over at the same time have said so
+_NAP_SECONDS = 0.01
 
 
 class PollingWaits:
@@ -81,6 +83,8 @@ class PollingWaits:
                 )
             if waited > self.timeout:
                 missing = absent()
+                if len(missing) != 1 and self._is_told_soon():  # by a rank that knows better who it is
+                    raise self.error(what, self.failure)
                 who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
                 self.give_up(
                     f"{what} has waited for the group's timeout of {self.timeout:g} s: {who} did not make the call, or "
@@ -89,6 +93,14 @@ class PollingWaits:
                 raise CommunicationError(f"{self.place}: {self.failure}")
 
         self._progress.wait_until(arrived, look)
+
+    def _is_told_soon(self) -> bool:
+        end = monotonic() + _TOLD_SECONDS
+        while not self.look_now():
+            if monotonic() > end:
+                return False
+            sleep(_NAP_SECONDS)
+        return True
 
     def _look_for_ended(self, what: str, absent: Callable[[], Sequence[int]]) -> None:
         ended = self.ended_ranks()

@@ -269,7 +269,7 @@ class AllGatherStep(Step):
 
 def all_reduce_steps(flat: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool) -> Iterator[AllReduceStep]:
     """The steps of an all-reduce of ``flat``, 1-D, in place."""
-    for (piece,) in columns(flat, width=max(1, piece_bytes // flat.itemsize)):
+    for (piece,) in pieces(piece_bytes, flat):
         yield AllReduceStep(piece, kind, is_shared=is_shared)
 
 
@@ -277,14 +277,26 @@ def reduce_scatter_steps(
     result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool
 ) -> Iterator[ReduceScatterStep]:
     """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-    for part, piece in columns(result, rows, width=max(1, piece_bytes // (rows.itemsize * len(rows)))):
+    for piece, part in pieces(piece_bytes, rows, result):
         yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
 
 
 def all_gather_steps(rows: Tensor, share: Tensor, piece_bytes: int, *, is_shared: bool) -> Iterator[AllGatherStep]:
     """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for part, piece in columns(rows, share, width=max(1, piece_bytes // (rows.itemsize * len(rows)))):
+    for part, piece in pieces(piece_bytes, rows, share):
         yield AllGatherStep(part, piece, is_shared=is_shared)
+
+
+def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same columns of each tensor, of the first at most so many bytes, and about as many in each piece.
+
+    A small rest would take as long as a round trip does.
+    """
+    first = tensors[0]
+    numel, line = first.shape[-1], _LINE_BYTES // first.itemsize
+    most = max(1, most_bytes // (first.itemsize * (first.numel() // numel if numel else 1)))
+    width = -(-numel // max(1, -(-numel // most)))
+    return columns(*tensors, width=min(most, -(-width // line) * line))
 
 
 def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:

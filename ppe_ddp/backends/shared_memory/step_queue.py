@@ -167,9 +167,11 @@ class StepQueue:
         Of ranks of other nodes no more is known than that some have not, where this node's have all come.
         """
         late = self._ranks_behind(_ARRIVED, launched.number)
-        if not late and launched in self._crossing:
-            return self._layout.elsewhere
-        return late or self._ranks_behind(_DONE, launched.number)
+        if late:
+            return late
+        late = self._ranks_behind(_DONE, launched.number)
+        ended = sorted(set(late).intersection(self._waits.ended_ranks()))
+        return ended or (self._layout.elsewhere if launched in self._crossing else late)
 
     def _ranks_behind(self, word: int, number: int) -> list[int]:
         ranks = self._layout.local

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.shared_memory.shared_steps import AllReduceStep, columns
+from ppe_ddp.backends.shared_memory.shared_steps import AllReduceStep, columns, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -123,7 +123,7 @@ def two_level_all_reduce_steps(
     flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
 ) -> Iterator[TwoLevelAllReduceStep]:
     """The steps of an all-reduce of ``flat``, 1-D, in place."""
-    for (piece,) in columns(flat, width=max(1, piece_bytes // flat.itemsize)):
+    for (piece,) in pieces(piece_bytes, flat):
         yield TwoLevelAllReduceStep(piece, kind, layout, is_shared=is_shared)
 
 
