@@ -1,6 +1,7 @@
 """Ranks that are gone or stand still while others wait for them in shared memory, which closes no connection."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import failing
 from ppe_ddp import CommunicationError
 from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.testing import Nodes
 from rank_tests import on_two_ranks
 
 SCRIPT = """
@@ -76,3 +78,48 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout():
 @on_two_ranks
 def test_one_rank_fails_where_the_wrapper_goes_by_gloo_alone(way):
     failing.hold(way, turns=3, shared_memory=False)
+
+
+NODES_SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+import ppe_ddp
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.testing import Nodes
+
+how, culprit = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+group = dist.new_group(backend="shm", pg_options=ShmOptions(two_level_bytes=0))
+total = group.allocate_tensor(100_000, dtype=torch.float32, device=torch.device("cpu")).fill_(1)
+dist.all_reduce(total, group=group)
+assert total.unique().tolist() == [3.0]
+dist.barrier()
+if rank == culprit:
+    if how == "between":
+        dist.all_reduce(total, group=group, async_op=True)  # is there, and gone before it is over
+    os._exit(0)
+start = time.monotonic()
+try:
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
+except ppe_ddp.CommunicationError as error:
+    os.write(1, f"rank {rank} {time.monotonic() - start < 15}: {error}\\n".encode())
+os._exit(0)
+"""
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("how", ["before", pytest.param("between", marks=pytest.mark.nodes(long=True))])
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_path):
+    """Rank 1 shares memory with rank 0; rank 2 is alone on its node, and at the other end of a link with each."""
+    (tmp_path / "train.py").write_text(NODES_SCRIPT)
+    with Nodes(2) as nodes:
+        command = [sys.executable, str(tmp_path / "train.py"), how, str(culprit)]
+        done = nodes.launch("ranks", command, ranks=(2, 1), timeout=60)
+    lines = done.output.splitlines()
+    assert len(lines) == 2, done
+    for line in lines:
+        assert f"rank {line[5]} True: " in line
+        assert f"rank {culprit}, whose process has ended" in line or re.search(rf"of ranks [\d, ]*{culprit}\b", line), line
