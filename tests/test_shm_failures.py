@@ -122,4 +122,6 @@ def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_pa
     assert len(lines) == 2, done
     for line in lines:
         assert f"rank {line[5]} True: " in line
-        assert f"rank {culprit}, whose process has ended" in line or re.search(rf"of ranks [\d, ]*{culprit}\b", line), line
+        assert f"rank {culprit}, whose process has ended" in line or re.search(rf"of ranks [\d, ]*{culprit}\b", line), (
+            line
+        )

@@ -10,7 +10,11 @@ from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_steps import Region
-from ppe_ddp.backends.shared_memory.two_level_steps import WireMemory, two_level_all_reduce_steps
+from ppe_ddp.backends.shared_memory.two_level_steps import (
+    WireMemory,
+    two_level_all_reduce_steps,
+    two_level_reduce_scatter_steps,
+)
 
 KINDS = {"SUM": ReduceOp.RedOpType.SUM, "AVG": ReduceOp.RedOpType.AVG, "MAX": ReduceOp.RedOpType.MAX}
 NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=8)  # the node of each rank
@@ -70,6 +74,29 @@ class Link:
     def Test(self):
         return len(self.begun) == self.size
 
+    def end(self, place):
+        """The link as the rank of this node has it."""
+        return End(self, place)
+
+
+class End:
+    """One end of a link, for exchanges."""
+
+    def __init__(self, link, place):
+        self.link = link
+        self.place = place
+
+    def all_to_all(self, output, flat, receiving, sending):
+        assert (output.numel(), flat.numel()) == (sum(receiving), sum(sending))
+        begun = self.link.begun
+        begun.append((self.place, output.split(receiving), flat.split(sending)))
+        if len(begun) == self.link.size:
+            begun.sort(key=lambda one: one[0])
+            for place, received, _ in begun:
+                for other, part in enumerate(received):
+                    part.copy_(begun[other][2][place])
+        return self.link
+
 
 @settings(deadline=None, max_examples=60)
 @given(
@@ -109,7 +136,42 @@ def test_all_ranks_have_the_same_sum(names, numel, dtype, kind, sharing):
         torch.testing.assert_close(tensor, wanted, rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=0)
 
 
-def play(steps, layouts, spaces, memories):
+@settings(deadline=None, max_examples=60)
+@given(
+    NAMES,
+    st.integers(1, 60),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int16]),
+    st.sampled_from(sorted(KINDS)),
+    st.integers(0, 255),
+)
+def test_each_rank_has_the_sum_of_its_row(names, width, dtype, kind, sharing):
+    size = len(names)
+    generator = torch.Generator().manual_seed(width)
+    values = [torch.randint(0, 20, (size, width), generator=generator).to(dtype) for _ in names]
+    spaces = [mmap.mmap(-1, SPACE) for _ in names]
+    layouts = [NodeLayout.of(names, rank) for rank in range(size)]
+    results = [torch.empty(width, dtype=dtype) for _ in names]
+    each = []
+    for rank, value in enumerate(values):
+        is_shared = bool(sharing >> rank & 1)
+        rows = torch.empty_like(value)
+        if is_shared:
+            rows = torch.frombuffer(spaces[rank], dtype=dtype, count=size * width).view(size, width)
+        steps = two_level_reduce_scatter_steps(
+            results[rank], rows.copy_(value), KINDS[kind], 256, layouts[rank], is_shared=is_shared
+        )
+        each.append(steps)
+    memories = [WireMemory() for _ in names]
+    for steps in zip(*each, strict=True):
+        play(steps, layouts, spaces, memories, ends=True)
+    stacked = torch.stack([value.double() for value in values])
+    wanted = {"SUM": stacked.sum(0), "AVG": stacked.mean(0), "MAX": stacked.amax(0)}[kind]
+    wanted = (wanted if dtype.is_floating_point else wanted.trunc()).to(dtype)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result, wanted[rank], rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=0)
+
+
+def play(steps, layouts, spaces, memories, *, ends=False):
     """One step of every rank: each node's ranks publish, sum and send, and write when all has arrived."""
     size = len(steps)
     regions = []
@@ -117,12 +179,14 @@ def play(steps, layouts, spaces, memories):
         if step.shared is None:
             step.stage(torch.frombuffer(space, dtype=torch.uint8), layout.local_rank, len(layout.local))
         start = torch.frombuffer(space, dtype=torch.uint8).data_ptr()
-        regions.append(Region(space, step.shared.data_ptr() - start, 0))
+        regions.append(Region(space, step.shared.data_ptr() - start, step.stride))
     links = [Link(len(layouts[0].nodes)) for _ in range(layouts[0].slices)]
     crossings = []
     for step, layout, memory in zip(steps, layouts, memories, strict=True):
         step.prepare([regions[rank] for rank in layout.local], layout.local_rank)
-        crossings.append(step.cross([links[index] for index in layout.own_slices], memory))
+        own = [links[index] for index in layout.own_slices]
+        place = layout.nodes.index(layout.local)
+        crossings.append(step.cross([link.end(place) for link in own] if ends else own, memory))
     for rank in reversed(range(size)):
         assert crossings[rank].is_over()
         steps[rank].spread(crossings[rank], memories[rank])

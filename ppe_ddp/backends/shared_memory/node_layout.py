@@ -68,6 +68,13 @@ class NodeLayout:
         """The rank of each node that owns a slice."""
         return tuple(node[index * len(node) // self.slices] for node in self.nodes)
 
+    def targets(self, index: int) -> tuple[int | None, ...]:
+        """Of each node the owner of a slice, if it is the first that it owns: what is for one rank goes that way."""
+        return tuple(
+            owner if index == 0 or owner != before else None
+            for owner, before in zip(self.owners(index), self.owners(max(0, index - 1)), strict=True)
+        )
+
     @property
     def own_slices(self) -> range:
         """The slices that this rank owns, next to one another."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from ppe_ddp.backends.process_group.progress_engine import Testable
@@ -23,6 +25,20 @@ class NodeLink(Protocol):
 
         Returns:
             Its ``Test()`` says whether it is over, and raises RuntimeError where it has failed.
+        """
+        ...
+
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Testable:
+        """Begin to send parts of ``flat`` to the ranks, one after another, and to receive theirs into ``output``.
+
+        Args:
+            output: 1-D and contiguous; changed in place.
+            flat: 1-D and contiguous, of the same dtype. Both must be left alone until it is over, and are kept alive.
+            receiving: How many elements come from each rank.
+            sending: How many go to each rank.
+
+        Returns:
+            As :meth:`all_reduce`.
         """
         ...
 

@@ -20,7 +20,6 @@ from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import (
     all_gather_steps,
-    reduce_scatter_steps,
     supports,
 )
 from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
@@ -82,8 +81,10 @@ class SharedMemoryGroup:
             if self._queue.spans_nodes:
                 self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
             self._makers["all_reduce"] = self._all_reduce
-            if config.parts and not self._queue.spans_nodes:
-                self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
+            if config.parts:
+                self._makers["reduce_scatter"] = self._reduce_scatter
+                if not self._queue.spans_nodes:
+                    self._makers["all_gather"] = self._all_gather
 
     @property
     def is_open(self) -> bool:
@@ -167,7 +168,8 @@ class SharedMemoryGroup:
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
         rows = flat.view(self._link.size, -1)
-        steps = reduce_scatter_steps(part, rows, operation, self._config.piece_bytes, is_shared=is_shared)
+        assert self._queue is not None
+        steps = self._queue.reduce_scatter_steps(part, rows, operation, is_shared=is_shared)
         return _Collective(steps, is_lasting)
 
     def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:

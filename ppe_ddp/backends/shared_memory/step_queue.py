@@ -21,8 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, all_reduce_steps, describe_record
-from ppe_ddp.backends.shared_memory.two_level_steps import TwoLevelAllReduceStep, WireMemory, two_level_all_reduce_steps
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    Region,
+    Scratch,
+    all_reduce_steps,
+    describe_record,
+    reduce_scatter_steps,
+)
+from ppe_ddp.backends.shared_memory.two_level_steps import (
+    TwoLevelStep,
+    WireMemory,
+    two_level_all_reduce_steps,
+    two_level_reduce_scatter_steps,
+)
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -128,6 +139,14 @@ class StepQueue:
         if self._links:
             return two_level_all_reduce_steps(flat, kind, self._piece_bytes, self._layout, is_shared=is_shared)
         return all_reduce_steps(flat, kind, self._piece_bytes, is_shared=is_shared)
+
+    def reduce_scatter_steps(self, result: Tensor, rows: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:
+        """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
+        if self._links:
+            return two_level_reduce_scatter_steps(
+                result, rows, kind, self._piece_bytes, self._layout, is_shared=is_shared
+            )
+        return reduce_scatter_steps(result, rows, kind, self._piece_bytes, is_shared=is_shared)
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
@@ -328,13 +347,13 @@ class StepQueue:
             regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
             step.prepare(regions, self._rank)
             step.records = records
-        if isinstance(step, TwoLevelAllReduceStep):
+        if isinstance(step, TwoLevelStep):
             launched.crossing = step.cross(self._links, self._wires)
         else:
             step.act(self._scratch)
 
     def _spread(self, launched: LaunchedStep) -> None:
-        assert isinstance(launched.step, TwoLevelAllReduceStep)
+        assert isinstance(launched.step, TwoLevelStep)
         assert launched.crossing is not None
         launched.step.spread(launched.crossing, self._wires)
 

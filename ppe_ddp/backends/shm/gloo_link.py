@@ -36,6 +36,20 @@ class GlooLink:
         with torch.no_grad():
             return GlooTest(self._gloo[0].allreduce([flat], made), self._ranks)
 
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> GlooTest:
+        """Begin to send parts of ``flat`` to the ranks, and to receive theirs; as bytes, as gloo knows few dtypes."""
+        gloo: Any = self._gloo[0]
+        call = getattr(gloo, "alltoall_base", None) or gloo.all_to_all_single
+        size = flat.itemsize
+        with torch.no_grad():
+            work = call(
+                output.view(torch.uint8),
+                flat.view(torch.uint8),
+                [count * size for count in receiving],
+                [count * size for count in sending],
+            )
+        return GlooTest(work, self._ranks)
+
     def close(self) -> None:
         """Drop the connections; gloo first ends what is pending, which may need the other ranks to come by."""
         threading.Thread(target=self._gloo.clear, name="ppe_ddp-close", daemon=True).start()
