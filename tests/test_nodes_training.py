@@ -135,7 +135,7 @@ def group_with(fields):
 def sums():
     """Sums, means and maxima over the ranks, from shared memory and from elsewhere; their bytes, the same on all."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = group_with({"shared_bytes": 0, "two_level_bytes": 0, "shared_piece_bytes": 4096})
+    group = group_with({"shared_parts": True, "shared_bytes": 0, "two_level_bytes": 0, "shared_piece_bytes": 4096})
     assert group.supports_tensor_alloc(torch.device("cpu"))
     found = []
     for name, numel, dtype, is_shared in itertools.product(
@@ -153,7 +153,26 @@ def sums():
         found.append(total.view(torch.uint8).numpy().tobytes())
     empty = torch.empty(0)
     dist.all_reduce(empty, group=group)
+    for dtype, is_shared in itertools.product(("float32", "bfloat16"), (False, True)):
+        found.append(scattered_and_gathered(group, DTYPES[dtype], 3000, is_shared=is_shared))
     return found
+
+
+def scattered_and_gathered(group, dtype, width, *, is_shared):
+    """The sums of all rows, each made on its rank and brought to all, as bytes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, whole = data(dtype, (size, width), "rows", rank), torch.zeros(size, width, dtype=dtype)
+    if is_shared:
+        memory = [group.allocate_tensor(size * width, dtype=dtype, device=torch.device("cpu")) for _ in range(2)]
+        rows, whole = memory[0].view(size, width).copy_(rows), memory[1].view(size, width)
+    share = whole[rank] if is_shared else torch.empty(width, dtype=dtype)
+    for _ in range(2):
+        whole.zero_()
+        dist.reduce_scatter_tensor(share, rows, group=group)
+        dist.all_gather_into_tensor(whole, share, group=group)
+    wanted = expected([data(dtype, (size, width), "rows", other) for other in range(size)], "SUM")
+    assert_same(whole, wanted, f"{dtype}", exact=True)
+    return whole.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("world", worlds(*LAYOUTS, short=()), indirect=True)

@@ -12,6 +12,7 @@ from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_steps import Region
 from ppe_ddp.backends.shared_memory.two_level_steps import (
     WireMemory,
+    two_level_all_gather_steps,
     two_level_all_reduce_steps,
     two_level_reduce_scatter_steps,
 )
@@ -169,6 +170,35 @@ def test_each_rank_has_the_sum_of_its_row(names, width, dtype, kind, sharing):
     wanted = (wanted if dtype.is_floating_point else wanted.trunc()).to(dtype)
     for rank, result in enumerate(results):
         torch.testing.assert_close(result, wanted[rank], rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    NAMES,
+    st.integers(1, 60),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int16]),
+    st.integers(0, 255),
+    st.booleans(),
+)
+def test_all_ranks_have_all_shares(names, width, dtype, sharing, in_place):
+    size = len(names)
+    whole = torch.arange(size * width).view(size, width).to(dtype)
+    spaces = [mmap.mmap(-1, SPACE) for _ in names]
+    layouts = [NodeLayout.of(names, rank) for rank in range(size)]
+    outputs, each = [], []
+    for rank in range(size):
+        is_shared = bool(sharing >> rank & 1)
+        rows = torch.zeros(size, width, dtype=dtype)
+        if is_shared:
+            rows = torch.frombuffer(spaces[rank], dtype=dtype, count=size * width).view(size, width)
+        share = rows[rank].copy_(whole[rank]) if in_place else whole[rank].clone()
+        outputs.append(rows)
+        each.append(two_level_all_gather_steps(rows, share, 256, layouts[rank], is_shared=is_shared))
+    memories = [WireMemory() for _ in names]
+    for steps in zip(*each, strict=True):
+        play(steps, layouts, spaces, memories, ends=True)
+    for rows in outputs:
+        assert torch.equal(rows, whole)
 
 
 def play(steps, layouts, spaces, memories, *, ends=False):

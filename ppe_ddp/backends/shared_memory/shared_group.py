@@ -18,10 +18,7 @@ from torch.distributed import ReduceOp
 from ppe_ddp.backends.process_group.tensor_memory import overlap
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
-from ppe_ddp.backends.shared_memory.shared_steps import (
-    all_gather_steps,
-    supports,
-)
+from ppe_ddp.backends.shared_memory.shared_steps import supports
 from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
 from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, Peers, StepQueue
 
@@ -82,9 +79,7 @@ class SharedMemoryGroup:
                 self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
             self._makers["all_reduce"] = self._all_reduce
             if config.parts:
-                self._makers["reduce_scatter"] = self._reduce_scatter
-                if not self._queue.spans_nodes:
-                    self._makers["all_gather"] = self._all_gather
+                self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     @property
     def is_open(self) -> bool:
@@ -173,15 +168,15 @@ class SharedMemoryGroup:
         return _Collective(steps, is_lasting)
 
     def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
-        if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
+        if output.nbytes < _GATHERED_PART * self._smallest_bytes:
             return None
         if not self._admits(output, None) or not self._sizes_match(tensor, output):
             return None
         tensor = self._without_overlap(tensor, tensor, output)
-        is_shared = self._is_shared(tensor)
-        is_lasting = is_shared and self._is_shared(output)
+        is_lasting = self._is_shared(tensor) and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
-        steps = all_gather_steps(flat.view(self._link.size, -1), share, self._config.piece_bytes, is_shared=is_shared)
+        assert self._queue is not None
+        steps = self._queue.all_gather_steps(flat.view(self._link.size, -1), share, self._is_shared)
         return _Collective(steps, is_lasting)
 
     def _is_shared(self, tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ import torch
 from ppe_ddp.backends.shared_memory.shared_steps import (
     Region,
     Scratch,
+    all_gather_steps,
     all_reduce_steps,
     describe_record,
     reduce_scatter_steps,
@@ -31,6 +32,7 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
 from ppe_ddp.backends.shared_memory.two_level_steps import (
     TwoLevelStep,
     WireMemory,
+    two_level_all_gather_steps,
     two_level_all_reduce_steps,
     two_level_reduce_scatter_steps,
 )
@@ -147,6 +149,12 @@ class StepQueue:
                 result, rows, kind, self._piece_bytes, self._layout, is_shared=is_shared
             )
         return reduce_scatter_steps(result, rows, kind, self._piece_bytes, is_shared=is_shared)
+
+    def all_gather_steps(self, rows: Tensor, share: Tensor, is_shared: Callable[[Tensor], bool]) -> Iterator[Step]:
+        """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
+        if self._links:
+            return two_level_all_gather_steps(rows, share, self._piece_bytes, self._layout, is_shared=is_shared(rows))
+        return all_gather_steps(rows, share, self._piece_bytes, is_shared=is_shared(share))
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.

@@ -9,6 +9,10 @@
                                                  slices on the other nodes
         then                                     send each of them its row        NodeLink
         when those for this rank have come       add them up, in the order of nodes
+    TwoLevelAllGatherStep
+        all ranks of the node have published     write own share into the memory of all ranks of the node; send it to
+                                                 the owner of the same slice on every other node    NodeLink
+        when theirs have come                    write them into the memory of all ranks of the node
 
 What is under way between nodes lies in memory of its own: a transport goes on with it in a group that was given up,
 and would change gradients.
@@ -22,7 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.shared_memory.shared_steps import AllReduceStep, ReduceScatterStep, Step, columns, pieces
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    AllGatherStep,
+    AllReduceStep,
+    ReduceScatterStep,
+    Step,
+    columns,
+    pieces,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +43,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.process_group.progress_engine import Testable
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
     from ppe_ddp.backends.shared_memory.node_link import NodeLink
-    from ppe_ddp.backends.shared_memory.shared_steps import Region
+    from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch
 
 _Kind: Any = ReduceOp.RedOpType
 # Halves are rounded once, at the end; of int16 no transport need know anything.
@@ -232,6 +243,82 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
             yield self.local[row], *[region.view(dtype, row * region.stride, count) for region in others]
 
 
+class TwoLevelAllGatherStep(TwoLevelStep):
+    """The tensors of all ranks of several nodes, brought to each.
+
+    The rows are what a rank shows to the others of its node, who write into them. A share goes by the link of the first
+    slice that its rank owns.
+
+    Args:
+        rows: Where the shares belong: (size x columns), each row contiguous.
+        share: This rank's: 1-D; it may be this rank's row.
+        layout: The nodes.
+        is_shared: Whether ``rows`` lie in shared memory.
+    """
+
+    name = AllGatherStep.name
+
+    def __init__(self, rows: Tensor, share: Tensor, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(rows, _Kind.SUM, is_shared=is_shared)
+        self._share = share
+        self._layout = layout
+
+    @property
+    def stride(self) -> int:
+        """From one row of ``shared`` to the next, in elements."""
+        return 0 if self.shared is None else self.shared.stride(0)
+
+    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+        """Make room for all rows."""
+        rows = self.local
+        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+
+    def finish(self, rank: int, size: int) -> None:
+        """Take what all have written."""
+        if self.shared is not None and self.shared is not self.local:
+            self.local.copy_(self.shared)
+
+    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+        """Write this rank's share, and begin to send it."""
+        if not self._views:
+            return Crossing([])
+        layout, width = self._layout, self._share.numel()
+        self._write(layout.rank, self._share)
+        sent = []
+        for count, (index, link) in enumerate(zip(layout.own_slices, links, strict=True)):
+            receiving = [int(target is not None and target != layout.rank) for target in layout.targets(index)]
+            sending = [int(count == 0 and owner != layout.rank) for owner in layout.owners(index)]
+            come = memory.take(width * sum(receiving), self._share.dtype)
+            wire = memory.take(width * sum(sending), self._share.dtype)
+            wire.view(-1, width).copy_(self._share.expand(sum(sending), width))
+            under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
+            sent.append(_Sent((), (come, wire), under_way))
+        return Crossing(sent)
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        """Write what has come."""
+        for index, (_, (come, _), _) in zip(self._layout.own_slices, crossing.sent, strict=False):
+            targets = [one for one in self._layout.targets(index) if one not in (None, self._layout.rank)]
+            for target, part in zip(targets, come.split(self._share.numel()) if targets else (), strict=True):
+                assert target is not None
+                self._write(target, part)
+        crossing.give_back(memory)
+
+    def _write(self, row: int, source: Tensor) -> None:
+        for target in self._views[row]:
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        """Each row, on every rank of the node."""
+        width, dtype = self.local.shape[1], self.local.dtype
+        for row in range(len(self.local)):
+            yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
+
+    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
+        raise AssertionError("crosses instead")
+
+
 def two_level_all_reduce_steps(
     flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
 ) -> Iterator[TwoLevelAllReduceStep]:
@@ -246,6 +333,14 @@ def two_level_reduce_scatter_steps(
     """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
     for piece, part in pieces(piece_bytes, rows, result):
         yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
+
+
+def two_level_all_gather_steps(
+    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
+) -> Iterator[TwoLevelAllGatherStep]:
+    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
+    for piece, part in pieces(piece_bytes, rows, share):
+        yield TwoLevelAllGatherStep(piece, part, layout, is_shared=is_shared)
 
 
 def _first(views: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
