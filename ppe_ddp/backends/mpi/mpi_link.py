@@ -48,6 +48,9 @@ class MpiLink:
         return request
 
     def close(self) -> None:
+        """Nothing: communicators are freed with that of the group."""
+
+    def give_up(self) -> None:
         """Keep the memory of what is under way; the communicator is never used again."""
         for request, memory in self._under_way:
             self._progress.keep(request, memory)

@@ -43,5 +43,9 @@ class NodeLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop the connections, without waiting."""
+        """End the connections; nothing is under way."""
+        ...
+
+    def give_up(self) -> None:
+        """Drop the connections without waiting for what is under way."""
         ...

@@ -96,6 +96,16 @@ class SharedMemoryGroup:
         if self._queue is not None:
             self._queue.drain(seconds)
 
+    @property
+    def is_crossing(self) -> bool:
+        """Whether something is under way between nodes."""
+        return self._queue is not None and self._queue.is_crossing
+
+    def close(self) -> None:
+        """End the connections with other nodes."""
+        if self._queue is not None:
+            self._queue.close_links()
+
     def is_closed_elsewhere(self) -> bool:
         """Whether another rank takes no part any more."""
         return self._queue is not None and self._queue.is_closed_elsewhere()

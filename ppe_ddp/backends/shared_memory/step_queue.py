@@ -230,6 +230,16 @@ class StepQueue:
         finally:
             self._own[_LEFT] = 1
 
+    @property
+    def is_crossing(self) -> bool:
+        """Whether something is under way between nodes."""
+        return bool(self._crossing)
+
+    def close_links(self) -> None:
+        """End the connections with other nodes; what is still under way there is given up."""
+        for link in self._links:
+            link.give_up() if self._crossing else link.close()
+
     def _is_left_behind(self, last: int) -> bool:
         return any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
 
@@ -258,7 +268,7 @@ class StepQueue:
             self._own[_CLOSED] = 1
             self._progress.fence()
         for link in self._links:
-            link.close()
+            link.give_up()
 
     def _publish_waiting(self) -> bool:
         """Publish what there is room for; whether there was something."""

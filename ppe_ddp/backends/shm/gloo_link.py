@@ -51,6 +51,10 @@ class GlooLink:
         return GlooTest(work, self._ranks)
 
     def close(self) -> None:
+        """End the connections; nothing is under way."""
+        self._gloo.clear()
+
+    def give_up(self) -> None:
         """Drop the connections; gloo first ends what is pending, which may need the other ranks to come by."""
         threading.Thread(target=self._gloo.clear, name="ppe_ddp-close", daemon=True).start()
 

@@ -162,6 +162,7 @@ class ShmProcessGroup(PendingGroup):
         self._closed = True
         with suppress(CommunicationError):  # one that was given up
             self._shared.drain(DRAIN_SECONDS)
+        self._shared.close()
         self._collectives.close()
 
     def abort(self) -> None:
@@ -172,8 +173,9 @@ class ShmProcessGroup(PendingGroup):
 
     def end(self) -> None:
         """End the connections of gloo, unless something is under way in them: that would be waited for."""
-        if os.getpid() == self._pid and self._collectives.is_idle:
+        if os.getpid() == self._pid and self._collectives.is_idle and not self._shared.is_crossing:
             self._closed = True
+            self._shared.close()
             self._collectives.close()
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
