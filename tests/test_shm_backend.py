@@ -127,7 +127,8 @@ def test_the_background_thread_rests_where_nothing_is_under_way():
 def test_the_ranks_that_do_not_come_are_named():
     """In shared memory and by gloo, where shared memory shows who has come; the others are told."""
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
-        group = shm_group(seconds=0.3)
+        dist.barrier()
+        group = shm_group(seconds=1.0)  # which is also what the ranks have to make it, on a machine that may be busy
         dist.barrier()
         if dist.get_rank() == 1:
             dist.barrier()
@@ -135,9 +136,9 @@ def test_the_ranks_that_do_not_come_are_named():
                 dist.all_reduce(torch.ones(3), group=group)
             continue
         start = monotonic()
-        with pytest.raises(CommunicationError, match=r"timeout of 0.3 s: rank 1 did not make the call"):
+        with pytest.raises(CommunicationError, match=r"timeout of 1 s: rank 1 did not make the call"):
             dist.all_reduce(torch.ones(3), op, group=group)
-        assert monotonic() - start < 5
+        assert monotonic() - start < 10
         dist.barrier()
 
 

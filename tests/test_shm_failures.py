@@ -55,7 +55,8 @@ def test_a_rank_whose_process_has_ended_is_named_at_once(way, tmp_path):
 
 @on_two_ranks
 def test_a_rank_that_stands_still_is_named_at_the_timeout():
-    group = dist.new_group(backend="shm", timeout=timedelta(seconds=0.5), pg_options=ShmOptions())
+    dist.barrier()
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=1), pg_options=ShmOptions())
     number = torch.tensor(os.getpid())
     dist.broadcast(number, 1)
     dist.barrier()
@@ -66,7 +67,7 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout():
             dist.all_reduce(total, group=group)
     else:
         try:
-            with pytest.raises(CommunicationError, match=r"timeout of 0\.5 s: rank 1 did not make the call, or died"):
+            with pytest.raises(CommunicationError, match=r"timeout of 1 s: rank 1 did not make the call, or died"):
                 dist.all_reduce(total, group=group)
         finally:
             os.kill(number.item(), signal.SIGCONT)
