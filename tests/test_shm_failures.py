@@ -106,6 +106,10 @@ try:
     dist.all_reduce(total, group=group)
 except ppe_ddp.CommunicationError as error:
     os.write(1, f"rank {rank} {time.monotonic() - start < 15}: {error}\\n".encode())
+store = dist.distributed_c10d._get_default_store()
+store.set(f"told/{rank}", "")
+if rank == 0:  # which has the store, where the others look for the reason
+    store.wait([f"told/{3 - culprit}"])
 os._exit(0)
 """
 
