@@ -103,6 +103,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         overlap: bool = True,
         record_function: bool = False,
         check_for_nan_in_grad: bool | Literal["skip"] = False,
+        shared_memory: bool = True,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
         check_arguments(module, broadcast_buffers, reduce_function, broadcast_function)
@@ -120,6 +121,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             overlap=overlap,
             record_function=record_function,
             check_for_nan_in_grad=check_for_nan_in_grad,
+            shared_memory=shared_memory,
         )
         self._negotiate = bool(negotiate_grads)
         self._group = GroupHandle(self._options.group(process_group))
@@ -145,7 +147,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
-        groups = Groups.duplicate(self._group.group())
+        groups = Groups.duplicate(self._group.group(), shared_memory=self._options.shared_memory)
         if EventLog.current is not None:
             EventLog.current.on_groups(groups)
         policy = Policy(

@@ -76,6 +76,8 @@ class Options:
             each has computed; with ``"skip"`` they log that, and no parameter has a gradient in this step on any rank.
             On a GPU the host waits for the gradients.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
+        shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo. Where
+            that cannot be, all ranks go by gloo alone, as without it; each says why at debug level.
 
     Raises:
         ValueError: A value that cannot be meant.
@@ -91,6 +93,7 @@ class Options:
     overlap: bool = True
     record_function: bool = False
     check_for_nan_in_grad: bool | Literal["skip"] = False
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

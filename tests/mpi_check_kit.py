@@ -1,4 +1,4 @@
-"""Shared by the checks of the backend `mpi4py`: their registry, data of every dtype, and expected results.
+"""Shared by the checks of the backends `mpi4py` and `shm`: their registry, data of every dtype, and expected results.
 
 Data come from seeds that every rank knows, so that each rank computes the results of all by itself.
 Floats are multiples of 1/8 whose float32 sums are exact: a half-precision result is right only if it was rounded once.
@@ -57,6 +57,27 @@ def names_for(size):
     """The checks for so many ranks: with every dtype on two of them, with some on any other number."""
     left_out = {name for name in DTYPES if name not in FEW_DTYPES} if size != 2 else set()
     return [name for name, (_, ranks) in CHECKS.items() if ranks <= size and name.rpartition("-")[2] not in left_out]
+
+
+def is_over_mpi():
+    return dist.get_backend() == "mpi4py"
+
+
+def group_options(**fields):
+    """The options of the default group's backend."""
+    from ppe_ddp.backends.mpi import MpiOptions
+    from ppe_ddp.backends.shm import ShmOptions
+
+    return MpiOptions(**fields) if is_over_mpi() else ShmOptions(**fields)
+
+
+def barrier_apart():
+    """Makes barriers that move nothing of the backend's."""
+    if is_over_mpi():
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD.Dup().Barrier
+    return functools.partial(dist.barrier, dist.new_group(backend="gloo"))
 
 
 def data(dtype, shape, seed, rank):

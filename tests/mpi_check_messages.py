@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpi_check_kit import assert_same, check, data
+from mpi_check_kit import assert_same, check, data, is_over_mpi
 
 
 @check(ranks=2)
@@ -144,15 +144,16 @@ def many_groups():
 @check()
 def another_backend_for_other_devices():
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(backend="cpu:mpi4py,cuda:gloo")
+    own = dist.get_backend()
+    group = dist.new_group(backend=f"cpu:{own},cuda:gloo")
     total = torch.ones(2)
     dist.all_reduce(total, group=group)
     assert total.tolist() == [size] * 2
-    assert group._group("cpu").name() == "mpi4py"
+    assert group._group("cpu").name() == own
     assert group._get_backend(torch.device("cuda")).name() == "gloo"
     group._group("cuda").allreduce([total]).wait()
     assert total.tolist() == [size**2] * 2
-    half = dist.new_group(list(range(0, size, 2)), backend="cpu:mpi4py,cuda:gloo")
+    half = dist.new_group(list(range(0, size, 2)), backend=f"cpu:{own},cuda:gloo")
     if rank % 2 == 0:
         dist.all_reduce(total, group=half)
     dist.destroy_process_group(group)
@@ -170,10 +171,14 @@ def mixed_with_gloo():
 def coalesced_calls_are_waited_for_together():
     """MpiMessages, a sum in shared memory and calls on the thread: whose own Works torch throws away."""
     from mpi_check_shared import in_shared_memory, shared_group
-    from mpi_check_thread import thread_group
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    for group in (None, shared_group(), thread_group()):
+    groups = [None, shared_group()]
+    if is_over_mpi():
+        from mpi_check_thread import thread_group
+
+        groups.append(thread_group())
+    for group in groups:
         known = group or dist.group.WORLD
         allocate = in_shared_memory if group is shared_group() else lambda tensor, _: tensor
         total = allocate(torch.full((50_000,), float(rank)), known)

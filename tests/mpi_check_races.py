@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpi_check_kit import check
+from mpi_check_kit import barrier_apart, check
 from mpi_check_shared import in_shared_memory, shared_group
 from ppe_ddp.backends.shared_memory import shared_reservation
 
@@ -36,49 +36,45 @@ def shared_memory_of_two_threads():
 @check(ranks=2)
 def shared_sums_that_are_dropped_keep_their_memory():
     """Until every rank has done its part: it would write into what lies there by then."""
-    from mpi4py import MPI
-
     rank, size = dist.get_rank(), dist.get_world_size()
-    group, apart = shared_group(), MPI.COMM_WORLD.Dup()
+    group, meet = shared_group(), barrier_apart()
     last = in_shared_memory(torch.ones(1000), group)
     dist.all_reduce(last, group=group)  # all is connected, and nothing is under way
     if rank < size - 1:
         work = dist.all_reduce(last, group=group, async_op=True)
-        apart.Barrier()  # all the others have come, and none has done its part
-        apart.Barrier()
+        meet()  # all the others have come, and none has done its part
+        meet()
     else:
         dropped = in_shared_memory(torch.ones(1000), group)
-        apart.Barrier()
+        meet()
         work = dist.all_reduce(dropped, group=group, async_op=True)  # does this rank's part
         del work, dropped
         again = in_shared_memory(torch.full((1000,), 7.0), group)
-        apart.Barrier()
+        meet()
     if rank < size - 1:
         work.wait()
-        apart.Barrier()
+        meet()
     else:
-        apart.Barrier()
+        meet()
         assert again.tolist() == [7.0] * 1000
 
 
 @check(ranks=2)
 def shared_stages_are_left_alone_until_all_have_read_them():
     """More sums of tensors from elsewhere than there are stages, while the others have not done their part."""
-    from mpi4py import MPI
-
     rank, size = dist.get_rank(), dist.get_world_size()
-    group, apart = shared_group(), MPI.COMM_WORLD.Dup()
+    group, meet = shared_group(), barrier_apart()
     place = in_shared_memory if rank < size - 1 else lambda tensor, _: tensor
     tensors = [place(torch.full((1000,), float(value)), group) for value in range(5)]
     works = []
     if rank < size - 1:
         works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
-        apart.Barrier()  # all the others have come, and none has done its part
-        apart.Barrier()
+        meet()  # all the others have come, and none has done its part
+        meet()
     else:
-        apart.Barrier()
+        meet()
         works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
-        apart.Barrier()
+        meet()
     for work in works:
         work.wait()
     assert [set(one.tolist()) for one in tensors] == [{float(size * value)} for value in range(5)]

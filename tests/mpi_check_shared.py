@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpi_check_kit import DTYPES, OPS, assert_same, check, data, expected, op_named, options, reductions
+from mpi_check_kit import DTYPES, OPS, assert_same, check, data, expected, group_options, op_named, options, reductions
 from mpi_check_torch import assert_trained, model_and_loss, train
 from ppe_ddp.engine.groups import allocator
 
@@ -18,10 +18,8 @@ SHAPE = (12_001,)
 @functools.cache
 def shared_group(index=0):
     """A group of all ranks in which nearly everything goes through shared memory, in several pieces."""
-    from ppe_ddp.backends.mpi import MpiOptions
-
     return dist.new_group(
-        pg_options=MpiOptions(shared_parts=True, shared_bytes=8, shared_piece_bytes=10_000), group_desc=str(index)
+        pg_options=group_options(shared_parts=True, shared_bytes=8, shared_piece_bytes=10_000), group_desc=str(index)
     )
 
 
@@ -241,7 +239,7 @@ def shared_steps_are_kept_for_so_many_collectives_only():
         for _ in range(2):
             for start in range(0, 200, 20):
                 group.allreduce([whole[start : start + 20]]).wait()
-        assert len(group._mpi.shared._kept) == 3
+        assert len(group._shared._kept) == 3
     assert whole.tolist() == [dist.get_world_size() ** 2] * 200
 
 

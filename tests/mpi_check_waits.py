@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpi_check_kit import check
+from mpi_check_kit import check, group_options, is_over_mpi
 from mpi_check_shared import in_shared_memory, shared_group
 from ppe_ddp import CommunicationError
 from ppe_ddp.testing.backend_probes import probe_backend
@@ -43,13 +43,11 @@ KINDS = ((1, torch.float32), (1000, torch.float32), (30_000, torch.int32), (1000
 @check("by messages", "in shared memory", ranks=2)
 def waits_move_what_is_outstanding_on_other_groups(way):
     """Ranks begin the collectives of two groups in another order, and wait for them: no wait stands in the way."""
-    from ppe_ddp.backends.mpi import MpiOptions
-
     rank = dist.get_rank()
     shared = way == "in shared memory"
-    made = MpiOptions(shared_parts=shared, shared_bytes=8, shared_piece_bytes=10_000, shared_memory=shared)
+    made = shared_group().pg_options
     if not shared:
-        made = MpiOptions(piece_bytes=1000, shared_bytes=1 << 30)
+        made = group_options(shared_bytes=1 << 30, **({"piece_bytes": 1000} if is_over_mpi() else {}))
     groups = [dist.new_group(pg_options=made, timeout=timedelta(seconds=20)) for _ in range(2)]
     for turn in range(3):
         begun = [begin_calls(group) for group in (groups if (rank + turn) % 2 else reversed(groups))]
@@ -126,11 +124,12 @@ def waits_for_a_rank_that_does_not_come(name):
     calls = calls_of(group)
     dist.barrier()
     if rank == 0:
-        who = "rank 1.* did" if "shared" in name else "another rank did"
+        is_known = "shared" in name or not is_over_mpi()
+        who = "rank 1.* did" if is_known else "another rank did"
         with pytest.raises(CommunicationError, match=f"{name.split()[0]}.* timeout of 0.2 s: {who} not make the call"):
             calls[name]()
     dist.barrier()
-    with pytest.raises(CommunicationError, match="all_reduce over MPI failed"):
+    with pytest.raises(CommunicationError, match=r"all_reduce over (MPI|shm) failed"):
         calls["all_reduce"]()
     dist.destroy_process_group(group)
     one = torch.ones(1)

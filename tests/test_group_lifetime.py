@@ -58,7 +58,7 @@ def test_a_reduce_function_whose_callback_has_the_group_when_another_bucket_fail
 
     module = seeded(mlp, 4, 8, 2)
     expected = mean_gradients(module, square)
-    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-6, reduce_function=reduce)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-6, reduce_function=reduce, shared_memory=False)
     with pytest.raises(PeerAbortedError if rank else Refused):
         square(wrapper, rank)
     for thread in threading.enumerate():

@@ -1,6 +1,7 @@
 """Memory beyond the gradients: at most one copy of them and one bucket, and no more however many masks come."""
 
 import gc
+import os
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from one_process import data, seeded
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 from ppe_ddp.engine.bucket_plan import Plan
 from rank_tests import on_two_ranks
 
@@ -119,11 +121,23 @@ def test_nothing_grows_with_the_number_of_masks():
     assert held <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + len(wrapper.trace().buckets) * 2**16
 
 
+def shared_nbytes():
+    return 512 * os.fstat(shared_memory().address.descriptor).st_blocks
+
+
+def shared_ranges():
+    """The addresses of the memory that ranks share, of this one's and the others'."""
+    with open("/proc/self/maps") as file:
+        words = [line.split()[0] for line in file if "memfd:ppe_ddp" in line]
+    return [tuple(int(bound, 16) for bound in word.split("-")) for word in words]
+
+
 @each_variant
 @on_two_ranks
 def test_a_dropped_wrapper_leaves_nothing(options):
     gc.collect()
     others = {id(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor)}
+    shared = shared_nbytes()
     module = seeded(Routes)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
     for step in range(3):
@@ -138,5 +152,9 @@ def test_a_dropped_wrapper_leaves_nothing(options):
         gc.enable()
     own = {parameter.data_ptr() for parameter in module.parameters()}
     tensors = [tensor for tensor in tensors if id(tensor) not in others]
+    # The steps of sums in shared memory are kept: views that hold no memory.
+    maps = shared_ranges()
+    tensors = [tensor for tensor in tensors if not any(low <= tensor.data_ptr() < high for low, high in maps)]
+    assert shared_nbytes() - shared < LAYER_NBYTES // 2
     large = [tensor for tensor in tensors if tensor.nbytes > LAYER_NBYTES // 2 and tensor.data_ptr() not in own]
     assert not large

@@ -19,7 +19,7 @@ import mpi_megatron
 import ppe_ddp
 import sharding_checks
 from law_scenarios import scenario
-from mpi_check_kit import CHECKS, names_for
+from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.testing import (
     JobStarter,
@@ -90,7 +90,7 @@ def observed(seed, options):
     """What this rank sees of a scenario, in a group with these options."""
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     case, plugs = scenario(seed)
-    group = dist.new_group(pg_options=options) if options is not None else None
+    group = group_with(options) if options is not None else None
     seen = observe_all(case, Variant.every()[seed % 4 :: 4], plugs, group=group)
     for observation in seen:
         observation.gradients = {}
@@ -110,12 +110,69 @@ def test_the_laws_hold(world, seed):
     assert_laws(world, seed)
 
 
-@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), launchers=["mpirun"]), indirect=True)
-@pytest.mark.parametrize("seed", range(5))
-def test_the_laws_hold_where_all_that_can_goes_through_shared_memory(world, seed):
-    from ppe_ddp.backends.mpi import MpiOptions
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+@pytest.mark.parametrize("seed", some(5, few=(1, 4)))
+def test_the_laws_hold_where_all_that_can_goes_through_two_levels(world, seed):
+    assert_laws(world, seed, {"shared_bytes": 16, "two_level_bytes": 16, "shared_piece_bytes": 4096})
 
-    assert_laws(world, seed, MpiOptions(shared_bytes=16, shared_piece_bytes=4096))
+
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+def test_sums_of_every_kind_go_through_two_levels(world):
+    for same in zip(*world.run(sums), strict=True):
+        assert len(set(same)) == 1
+
+
+def group_with(fields):
+    """A group that knows shared memory, with these options."""
+    from ppe_ddp.backends.mpi import MpiOptions
+    from ppe_ddp.backends.shm import ShmOptions
+
+    over_mpi = dist.get_backend() == "mpi4py"
+    options = MpiOptions(**fields) if over_mpi else ShmOptions(**fields)
+    return dist.new_group(backend="mpi4py" if over_mpi else "shm", pg_options=options)
+
+
+def sums():
+    """Sums, means and maxima over the ranks, from shared memory and from elsewhere; their bytes, the same on all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = group_with({"shared_parts": True, "shared_bytes": 0, "two_level_bytes": 0, "shared_piece_bytes": 4096})
+    assert group.supports_tensor_alloc(torch.device("cpu"))
+    found = []
+    for name, numel, dtype, is_shared in itertools.product(
+        ("SUM", "AVG", "MAX"), (1, 3000), ("float32", "bfloat16", "int16", "uint8", "complex64"), (False, True)
+    ):
+        if dtype == "complex64" and name == "MAX":
+            continue
+        values = data(DTYPES[dtype], (numel,), name, rank)
+        total = values.clone()
+        if is_shared:
+            total = group.allocate_tensor(numel, dtype=values.dtype, device=torch.device("cpu")).copy_(values)
+        dist.all_reduce(total, getattr(dist.ReduceOp, name), group=group)
+        wanted = expected([data(DTYPES[dtype], (numel,), name, other) for other in range(size)], name)
+        assert_same(total, wanted, f"{name} of {numel} x {dtype}", exact=name != "AVG")
+        found.append(total.view(torch.uint8).numpy().tobytes())
+    empty = torch.empty(0)
+    dist.all_reduce(empty, group=group)
+    for dtype, is_shared in itertools.product(("float32", "bfloat16"), (False, True)):
+        found.append(scattered_and_gathered(group, DTYPES[dtype], 3000, is_shared=is_shared))
+    return found
+
+
+def scattered_and_gathered(group, dtype, width, *, is_shared):
+    """The sums of all rows, each made on its rank and brought to all, as bytes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, whole = data(dtype, (size, width), "rows", rank), torch.zeros(size, width, dtype=dtype)
+    if is_shared:
+        memory = [group.allocate_tensor(size * width, dtype=dtype, device=torch.device("cpu")) for _ in range(2)]
+        rows, whole = memory[0].view(size, width).copy_(rows), memory[1].view(size, width)
+    share = whole[rank] if is_shared else torch.empty(width, dtype=dtype)
+    for _ in range(2):
+        whole.zero_()
+        dist.reduce_scatter_tensor(share, rows, group=group)
+        dist.all_gather_into_tensor(whole, share, group=group)
+    wanted = expected([data(dtype, (size, width), "rows", other) for other in range(size)], "SUM")
+    assert_same(whole, wanted, f"{dtype}", exact=True)
+    return whole.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("world", worlds(*LAYOUTS, short=()), indirect=True)

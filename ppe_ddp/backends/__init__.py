@@ -24,12 +24,14 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``mpi4py`` and ``cupy_nccl`` backends and ``mpi://`` an init method of torch.distributed.
+    """Make ``mpi4py``, ``shm`` and ``cupy_nccl`` backends and ``mpi://`` an init method of torch.distributed.
 
     A second call changes nothing.
     """
     if "mpi4py" not in Backend.backend_list:
         Backend.register_backend("mpi4py", _make_mpi_group, extended_api=True, devices=["cpu", "cuda"])
+    if "shm" not in Backend.backend_list:
+        Backend.register_backend("shm", _make_shm_group, extended_api=True, devices=["cpu"])
     if "cupy_nccl" not in Backend.backend_list:
         Backend.register_backend("cupy_nccl", _make_cupy_group, extended_api=True, devices=["cuda"])
     with suppress(RuntimeError):  # there is one already
@@ -39,6 +41,12 @@ def register() -> None:
 def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
     _import_mpi()
     from ppe_ddp.backends.mpi.mpi_group import make_group
+
+    return make_group(arguments, options)
+
+
+def _make_shm_group(arguments: Any, options: Any) -> ProcessGroup:
+    from ppe_ddp.backends.shm.shm_group import make_group
 
     return make_group(arguments, options)
 

@@ -125,6 +125,11 @@ def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
     return group._end_coalescing(device)
 
 
+def source_of(message: Work) -> int:
+    """The rank of its group that has sent a message, which has arrived; torch warns of the public name."""
+    return int(message._source_rank())
+
+
 def premul_factor(op: Any, device: torch.device) -> float | torch.Tensor:
     """By what a PREMUL_SUM multiplies each rank's numbers before it adds them: a number, or a tensor on ``device``.
 

@@ -34,6 +34,7 @@ from ppe_ddp.backends.group_internals import (
     premul_factor,
     process_group_over,
     registered_groups,
+    source_of,
     start_coalescing,
     store_of,
     timeout_of,
@@ -162,6 +163,11 @@ def _coalescing(group: ProcessGroup) -> bool:
     return refused == [True, True]
 
 
+def _source_of(_group: ProcessGroup) -> bool:  # a process cannot send to itself
+    message: Any = SimpleNamespace(_source_rank=lambda: 3)
+    return source_of(message) == 3 and callable(dist.Work._source_rank)
+
+
 def _premul_factor(_group: ProcessGroup) -> bool:
     made = [dist._make_nccl_premul_sum(factor) for factor in (2.0, torch.tensor([3.0]))]  # type: ignore[attr-defined]
     number, tensor = (premul_factor(op, torch.device("cpu")) for op in made)
@@ -224,6 +230,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (backends_named, _backends_named),
     (timeout_of, _timeout_of),
     (start_coalescing, _coalescing),
+    (source_of, _source_of),
     (premul_factor, _premul_factor),
     (new_group_named, _new_group_named),
     (backends_being_made, _backends_being_made),

@@ -114,6 +114,15 @@ class Ours(Contestant):
         return self.trained.trace()
 
 
+class OursByGloo(Ours):
+    """The same, with groups over gloo alone."""
+
+    name = "by gloo"
+
+    def _wrap(self, module: nn.Module, is_dynamic: bool, options: Mapping[str, object]) -> nn.Module:
+        return super()._wrap(module, is_dynamic, {**options, "shared_memory": False})
+
+
 class OursOverMpi(Ours):
     """The same over the default group, which is mpi4py's under mpirun."""
 
@@ -191,12 +200,13 @@ CONTESTANTS: tuple[type[Contestant], ...] = (Ours, Torch, Ppe, Bare)
 """In the order in which results show them."""
 
 
-def contestants(*, with_thread: bool = False) -> tuple[type[Contestant], ...]:
+def contestants(*, with_thread: bool = False, with_gloo: bool = False) -> tuple[type[Contestant], ...]:
     """Those that can take part in the default process group, in the order of results."""
+    gloo = (OursByGloo,) if with_gloo else ()
     if not over_mpi():
-        return CONTESTANTS
+        return (Ours, *gloo, *CONTESTANTS[1:])
     thread = (OursOverMpiThread,) if with_thread else ()
-    return (Ours, OursOverMpi, *thread, *CONTESTANTS[1:])
+    return (Ours, *gloo, OursOverMpi, *thread, *CONTESTANTS[1:])
 
 
 def gradient_nbytes(module: nn.Module) -> int:

@@ -49,6 +49,7 @@ class Settings:
         bucket_cap_mb: ppe_ddp's option of this name; None for its default.
         views: ppe_ddp's ``gradient_as_bucket_view``.
         overlap: ppe_ddp's option of this name.
+        by_gloo: Whether ppe_ddp takes part once more, with ``shared_memory=False``.
         mpi_thread: Whether ppe_ddp over mpi4py takes part once more, with its progress thread.
         seed: What weights, data, branches and the order of contestants are drawn from.
         platform: What all contestants run on.
@@ -61,6 +62,7 @@ class Settings:
     views: bool = True
     overlap: bool = True
     mpi_thread: bool = False
+    by_gloo: bool = False
     seed: int = 0
     platform: Platform = field(default_factory=Platform)
     trace: str | None = None
@@ -122,7 +124,7 @@ class _Race:
         self.contestants: dict[str, Contestant] = {}
         self.skipped: dict[str, str] = {}
         self._steps: dict[str, int] = {}
-        for kind in contestants(with_thread=settings.mpi_thread):
+        for kind in contestants(with_thread=settings.mpi_thread, with_gloo=settings.by_gloo):
             try:
                 self.enter(kind.name, kind)
             except ImportError as error:

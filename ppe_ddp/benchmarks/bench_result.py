@@ -12,6 +12,7 @@ from ppe_ddp.benchmarks.bench_contestants import (
     Bare,
     Contestant,
     Ours,
+    OursByGloo,
     OursOverMpi,
     OursOverMpiThread,
     Torch,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ContestantResult", "ModelResult", "Spread", "combine"]
 
 
-_KINDS: tuple[type[Contestant], ...] = (Ours, OursOverMpi, OursOverMpiThread, *CONTESTANTS[1:])
+_KINDS: tuple[type[Contestant], ...] = (Ours, OursByGloo, OursOverMpi, OursOverMpiThread, *CONTESTANTS[1:])
 
 
 @dataclass(frozen=True)

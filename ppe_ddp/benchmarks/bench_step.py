@@ -87,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--bucket-cap-mb", type=mebibytes, metavar="MIB", help="size of a bucket")
     own.add_argument("--no-views", action="store_true", help="gradient_as_bucket_view=False")
     own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
+    own.add_argument("--by-gloo", action="store_true", help="once more with shared_memory=False")
     own.add_argument(
         "--mpi-thread", action="store_true", help="under mpirun: once more over mpi4py with MpiOptions(thread=True)"
     )
@@ -140,6 +141,7 @@ def _settings(arguments: argparse.Namespace, platform: Platform) -> Settings:
         views=not arguments.no_views,
         overlap=not arguments.no_overlap,
         mpi_thread=arguments.mpi_thread,
+        by_gloo=arguments.by_gloo,
         seed=arguments.seed,
         platform=platform,
         trace=None if arguments.trace is None else str(arguments.trace),

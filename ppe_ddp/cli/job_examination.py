@@ -113,7 +113,7 @@ def _route(name: str, groups: Sequence[Sequence[int | None]], nodes: Sequence[Se
 
 
 def _asked(group: ProcessGroup, ranks: Sequence[int], nodes: Sequence[Sequence[int]]) -> tuple[str, str]:
-    made = Groups.duplicate(group)
+    made = Groups.duplicate(group, shared_memory=True)
     for own, nbytes in ((made.buckets, _NBYTES), (made.control, _SMALL_NBYTES)):
         dist.all_reduce(torch.zeros(nbytes // 4), group=own)
     spans = sum(1 for node in nodes if set(node) & set(ranks)) > 1
@@ -122,8 +122,10 @@ def _asked(group: ProcessGroup, ranks: Sequence[int], nodes: Sequence[Sequence[i
 
 def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
     cpu = torch.device("cpu")
-    messages = f"messages of {backends_of(group).get('cpu', 'its backend')}"
-    if is_small or not offers_memory(group, cpu):
+    backend = backends_of(group).get("cpu", "its backend")
+    messages = f"messages of {'gloo' if backend == 'shm' else backend}"
+    is_fit = backend == "shm" and not spans if is_small else True  # over MPI small messages are faster
+    if not is_fit or not offers_memory(group, cpu):
         return f"{messages}, over the network between nodes" if spans else f"{messages}, within the node"
     return f"shared memory in a node, {messages} between nodes" if spans else "shared memory"
 

@@ -7,27 +7,13 @@ results are all there, but the launcher reports a failure.
 
 from __future__ import annotations
 
-import atexit
-import functools
-import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import device
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-
-class Ending(Protocol):
-    """Connections that can be ended."""
-
-    def end(self) -> None:
-        """End now what can be ended without waiting for other ranks."""
-        ...
 
 
 class User(Protocol):
@@ -39,21 +25,8 @@ class User(Protocol):
         ...
 
 
-@functools.cache
-def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
-    """The set of objects that this process ends when Python exits, held weakly."""
-    alive: weakref.WeakSet[Ending] = weakref.WeakSet()
-    atexit.register(_end_all, alive)
-    return alive
-
-
 def is_over_gloo(group: ProcessGroup) -> bool:
     """Whether ``group`` communicates over gloo alone."""
     return type(group) is ProcessGroup and all(
         isinstance(backend_for(group, device(kind)), dist.ProcessGroupGloo) for kind in device_types(group)
     )
-
-
-def _end_all(alive: Iterable[Ending]) -> None:
-    for each in list(alive):
-        each.end()

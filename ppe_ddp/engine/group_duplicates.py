@@ -17,8 +17,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def duplicates(parent: ProcessGroup, backends: dict[str, str], name: str) -> tuple[ProcessGroup, ProcessGroup]:
-    """Groups of the ranks of ``parent`` for buckets and for masks; ``name`` must be new, and the same on every rank."""
+def duplicates(
+    parent: ProcessGroup, backends: dict[str, str], name: str, *, shared_memory: bool
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Make groups of the ranks of ``parent`` for buckets and for masks, with all of them.
+
+    Args:
+        parent: The group.
+        backends: Its backends by type of device.
+        name: New, and the same on every rank.
+        shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
+    """
+    if shared_memory and backends.get("cpu") == "gloo":
+        return _in_shared_memory(parent, backends, name)
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
@@ -30,6 +41,18 @@ def duplicates(parent: ProcessGroup, backends: dict[str, str], name: str) -> tup
     control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
     end_on_threads_of_python([buckets, control])
     return buckets, control
+
+
+def _in_shared_memory(parent: ProcessGroup, backends: dict[str, str], name: str) -> tuple[ProcessGroup, ProcessGroup]:
+    """The same, with the backend ``shm`` for CPU tensors."""
+    others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
+    buckets = _new_group(parent, ",".join(["cpu:shm", *others]) if others else "shm", f"buckets/{name}", None)
+    return buckets, _new_group(parent, "shm", f"control/{name}", None)
+
+
+def _exists(kind: str) -> bool:
+    """Whether this process may have tensors on such a device: gloo serves more kinds than there are."""
+    return bool(torch.get_device_module(kind).is_available())
 
 
 def _config(backends: dict[str, str], config: str) -> str:

@@ -32,8 +32,9 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
+from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
 from ppe_ddp.engine.bounded_store import BoundedStore
-from ppe_ddp.engine.exit_order import ended_at_exit, is_over_gloo
+from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
 from ppe_ddp.engine.group_duplicates import duplicates
 from ppe_ddp.engine.group_lifetime import close, destroy
@@ -77,6 +78,7 @@ class Groups:
         is_closed: Whether they have to be made anew.
         user: Gives the reducer that synchronizes in them, if there is one.
         processes: Of the ranks, as far as they can be seen.
+        shared_memory: Whether they are over shared memory where the parent is over gloo.
     """
 
     parent: ProcessGroup
@@ -91,6 +93,7 @@ class Groups:
     is_closed: bool = False
     user: Callable[[], User | None] = lambda: None
     processes: PeerProcesses = field(default_factory=lambda: PeerProcesses(0))
+    shared_memory: bool = False
 
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
@@ -104,8 +107,17 @@ class Groups:
             ended_at_exit(self.pid).add(self)
 
     @classmethod
-    def duplicate(cls, parent: ProcessGroup) -> Groups:
-        """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together."""
+    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False) -> Groups:
+        """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
+
+        Args:
+            parent: What the user named.
+            shared_memory: Whether to make them over shared memory where the parent is over gloo; the same on all.
+
+        Raises:
+            DisagreementError: On every rank, if not all give the same ``shared_memory``.
+            ValueError: A bare group on which the ranks cannot agree.
+        """
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
         serves_cpu = "cpu" in device_types(parent)
         if world_size == 1 or not is_registered(parent):
@@ -119,18 +131,32 @@ class Groups:
         made = _made_from(parent)
         made.calls += 1
         address = own_address()
-        own = [[groups.number for groups in made.idle], None if address is None else address.packed()]
-        known: list[Any] = exchange(parent, f"idle/{made.calls}", own)
+        packed = None if address is None else address.packed()
+        idle = [groups.number for groups in made.idle if groups.shared_memory == shared_memory]
+        known: list[Any] = exchange(parent, f"idle/{made.calls}", [shared_memory, idle, packed])
+        if len({wanted for wanted, *_ in known}) > 1:
+            each = ", ".join(f"{wanted} on rank {other}" for other, (wanted, *_) in enumerate(known))
+            raise DisagreementError(f"rank {rank}: shared_memory is not the same on all ranks: {each}")
         # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
-        common = set.intersection(*(set(numbers) for numbers, _ in known))
+        common = set(idle).intersection(*(numbers for _, numbers, _ in known))
         for groups in made.idle:
             if common and groups.number == min(common):
                 made.idle.remove(groups)
                 return groups
         made.count += 1
-        buckets, control = duplicates(parent, backends_of(parent), str(made.count))
-        processes = PeerProcesses(rank, address, [packed for _, packed in known])
-        return cls(parent, buckets, control, rank, world_size, os.getpid(), made.count, processes=processes)
+        buckets, control = duplicates(parent, backends_of(parent), str(made.count), shared_memory=shared_memory)
+        processes = PeerProcesses(rank, address, [packed for *_, packed in known])
+        return cls(
+            parent,
+            buckets,
+            control,
+            rank,
+            world_size,
+            os.getpid(),
+            made.count,
+            processes=processes,
+            shared_memory=shared_memory,
+        )
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
@@ -155,8 +181,9 @@ class Groups:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             if not reason:
                 self.generation += 1
+                name = f"{self.number}/{self.generation}"
                 self.buckets, self.control = duplicates(
-                    self.parent, backends_of(self.parent), f"{self.number}/{self.generation}"
+                    self.parent, backends_of(self.parent), name, shared_memory=self.shared_memory
                 )
         except RuntimeError as error:
             raise CommunicationError(

@@ -73,7 +73,7 @@ class MaskExchanger:
         try:
             work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
         except CommunicationError as error:  # a transport that knows already that another rank has failed
-            return _FailedWork(error)
+            return _FailedWork(error.with_traceback(None))  # whose frames would keep the backward that is under way
         return work
 
     def _message_of(self, content: bytearray) -> Tensor:

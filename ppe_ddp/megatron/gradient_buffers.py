@@ -189,4 +189,4 @@ def _duplicates(setup: Setup, default_group: ProcessGroup, module_state: ModuleS
                 "experts"
             )
         parents.append(setup.groups.expert)
-    return [Groups.duplicate(parent) for parent in parents]
+    return [Groups.duplicate(parent, shared_memory=True) for parent in parents]

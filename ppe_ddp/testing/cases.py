@@ -29,12 +29,14 @@ class Variant:
         views: Its ``gradient_as_bucket_view``.
         bucket_mb: Its ``bucket_cap_mb``: 0.0002 gives a small model many buckets.
         negotiate: The wrapper's ``negotiate_grads``; False only where all ranks have the same gradients.
+        shared_memory: As the wrapper has it.
     """
 
     overlap: bool = True
     views: bool = False
     bucket_mb: float = 25.0
     negotiate: bool = True
+    shared_memory: bool = True
 
     @classmethod
     def every(cls, *, common_path: bool = False) -> list[Variant]:
@@ -51,6 +53,7 @@ class Variant:
             "gradient_as_bucket_view": self.views,
             "bucket_cap_mb": self.bucket_mb,
             "negotiate_grads": self.negotiate,
+            "shared_memory": self.shared_memory,
         }
 
 

@@ -54,7 +54,7 @@ def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
     """
     problems: list[str] = []
     for group in _groups(split=plugs.hook is None):
-        groups = Groups.duplicate(group)
+        groups = Groups.duplicate(group, shared_memory=True)
         reduction = _reduction(plugs, groups)
         for dtype in dtypes:
             problems.extend(_reduced(reduction, groups, dtype, device, plugs.tolerance))

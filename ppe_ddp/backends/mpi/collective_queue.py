@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.pending_work import PendingWork
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +62,7 @@ class QueuedCollective(PendingWork):
         """End it; the memory of what cannot be cancelled stays."""
         if self._request is not None:
             progress_engine(os.getpid()).keep(*self._request)
-        self._reason = CommunicationError(f"{self._waits.place}: {self._what} over MPI failed: {reason}")
+        self._reason = self._waits.error(self._what, reason)
         self._is_over = True
 
     def _has_ended(self) -> bool:

@@ -17,8 +17,9 @@ from mpi4py import MPI
 from ppe_ddp.backends.group_internals import premul_factor
 from ppe_ddp.backends.mpi.collective_queue import CollectiveQueue
 from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, byte_buffer, reduction_of, typed_buffer
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
+from ppe_ddp.backends.mpi.mpi_link import MpiLink
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
@@ -63,6 +64,7 @@ class MpiCollectives:
         self._begin = self._queue.append
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._arguments = CollectiveArguments(self.rank, self.size)
+        self._links: list[MpiLink] = []
         self.shared = self._shared_group()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> PendingWork:
@@ -194,6 +196,12 @@ class MpiCollectives:
         """Wait until nothing is under way; raises CommunicationError if that takes longer."""
         self.shared.drain(seconds)
         self._queue.drain(seconds)
+
+    def free(self) -> None:
+        """Give the communicators back to MPI; nothing may be under way."""
+        for link in self._links:
+            link.comm.Free()
+        self.comm.Free()
 
     def host_memory(self, tensor: Tensor) -> Tensor:
         """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""
@@ -344,14 +352,21 @@ class MpiCollectives:
     def _shared_group(self) -> SharedMemoryGroup:
         options = self._options
         return SharedMemoryGroup(
-            SharedLink(self.rank, self.size, self._gather_bytes, self._waits, progress_engine(os.getpid())),
+            SharedLink(self.rank, self.size, self._gather_bytes, self._waits, progress_engine(os.getpid()), self._join),
             SharedMemoryConfig(
                 is_enabled=options.shared_memory and not options.gpu_aware,
                 parts=options.shared_parts,
                 smallest_bytes=options.shared_bytes,
+                two_level_bytes=options.two_level_bytes,
                 piece_bytes=options.shared_piece_bytes,
             ),
         )
+
+    def _join(self, index: int, ranks: Sequence[int]) -> MpiLink:
+        """Join this rank with those of other nodes that own the same slice."""
+        comm = self.comm.Create_group(self.comm.Get_group().Incl(list(ranks)), index)
+        self._links.append(MpiLink(comm, progress_engine(os.getpid())))
+        return self._links[-1]
 
     def _gather_bytes(self, own: bytes) -> list[bytes]:
         table = bytearray(len(own) * self.size)

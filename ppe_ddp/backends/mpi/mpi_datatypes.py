@@ -14,6 +14,8 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.process_group.reduction_rules import reduction_rule
+
 Buffer = tuple[MPI.buffer, int, MPI.Datatype]
 
 _DATATYPES = {
@@ -30,16 +32,9 @@ _DATATYPES = {
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-_WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in torch
-
 _Kind: Any = ReduceOp.RedOpType
-_SUMS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 _OPS = {
     _Kind.SUM: MPI.SUM,
-    _Kind.AVG: MPI.SUM,
-    _Kind.PREMUL_SUM: MPI.SUM,
     _Kind.PRODUCT: MPI.PROD,
     _Kind.MIN: MPI.MIN,
     _Kind.MAX: MPI.MAX,
@@ -47,17 +42,6 @@ _OPS = {
     _Kind.BOR: MPI.BOR,
     _Kind.BXOR: MPI.BXOR,
 }
-# As in NCCL and in torch's own arithmetic: True + True is True, True * False is False.
-_BOOL_OPS = {
-    _Kind.SUM: MPI.BOR,
-    _Kind.MAX: MPI.BOR,
-    _Kind.BOR: MPI.BOR,
-    _Kind.PRODUCT: MPI.BAND,
-    _Kind.MIN: MPI.BAND,
-    _Kind.BAND: MPI.BAND,
-    _Kind.BXOR: MPI.BXOR,
-}
-_BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 
 
 @dataclass(frozen=True)
@@ -89,27 +73,12 @@ def reduction_of(dtype: torch.dtype, kind: Any) -> MpiReduction:
     Raises:
         TypeError: The operation means nothing for this dtype, such as bits of floating-point numbers.
     """
-    ops = _BOOL_OPS if dtype is torch.bool else _OPS
-    op = ops.get(kind)
-    fits = op is not None
-    if dtype.is_complex:
-        fits = kind in _SUMS or kind == _Kind.PRODUCT
-    elif dtype.is_floating_point:
-        fits = kind not in _BITWISE
-    elif kind == _Kind.PREMUL_SUM or (kind == _Kind.AVG and dtype in _WITHOUT_DIVISION):
-        fits = False
-    view = torch.uint8 if dtype is torch.bool else _REAL.get(dtype, dtype) if kind in _SUMS else dtype
-    if view in _DATATYPES:
-        wire = view
-    else:
-        wire = torch.complex64 if view.is_complex else torch.float32
-        fits = fits and (view.is_complex or view.is_floating_point)
-    if op is None or not fits:
-        raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
-    divides = kind == _Kind.AVG
+    rule = reduction_rule(dtype, kind)
+    view = rule.view
+    wire = view if view in _DATATYPES else torch.complex64 if view.is_complex else torch.float32
     # as many elements as the tensor has, too: a complex number is two
-    is_direct = wire is view and view.itemsize == dtype.itemsize and not divides and kind != _Kind.PREMUL_SUM
-    return MpiReduction(view, wire, _DATATYPES[wire], op, divides, is_direct)
+    is_direct = wire is view and view.itemsize == dtype.itemsize and not (rule.divides or rule.premultiplies)
+    return MpiReduction(view, wire, _DATATYPES[wire], _OPS[rule.kind], rule.divides, is_direct)
 
 
 def typed_buffer(tensor: torch.Tensor, datatype: MPI.Datatype) -> Buffer:

@@ -13,7 +13,6 @@ from os import getpid
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
-from torch import Tensor, device, dtype
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
@@ -22,26 +21,25 @@ from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
 from ppe_ddp.backends.mpi.mpi_options import MpiOptions
-from ppe_ddp.backends.mpi.mpi_rendezvous import await_members, mismatch
+from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_waits import Waits
-from ppe_ddp.backends.mpi.mpi_work import CombinedWork
 from ppe_ddp.backends.mpi.progress_thread import progress_thread
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
+from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.other_device_groups import group_over
-from ppe_ddp.backends.process_group.python_group import CollectiveGroup
-from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
+    from torch import Tensor
     from torch.distributed import Work
 
-    from ppe_ddp.backends.process_group.python_work import PythonWork
-
 _FEWEST_TAGS = 32767  # that any MPI allows
-_DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
 
 __all__ = ["MpiOptions", "MpiProcessGroup", "make_group"]
 
@@ -63,6 +61,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
     if options is not None and not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
     world = MPI.COMM_WORLD
+    progress_engine(getpid()).expect(world.Get_size())
     ranks = list(arguments.global_ranks_in_group)
     if ranks:
         _check_world(dist.get_rank(), dist.get_world_size())
@@ -96,7 +95,7 @@ def _check_world(rank: int, size: int) -> None:
         )
 
 
-class MpiProcessGroup(CollectiveGroup):
+class MpiProcessGroup(PendingGroup):
     """A group over one MPI communicator. Made by torch.distributed, not by hand.
 
     Attributes:
@@ -132,10 +131,9 @@ class MpiProcessGroup(CollectiveGroup):
         self._waits = Waits(comm, place, seconds)
         self._mpi = MpiCollectives(comm, self._waits, options)
         self._over = self._mpi
+        self._shared = self._mpi.shared
         self._thread = progress_thread(getpid()) if options.thread else None
         self._messages = MpiMessages(comm, self._mpi, self._waits)
-        self._coalesced: list[Any] | None = None
-        self._closed = False
         install_job_hooks().watch(self._call)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
@@ -151,46 +149,17 @@ class MpiProcessGroup(CollectiveGroup):
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to send one tensor; complete when the tensor may be changed again."""
         self._check_open("send")
-        return self._noted(self._messages.send(_only(tensors), peer, tag))
+        return self._noted(self._messages.send(only(tensors), peer, tag))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to receive one tensor."""
         self._check_open("recv")
-        return self._noted(self._messages.receive(_only(tensors), peer, tag))
+        return self._noted(self._messages.receive(only(tensors), peer, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
         self._check_open("recv")
-        return self._noted(self._messages.receive(_only(tensors), None, tag))
-
-    def _start_coalescing(self, _device: device) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, _device: device) -> Work:
-        works, self._coalesced = self._coalesced or [], None
-        return CombinedWork(works)
-
-    def _noted(self, work: Work) -> Work:
-        """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
-
-    def supports_tensor_alloc(self, device: device) -> bool:
-        """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
-        return self._mpi.shared.is_open and device.type == "cpu"
-
-    def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
-        """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
-
-        Not collective. An all-reduce, reduce-scatter or all-gather of it is under way until its Work was waited for.
-
-        Raises:
-            ValueError: There is no such memory for this device.
-        """
-        if not self.supports_tensor_alloc(device):
-            raise ValueError(f"{self._call.place}: no shared memory for tensors on {device}")
-        return self._mpi.shared.allocate(size, dtype)
+        return self._noted(self._messages.receive(only(tensors), None, tag))
 
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
@@ -199,24 +168,20 @@ class MpiProcessGroup(CollectiveGroup):
         self._closed = True
         is_idle = False
         with suppress(CommunicationError):  # of a group that was given up
-            self._mpi.drain(_DRAIN_SECONDS)
+            self._mpi.drain(DRAIN_SECONDS)
             self._waits.check("destroy_process_group")
             is_idle = True
         # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the
         # number of the communicator, and what comes for this one.
         if is_idle and not MPI.Is_finalized():
             with self._call.under_way("destroy_process_group"):
-                self._mpi.comm.Free()
+                self._mpi.free()
 
     def abort(self) -> None:
         """Give the group up without waiting; the other ranks leave their waits in it with an error."""
         self._closed = True
         if not MPI.Is_finalized():
             self._waits.give_up("it has called abort()")
-
-    def progress(self) -> None:
-        """Move all that is outstanding on all groups of this process, without waiting."""
-        self._waits.progress()
 
     monitoredBarrier = monitored_barrier
 
@@ -225,22 +190,9 @@ class MpiProcessGroup(CollectiveGroup):
         is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(calls))
         if is_on_cuda and self.pg_options.gpu_aware:
             synchronize()  # MPI reads the memory as it is now
-        works = [call(*arguments) for call, *arguments in calls]
-        work: PythonWork = works[0] if len(works) == 1 else CombinedWork(works)
-        work.outputs = result
+        work = self._begin(calls, result)
         if is_on_cuda:
             work.wait()  # a result comes back in the order of the stream that makes this call
         elif self._thread is not None:
             self._thread.wake()
         return self._noted(work)
-
-    def _check_open(self, what: str) -> None:
-        if self._closed:
-            raise UnusableError(f"{self._call.place}: {what} on a process group that was destroyed")
-        self._waits.check(what)
-
-
-def _only(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) != 1:
-        raise ValueError(f"a message is one tensor, not {len(tensors)}")
-    return tensors[0]

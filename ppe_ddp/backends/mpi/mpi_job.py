@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,6 +19,9 @@ class MpiOptions:
             are slower than messages. The same on every rank.
         shared_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, for which
             messages are good, a 16th of the output. The same on every rank.
+        two_level_bytes: In a group of several nodes, all-reduces of at least so many bytes (and ``shared_bytes``) are
+            summed within each node first, and each part of that between the nodes by one rank of each. Other
+            collectives go by messages there. The same on every rank.
         shared_piece_bytes: What is larger goes through shared memory in pieces of this size. The same on every rank.
         thread: Whether a thread advances collectives on CPU tensors while the caller goes on. Gains over
             a slow network; costs a core, since MPI waits by spinning, and on one node it is slower.
@@ -30,6 +33,7 @@ class MpiOptions:
     shared_memory: bool = True
     shared_parts: bool = False
     shared_bytes: int = 256 << 10
+    two_level_bytes: int = 64 << 10
     shared_piece_bytes: int = 4 << 20
     thread: bool = False
     gpu_aware: bool = False

@@ -10,9 +10,7 @@ import json
 import os
 import socket
 from functools import partial
-from os import getpid
-from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlparse
 
 from mpi4py import MPI
@@ -20,11 +18,10 @@ from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.backends.mpi.mpi_job import install_job_hooks
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from datetime import timedelta
 
 # Who sets the number of ranks, and under which name.
@@ -121,47 +118,3 @@ def _address_for_others() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 1))  # sends nothing: it only asks the routing table
         return str(probe.getsockname()[0])
-
-
-def await_members(arguments: Any, ranks: Sequence[int]) -> None:
-    """Wait until all ``ranks`` make this group: MPI itself waits inside a call, without an end.
-
-    Keeps going what is under way on other groups, which a rank may need to get here.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        ranks: Of the world, in the order of the group.
-
-    Raises:
-        CommunicationError: Some have not come within the group's timeout; names them.
-    """
-    store, place, seconds = arguments.store, arguments.group_rank, arguments.timeout.total_seconds()
-    turn = 1
-    while store.check([f"ppe_ddp/made/{turn}"]):  # a group of this name, which was destroyed or given up
-        turn += 1
-    keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
-    store.set(keys[place], "1")
-    start = monotonic()
-
-    def is_made(outcome: str) -> bool:
-        # What one rank says first holds for all: nobody waits inside MPI for a rank that has given up just now.
-        return bool(store.compare_set(f"ppe_ddp/made/{turn}", "", outcome) == b"yes")
-
-    def look() -> None:
-        if monotonic() - start > seconds and not is_made("no"):
-            refuse()
-
-    def arrived() -> bool:
-        return store.check(keys) and (is_made("yes") or refuse())
-
-    def refuse() -> NoReturn:
-        absent = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        who = ", ".join(absent) or "that came too late"
-        raise CommunicationError(
-            f"rank {ranks[place]}: making group {arguments.group_id!r} of ranks {list(ranks)} has waited for the "
-            f"group's timeout of {seconds:g} s: rank {who} did not make it. Where "
-            "only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
-            "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
-        )
-
-    progress_engine(getpid()).wait_until(arrived, look)

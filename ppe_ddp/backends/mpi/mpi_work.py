@@ -1,59 +1,22 @@
-"""torch's Work for a message over MPI, and for several calls that are waited for as one."""
+"""torch's Work for a message over MPI."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.pending_work import PendingWork
-from ppe_ddp.backends.process_group.python_work import PythonWork
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+    import torch
 
     from ppe_ddp.backends.mpi.mpi_waits import Waits
-
-
-class CombinedWork(PythonWork):
-    """Several calls, waited for as one."""
-
-    def __init__(self, works: Sequence[PythonWork]) -> None:
-        super().__init__([work.result() for work in works])
-        self._works = works
-
-    def is_completed(self) -> bool:
-        """Whether all of them are; asks each, as a message moves only while somebody asks for it."""
-        return all([work.is_completed() for work in self._works])
-
-    def is_success(self) -> bool:
-        """Whether all of them are complete without an error."""
-        return all([work.is_success() for work in self._works])
-
-    def exception(self) -> BaseException | None:
-        """The first error that there is."""
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for one after another, for each no longer than ``timeout``; raises what they raise."""
-        for work in self._works:
-            work.wait(*([] if timeout is None else [timeout]))
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of ``result()``."""
-        futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(self._outputs_of)
-
-    def _outputs_of(self, collected: torch.futures.Future[Any]) -> Any:
-        for future in collected.value():
-            future.value()  # raises
-        return self.outputs
 
 
 class MessageWork(PendingWork):
@@ -118,7 +81,7 @@ class MessageWork(PendingWork):
         except MPI.Exception as error:
             reason = str(error)
         if reason:
-            self._reason = CommunicationError(f"{self._waits.place}: {self._what} over MPI failed: {reason}")
+            self._reason = self._waits.error(self._what, reason)
         return bool(reason)
 
     def _failure(self) -> BaseException | None:

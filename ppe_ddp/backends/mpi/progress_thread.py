@@ -13,7 +13,7 @@ import time
 
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.progress_engine import progress_engine
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 _NAP_SECONDS = 50e-6
 

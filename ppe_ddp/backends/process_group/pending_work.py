@@ -25,11 +25,13 @@ class FailableWaits(Protocol):
         place: Who and where, for errors.
         failure: Why the group cannot be used any more; empty while it can.
         at_failure: Called when the group is given up.
+        ended_ranks: The ranks whose processes have ended, as far as can be seen.
     """
 
     place: str
     failure: str
     at_failure: list[Callable[[], None]]
+    ended_ranks: Callable[[], Sequence[int]]
 
     def until(
         self, arrived: Callable[[], Any], what: str, absent: Callable[[], Sequence[int]] = ..., seconds: float = ...
@@ -46,6 +48,10 @@ class FailableWaits(Protocol):
 
     def is_over(self) -> bool:
         """Whether a rank has given the group up."""
+        ...
+
+    def look_now(self) -> bool:
+        """The same, by all ways in which a rank may have told."""
         ...
 
     def check(self, what: str) -> None:
@@ -92,7 +98,7 @@ class PendingWork(PythonWork):
         """
         if not self._settle():
             seconds = timeout.total_seconds() if timeout is not None else 0.0
-            self._waits.until(self._settle, self._what, self._absent, seconds)
+            self._waits.until(self._arrived, self._what, self._absent, seconds)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
@@ -137,6 +143,10 @@ class PendingWork(PythonWork):
     def _absent(self) -> Sequence[int]:
         """The ranks that it waits for, as far as is known."""
         return ()
+
+    def _arrived(self) -> bool:
+        """Whether it has ended; may block for a moment where nothing else is under way."""
+        return self._settle()
 
     def _settle(self) -> bool:
         if not self._is_settled:

@@ -8,7 +8,7 @@ allocated in it: they keep no tensor alive, and what is allocated there later ma
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,28 +16,27 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.process_group.tensor_memory import overlap
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
-from ppe_ddp.backends.shared_memory.shared_steps import (
-    all_gather_steps,
-    all_reduce_steps,
-    reduce_scatter_steps,
-    supports,
-)
+from ppe_ddp.backends.shared_memory.shared_steps import supports
 from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
-from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, StepQueue
+from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, Peers, StepQueue
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
 
+logger = logging.getLogger("ppe_ddp")
+
 _Kind: Any = ReduceOp.RedOpType
 # Measured: a message is faster for less than 0.5 to 1 MB, and for an all-gather of less than 4 MB.
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
+_REASON_BYTES = 200
 
 
 class _Collective(NamedTuple):
@@ -67,19 +66,24 @@ class SharedMemoryGroup:
         self._config = config
         self._memory: SharedMemory | None = None
         self._queue: StepQueue | None = None
+        self._messages = 0
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         if link.size > 1 and config.is_enabled:
-            self._memory = shared_memory()
-            self._queue = _connect(link, self._memory, config.piece_bytes)
+            connected = _connect(link, config.piece_bytes)
+            if connected is not None:
+                self._memory, self._queue = connected
+        self._smallest_bytes = config.smallest_bytes
         if self._queue is not None:
+            if self._queue.spans_nodes:
+                self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
             self._makers["all_reduce"] = self._all_reduce
             if config.parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     @property
     def is_open(self) -> bool:
-        """Whether collectives go through shared memory: whether every rank reaches that of every other."""
+        """Whether collectives go through shared memory: whether every rank reaches that of the others of its node."""
         return self._queue is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -91,6 +95,31 @@ class SharedMemoryGroup:
         """Wait until nothing is under way; raises CommunicationError if that takes longer."""
         if self._queue is not None:
             self._queue.drain(seconds)
+
+    @property
+    def is_crossing(self) -> bool:
+        """Whether something is under way between nodes."""
+        return self._queue is not None and self._queue.is_crossing
+
+    def close(self) -> None:
+        """End the connections with other nodes."""
+        if self._queue is not None:
+            self._queue.close_links()
+
+    def is_closed_elsewhere(self) -> bool:
+        """Whether another rank takes no part any more."""
+        return self._queue is not None and self._queue.is_closed_elsewhere()
+
+    def count_message(self) -> int:
+        """Show the others that this rank has begun one more collective by messages; its number, from 1."""
+        self._messages += 1
+        if self._queue is not None:
+            self._queue.show_messages(self._messages)
+        return self._messages
+
+    def ranks_without_message(self, number: int) -> list[int]:
+        """The ranks that have not begun the collective of this number, as far as shared memory shows it."""
+        return [] if self._queue is None else self._queue.ranks_without_message(number)
 
     def start(self, what: str, *arguments: Any) -> SharedMemoryWork | None:
         """Begin a collective of addressable tensors.
@@ -132,7 +161,8 @@ class SharedMemoryGroup:
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
-        steps = all_reduce_steps(flat, operation, self._config.piece_bytes, is_shared=is_shared)
+        assert self._queue is not None
+        steps = self._queue.all_reduce_steps(flat, operation, is_shared=is_shared)
         return _Collective(steps, is_lasting=is_shared)
 
     def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
@@ -143,19 +173,20 @@ class SharedMemoryGroup:
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
         rows = flat.view(self._link.size, -1)
-        steps = reduce_scatter_steps(part, rows, operation, self._config.piece_bytes, is_shared=is_shared)
+        assert self._queue is not None
+        steps = self._queue.reduce_scatter_steps(part, rows, operation, is_shared=is_shared)
         return _Collective(steps, is_lasting)
 
     def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
-        if output.nbytes < _GATHERED_PART * self._config.smallest_bytes:
+        if output.nbytes < _GATHERED_PART * self._smallest_bytes:
             return None
         if not self._admits(output, None) or not self._sizes_match(tensor, output):
             return None
         tensor = self._without_overlap(tensor, tensor, output)
-        is_shared = self._is_shared(tensor)
-        is_lasting = is_shared and self._is_shared(output)
+        is_lasting = self._is_shared(tensor) and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
-        steps = all_gather_steps(flat.view(self._link.size, -1), share, self._config.piece_bytes, is_shared=is_shared)
+        assert self._queue is not None
+        steps = self._queue.all_gather_steps(flat.view(self._link.size, -1), share, self._is_shared)
         return _Collective(steps, is_lasting)
 
     def _is_shared(self, tensor: Tensor) -> bool:
@@ -173,7 +204,7 @@ class SharedMemoryGroup:
     def _admits(self, whole: Tensor, kind: Any) -> bool:
         """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks."""
         dtype = whole.dtype
-        if whole.nbytes < self._config.smallest_bytes or (kind is not None and dtype is torch.bool):
+        if whole.nbytes < self._smallest_bytes or (kind is not None and dtype is torch.bool):
             return False
         if dtype.is_complex and kind == _Kind.MAX:
             return False
@@ -188,23 +219,63 @@ class SharedMemoryGroup:
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
-def _connect(link: SharedLink, memory: SharedMemory | None, piece_bytes: int) -> StepQueue | None:
-    """Map the reservations of all ranks, which must call this together; None on all where one cannot."""
-    own = bytes(ADDRESS_BYTES) if memory is None else memory.address.packed(memory.reserve(CONTROL_BYTES))
-    addresses = [Address.unpacked(packed) for packed in link.all_gather(own)]
+def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueue] | None:
+    """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group call this together.
+
+    Returns:
+        None on all ranks where one does not reach those of its node, or where no node has several ranks, or nodes
+        cannot be joined; each says why at debug level.
+    """
+    own: SharedMemory | None = None
+    packed, reason = bytes(ADDRESS_BYTES), ""
+    try:
+        own = shared_memory()
+        packed = own.address.packed(own.reserve(CONTROL_BYTES))
+    except (OSError, MemoryError) as error:
+        reason = f"it has none: {type(error).__name__}: {error}"
+    addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
+    layout = NodeLayout.of([address.node for address, _ in addresses], link.rank)
+    local = [addresses[rank] for rank in layout.local]
     spaces: list[mmap.mmap] = []
-    if memory is not None:
-        with suppress(OSError, ValueError):
-            for address, _ in addresses:
-                spaces.append(memory.attach(address))
-    reached = link.all_gather(bytes([len(spaces) == link.size]))
-    if memory is None or not all(map(any, reached)):
+    if own is not None and not reason:
+        spaces, reason = _attach(own, layout.local, [address for address, _ in local])
+    reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
+    if not layout.shares_memory:
+        reasons.append("every rank is alone on its node")
+    elif len(layout.nodes) > 1 and link.join is None:
+        reasons.append("the ranks are on several nodes")
+    if own is None or reasons:
+        logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, "; ".join(reasons))
         return None
     controls = [
         memoryview(space)[start : start + CONTROL_BYTES].cast("q")
-        for space, (_, start) in zip(spaces, addresses, strict=True)
+        for space, (_, start) in zip(spaces, local, strict=True)
     ]
-    return StepQueue(link, memory, spaces, controls, piece_bytes)
+    link.waits.ended_ranks = lambda: [
+        rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
+    ]
+    links = []
+    if len(layout.nodes) > 1 and link.join is not None:
+        links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
+    return own, StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+
+
+def _attach(own: SharedMemory, ranks: Sequence[int], addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:
+    """The reservations of those ranks that have one, and why one cannot be reached."""
+    spaces: list[mmap.mmap] = []
+    for rank, address in zip(ranks, addresses, strict=True):
+        if address.nbytes:  # else that rank says why it has none
+            try:
+                spaces.append(own.attach(address))
+            except (OSError, ValueError) as error:
+                return spaces, f"it does not reach rank {rank}: {type(error).__name__}: {error}"
+    return spaces, ""
+
+
+def _exchange(link: SharedLink, reason: str) -> list[str]:
+    """What each rank says; empty where it has no reason."""
+    texts = link.all_gather(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"))
+    return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Sequence
 
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
-
-
-class Progress(Protocol):
-    """The progress engine of this process: advances collectives that move only while this process calls in."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held while anything is advanced."""
-        ...
-
-    def add(self, group: Any) -> None:
-        """Advance ``group`` until it has nothing left to do."""
-
-    def progress(self) -> None:
-        """Do what can be done now, without waiting."""
-
-    def fence(self) -> None:
-        """Let no memory access move across, on any processor."""
+    from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
+    from ppe_ddp.backends.shared_memory.node_link import NodeLink
 
 
 @dataclass(frozen=True)
@@ -40,13 +23,16 @@ class SharedLink:
         all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
         waits: How to wait for other ranks.
         progress: Advances the group's collectives whenever this process calls any backend.
+        join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
+            it together, for one slice after another. None where nodes cannot be joined.
     """
 
     rank: int
     size: int
     all_gather: Callable[[bytes], list[bytes]]
     waits: FailableWaits
-    progress: Progress
+    progress: ProgressEngine
+    join: Callable[[int, Sequence[int]], NodeLink] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +44,12 @@ class SharedMemoryConfig:
         parts: Whether reduce-scatters and all-gathers do, too.
         smallest_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, a 16th
             of the output.
+        two_level_bytes: In a group of several nodes what is smaller than this goes by messages, too.
         piece_bytes: What is larger goes in pieces of this size.
     """
 
     is_enabled: bool
     parts: bool
     smallest_bytes: int
+    two_level_bytes: int
     piece_bytes: int

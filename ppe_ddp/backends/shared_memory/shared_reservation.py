@@ -52,6 +52,11 @@ class Address:
     token: bytes
     node: bytes
 
+    @property
+    def path(self) -> str:
+        """The file, as other processes of this node may open it."""
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
+
     def packed(self, position: int) -> bytes:
         """It and a position in it, in ``ADDRESS_BYTES`` bytes."""
         return _ADDRESS.pack(self.pid, self.descriptor, self.nbytes, position, self.token, self.node)
@@ -73,16 +78,21 @@ class SharedMemory:
     def __init__(self) -> None:
         self._pid = os.getpid()
         nbytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-        descriptor = os.memfd_create("ppe_ddp")
-        os.fchmod(descriptor, 0o600)  # it is made for everybody
-        os.ftruncate(descriptor, nbytes)
-        self._map = _mapped(descriptor, nbytes)
+        node = _node()
+        descriptor = _new_file()
+        try:
+            os.fchmod(descriptor, 0o600)  # it is made for everybody
+            os.ftruncate(descriptor, nbytes)
+            self._map = _mapped(descriptor, nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
         self._lock = threading.Lock()  # a reduce function's thread allocates beside the main thread
         self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self._free = [(0, nbytes)]
         self._given_back: list[tuple[int, int]] = []
         self._peers: dict[Address, mmap.mmap] = {}
-        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES), _node())
+        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES), node)
         self._token = self.allocate(_TOKEN_BYTES, torch.uint8)
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
@@ -123,6 +133,18 @@ class SharedMemory:
                 known = self._peers[address] = _opened(address)
             return known
 
+    def has_ended(self, address: Address) -> bool:
+        """Whether the process that made another reservation has ended, or is nothing but an exit code."""
+        if address == self.address:
+            return False
+        try:
+            os.stat(address.path)
+        except FileNotFoundError:
+            return True
+        except OSError:  # such as one that has changed its user: no sign of an end
+            return False
+        return False
+
     def _take(self, nbytes: int) -> int:
         with self._lock:
             while self._given_back:  # filled by finalizers, which may run in the middle of anything, also of this
@@ -141,21 +163,29 @@ class SharedMemory:
         self._given_back.append((start, start + nbytes))
 
 
-def shared_memory() -> SharedMemory | None:
-    """The reservation of this process; None where the system has none (not Linux, a limit on address space)."""
+def shared_memory() -> SharedMemory:
+    """The reservation of this process.
+
+    Raises:
+        OSError: The system has none, or allows this process none (not Linux, a limit on address space).
+    """
     return _made(os.getpid())
 
 
 @functools.cache
-def _made(_pid: int) -> SharedMemory | None:
-    try:
-        return SharedMemory()
-    except (OSError, AttributeError, ValueError):
-        return None
+def _made(_pid: int) -> SharedMemory:
+    return SharedMemory()
 
 
 def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _new_file() -> int:
+    try:
+        return os.memfd_create("ppe_ddp")
+    except AttributeError:
+        raise OSError("this system has no memfd_create") from None
 
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -164,15 +194,15 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
 
 def _node() -> bytes:
     """What tells this machine from others, and its containers from one another."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        name = f"{file.read()} {socket.gethostname()}"
-    return hashlib.sha256(name.encode()).digest()[:_TOKEN_BYTES]
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        name = file.read() + socket.gethostname().encode()
+    return hashlib.sha256(name).digest()[:_TOKEN_BYTES]
 
 
 def _opened(address: Address) -> mmap.mmap:
     if address.node != _node():
         raise OSError(f"process {address.pid} is on another node")
-    descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != address.nbytes:

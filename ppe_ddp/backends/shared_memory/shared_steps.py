@@ -155,21 +155,32 @@ class AllReduceStep(Step):
         """Copy what the others sum."""
         local = self.local
         self.shared = memory[: local.nbytes].view(local.dtype)
-        for part in _parts_of_others(local, rank, size):
+        for part in self._parts_of_others(rank, size):
             self.shared[part].copy_(local[part])
 
     def finish(self, rank: int, size: int) -> None:
         """Take what the others have summed."""
         if self.shared is not None and self.shared is not self.local:
-            for part in _parts_of_others(self.local, rank, size):
+            for part in self._parts_of_others(rank, size):
                 self.local[part].copy_(self.shared[part])
 
+    def _parts_of_others(self, rank: int, size: int) -> list[slice]:
+        own = self._own_part(rank, size)
+        return [part for part in (slice(0, own.start), slice(own.stop, self.local.numel())) if part.start < part.stop]
+
+    def _own_part(self, rank: int, size: int) -> slice:
+        """What this rank sums: whole cache lines."""
+        line = _LINE_BYTES // self.local.itemsize
+        lines = -(-self.local.numel() // line)
+        low, high = lines * rank // size, lines * (rank + 1) // size
+        return slice(low * line, min(high * line, self.local.numel()))
+
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        part, dtype = _part(self.local, rank, len(regions)), self.local.dtype
+        part, dtype = self._own_part(rank, len(regions)), self.local.dtype
         count = part.stop - part.start
         if count > 0:
             others = [region.view(dtype, part.start, count) for i, region in enumerate(regions) if i != rank]
-            yield from _chunks(self.local[part], *others)
+            yield from columns(self.local[part], *others)
 
     def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
         own, *others = views
@@ -213,7 +224,7 @@ class ReduceScatterStep(Step):
         own, result = self.local[rank], self._result
         count, dtype = own.numel(), own.dtype
         others = [region.view(dtype, rank * region.stride, count) for i, region in enumerate(regions) if i != rank]
-        return _chunks(result, own, *others)
+        return columns(result, own, *others)
 
     def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
         result, own, *others = views
@@ -258,7 +269,7 @@ class AllGatherStep(Step):
 
 def all_reduce_steps(flat: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool) -> Iterator[AllReduceStep]:
     """The steps of an all-reduce of ``flat``, 1-D, in place."""
-    for (piece,) in _columns(max(1, piece_bytes // flat.itemsize), flat):
+    for (piece,) in pieces(piece_bytes, flat):
         yield AllReduceStep(piece, kind, is_shared=is_shared)
 
 
@@ -266,35 +277,31 @@ def reduce_scatter_steps(
     result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool
 ) -> Iterator[ReduceScatterStep]:
     """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-    for part, piece in _columns(max(1, piece_bytes // (rows.itemsize * len(rows))), result, rows):
+    for piece, part in pieces(piece_bytes, rows, result):
         yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
 
 
 def all_gather_steps(rows: Tensor, share: Tensor, piece_bytes: int, *, is_shared: bool) -> Iterator[AllGatherStep]:
     """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for part, piece in _columns(max(1, piece_bytes // (rows.itemsize * len(rows))), rows, share):
+    for part, piece in pieces(piece_bytes, rows, share):
         yield AllGatherStep(part, piece, is_shared=is_shared)
 
 
-def _part(flat: Tensor, rank: int, size: int) -> slice:
-    """What one rank sums: whole cache lines."""
-    line = _LINE_BYTES // flat.itemsize
-    lines = -(-flat.numel() // line)
-    low, high = lines * rank // size, lines * (rank + 1) // size
-    return slice(low * line, min(high * line, flat.numel()))
+def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same columns of each tensor, of the first at most so many bytes, and about as many in each piece.
+
+    A small rest would take as long as a round trip does.
+    """
+    first = tensors[0]
+    numel, line = first.shape[-1], _LINE_BYTES // first.itemsize
+    most = max(1, most_bytes // (first.itemsize * (first.numel() // numel if numel else 1)))
+    width = -(-numel // max(1, -(-numel // most)))
+    return columns(*tensors, width=min(most, -(-width // line) * line))
 
 
-def _parts_of_others(flat: Tensor, rank: int, size: int) -> list[slice]:
-    own = _part(flat, rank, size)
-    return [part for part in (slice(0, own.start), slice(own.stop, flat.numel())) if part.start < part.stop]
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return _columns(max(1, _CHUNK_BYTES // tensors[0].itemsize), *tensors)
-
-
-def _columns(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same columns of each tensor, at most ``width`` at a time."""
+def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """The same columns of each tensor, at most ``width`` at a time; by default so many as stay in the cache."""
+    width = width or max(1, _CHUNK_BYTES // tensors[0].itemsize)
     if tensors[0].shape[-1] <= width:  # where every view would cost as much as the sum
         return iter((tensors,))
     return zip(*(tensor.split(width, dim=-1) for tensor in tensors), strict=True)

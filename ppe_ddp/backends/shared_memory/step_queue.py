@@ -4,6 +4,9 @@
     when all have: each does its part of the work in all memory       done = s
     when all have: the step is complete
 
+Where the group has several nodes, these are the ranks of one. In between, each rank's slices go over the nodes
+(``two_level_steps.py``), and it has done its part when they are back.
+
 A step is advanced in any call of the backend that this process makes; nothing happens in between. So a rank that
 has launched its bucket goes on with its backward, and waits for the others at the end. A step whose tensor lies
 elsewhere is published once there is room to copy it into shared memory; what was launched after it waits behind it.
@@ -12,24 +15,44 @@ elsewhere is published once there is room to copy it into shared memory; what wa
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    Region,
+    Scratch,
+    all_gather_steps,
+    all_reduce_steps,
+    describe_record,
+    reduce_scatter_steps,
+)
+from ppe_ddp.backends.shared_memory.two_level_steps import (
+    TwoLevelStep,
+    WireMemory,
+    two_level_all_gather_steps,
+    two_level_all_reduce_steps,
+    two_level_reduce_scatter_steps,
+)
+from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
+    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
+    from ppe_ddp.backends.shared_memory.node_link import NodeLink
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
+    from ppe_ddp.backends.shared_memory.two_level_steps import Crossing
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
-_ARRIVED, _DONE, _CLOSED, _ACTING, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 24, 64, 4
+_ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
 CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
@@ -45,9 +68,10 @@ class LaunchedStep:
     Attributes:
         is_staged: Whether its tensor is to be copied into shared memory, and the result back.
         error: What is wrong with it; empty while nothing is known.
+        crossing: What is under way between nodes.
     """
 
-    __slots__ = ("error", "is_staged", "number", "step", "tensors")
+    __slots__ = ("crossing", "error", "is_staged", "number", "step", "tensors")
 
     def __init__(self, step: Step, number: int, tensors: Any) -> None:
         self.step = step
@@ -55,6 +79,24 @@ class LaunchedStep:
         self.tensors = tensors
         self.is_staged = step.shared is None
         self.error = ""
+        self.crossing: Crossing | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of this node, and what joins it with the others.
+
+    Attributes:
+        layout: Which ranks those are.
+        spaces: Their reservations.
+        controls: Their control pages, ``CONTROL_BYTES`` each, as int64.
+        links: To the other nodes, one for each slice that this rank owns.
+    """
+
+    layout: NodeLayout
+    spaces: Sequence[mmap.mmap]
+    controls: Sequence[memoryview]
+    links: Sequence[NodeLink]
 
 
 class StepQueue:
@@ -63,36 +105,56 @@ class StepQueue:
     Args:
         link: The ranks of the group.
         memory: The reservation of this process.
-        spaces: The reservations of all ranks.
-        controls: The control pages of all ranks, ``CONTROL_BYTES`` each, as int64.
+        peers: The ranks of this node.
         piece_bytes: No step brings more; the same on every rank.
     """
 
-    def __init__(
-        self,
-        link: SharedLink,
-        memory: SharedMemory,
-        spaces: list[mmap.mmap],
-        controls: list[memoryview],
-        piece_bytes: int,
-    ) -> None:
-        self._rank, self._size = link.rank, link.size
+    def __init__(self, link: SharedLink, memory: SharedMemory, peers: Peers, piece_bytes: int) -> None:
+        self._layout, self._links = peers.layout, peers.links
+        self._rank, self._size = peers.layout.local_rank, len(peers.layout.local)
         self._waits = link.waits
         self._progress = link.progress
         self._memory = memory
-        self._spaces = spaces
-        self._controls = controls
-        self._own = controls[link.rank]
+        self._spaces = peers.spaces
+        self._controls = peers.controls
+        self._own = peers.controls[self._rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
         self._finished = 0  # complete on all ranks, as far as this rank has seen, and its result where it belongs
         self._waiting: deque[LaunchedStep] = deque()  # to be published
         self._arriving: deque[LaunchedStep] = deque()
+        self._crossing: deque[LaunchedStep] = deque()
         # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
         self._held: deque[LaunchedStep] = deque()
         self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, in turn
         self._scratch = Scratch()
+        self._wires = WireMemory()
         self._waits.at_failure.append(self._close)
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the group has several nodes."""
+        return bool(self._links)
+
+    def all_reduce_steps(self, flat: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:
+        """The steps of an all-reduce of ``flat``, 1-D, in place."""
+        if self._links:
+            return two_level_all_reduce_steps(flat, kind, self._piece_bytes, self._layout, is_shared=is_shared)
+        return all_reduce_steps(flat, kind, self._piece_bytes, is_shared=is_shared)
+
+    def reduce_scatter_steps(self, result: Tensor, rows: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:
+        """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
+        if self._links:
+            return two_level_reduce_scatter_steps(
+                result, rows, kind, self._piece_bytes, self._layout, is_shared=is_shared
+            )
+        return reduce_scatter_steps(result, rows, kind, self._piece_bytes, is_shared=is_shared)
+
+    def all_gather_steps(self, rows: Tensor, share: Tensor, is_shared: Callable[[Tensor], bool]) -> Iterator[Step]:
+        """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
+        if self._links:
+            return two_level_all_gather_steps(rows, share, self._piece_bytes, self._layout, is_shared=is_shared(rows))
+        return all_gather_steps(rows, share, self._piece_bytes, is_shared=is_shared(share))
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
@@ -127,15 +189,59 @@ class StepQueue:
         return launched.error or ("" if self.is_finished(launched) else self._waits.failure)
 
     def absent(self, launched: LaunchedStep) -> list[int]:
-        """The ranks that have not come to a step; if all have, those that have not done their part."""
-        number = launched.number
-        late = [[rank for rank, page in enumerate(self._controls) if page[word] < number] for word in (_ARRIVED, _DONE)]
-        return late[0] or late[1]
+        """The ranks that have not come to a step; if all have, those that have not done their part.
+
+        Of ranks of other nodes no more is known than that some have not, where this node's have all come.
+        """
+        late = self._ranks_behind(_ARRIVED, launched.number)
+        if late:
+            return late
+        late = self._ranks_behind(_DONE, launched.number)
+        ended = sorted(set(late).intersection(self._waits.ended_ranks()))
+        return ended or (self._layout.elsewhere if launched in self._crossing else late)
+
+    def _ranks_behind(self, word: int, number: int) -> list[int]:
+        ranks = self._layout.local
+        return [rank for rank, page in zip(ranks, self._controls, strict=True) if page[word] < number]
+
+    def is_closed_elsewhere(self) -> bool:
+        """Whether another rank takes no part any more."""
+        return any([page[_CLOSED] for page in self._controls])
+
+    def show_messages(self, count: int) -> None:
+        """Show the others how many collectives this rank has begun by messages."""
+        self._own[_MESSAGES] = count
+
+    def ranks_without_message(self, number: int) -> list[int]:
+        """The ranks that have not begun so many collectives by messages."""
+        return self._ranks_behind(_MESSAGES, number)
 
     def drain(self, seconds: float) -> None:
-        """Wait until every step is complete on all ranks; raises CommunicationError if that takes longer."""
+        """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
+
+        Raises:
+            CommunicationError: That takes longer, or the group was given up.
+        """
         last = self._launched
-        self._waits.until(lambda: self._finished >= last, "destroy_process_group", seconds=seconds)
+        try:
+            self._waits.until(
+                lambda: self._finished >= last or self._is_left_behind(last), "destroy_process_group", seconds=seconds
+            )
+        finally:
+            self._own[_LEFT] = 1
+
+    @property
+    def is_crossing(self) -> bool:
+        """Whether something is under way between nodes."""
+        return bool(self._crossing)
+
+    def close_links(self) -> None:
+        """End the connections with other nodes; what is still under way there is given up."""
+        for link in self._links:
+            link.give_up() if self._crossing else link.close()
+
+    def _is_left_behind(self, last: int) -> bool:
+        return any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
@@ -145,9 +251,11 @@ class StepQueue:
             return not self._held
         try:
             with torch.no_grad():
-                while self._publish_waiting() or self._act_on_arrived() or self._finish_done():
+                while self._publish_waiting() or self._act_on_arrived() or self._end_crossings() or self._finish_done():
                     pass
         except Exception as error:  # such as a lack of memory: the others would wait for this rank's part
+            if self._waits.look_now():  # a rank that gives up says so before it closes its connections
+                return not self._held
             self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
         return not self._held and not self._waiting
 
@@ -156,8 +264,11 @@ class StepQueue:
         with self._progress.lock:
             self._waiting.clear()
             self._arriving.clear()
+            self._crossing.clear()
             self._own[_CLOSED] = 1
             self._progress.fence()
+        for link in self._links:
+            link.give_up()
 
     def _publish_waiting(self) -> bool:
         """Publish what there is room for; whether there was something."""
@@ -184,10 +295,26 @@ class StepQueue:
         """Do this rank's part of what all have published; whether there was something."""
         count = len(self._arriving)
         while self._arriving and min([page[_ARRIVED] for page in self._controls]) >= self._arriving[0].number:
-            if not self._act(self._arriving[0]):
+            launched = self._arriving[0]
+            if not self._act(partial(self._compute, launched)):
                 break
-            self._own[_DONE] = self._arriving.popleft().number
+            self._arriving.popleft()
+            if launched.crossing is not None or self._crossing:
+                self._crossing.append(launched)
+            else:
+                self._own[_DONE] = launched.number
         return len(self._arriving) < count
+
+    def _end_crossings(self) -> bool:
+        """Bring what has arrived from other nodes to the ranks of this one; whether there was something."""
+        count = len(self._crossing)
+        while self._crossing and ((crossing := self._crossing[0].crossing) is None or crossing.is_over()):
+            launched = self._crossing[0]
+            if crossing is not None and not self._act(partial(self._spread, launched)):
+                break
+            launched.crossing = None
+            self._own[_DONE] = self._crossing.popleft().number
+        return len(self._crossing) < count
 
     def _finish_done(self) -> bool:
         """Bring the results of what is complete on all ranks to where they belong; whether there was something."""
@@ -213,14 +340,14 @@ class StepQueue:
         self._progress.fence()
         own[_ARRIVED] = launched.number
 
-    def _act(self, launched: LaunchedStep) -> bool:
-        """Do this rank's part of a step; False where a rank has given the group up, whose memory is its own again."""
+    def _act(self, work: Callable[[], None]) -> bool:
+        """Do work in the memory of others; False where a rank has given the group up, whose memory is its own again."""
         self._own[_ACTING] = 1
         self._progress.fence()  # either it sees that, or this rank sees that it has closed
         is_open = not any([page[_CLOSED] for page in self._controls])
         try:
             if is_open:
-                self._compute(launched)
+                work()
         finally:
             self._progress.fence()
             self._own[_ACTING] = 0
@@ -232,12 +359,23 @@ class StepQueue:
         if records != step.records:
             if any(one[2:] != records[0][2:] for one in records):
                 launched.error = self._mismatch(records)
+                if self._links:  # of which the other nodes know nothing
+                    raise CommunicationError(launched.error)
                 return
             regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
             step.prepare(regions, self._rank)
             step.records = records
-        step.act(self._scratch)
+        if isinstance(step, TwoLevelStep):
+            launched.crossing = step.cross(self._links, self._wires)
+        else:
+            step.act(self._scratch)
+
+    def _spread(self, launched: LaunchedStep) -> None:
+        assert isinstance(launched.step, TwoLevelStep)
+        assert launched.crossing is not None
+        launched.step.spread(launched.crossing, self._wires)
 
     def _mismatch(self, records: list[list[int]]) -> str:
-        each = ", ".join(f"rank {rank} {describe_record(*record[2:])}" for rank, record in enumerate(records))
+        named = zip(self._layout.local, records, strict=True)
+        each = ", ".join(f"rank {rank} {describe_record(*record[2:])}" for rank, record in named)
         return f"{self._waits.place}: the ranks have brought different tensors to one collective: {each}"

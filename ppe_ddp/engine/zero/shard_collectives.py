@@ -110,10 +110,15 @@ class AllToAllReduceScatter(ReduceScatter):
 
 
 class NativeReduceScatter(ReduceScatter):
-    """A reduce-scatter by the backend's own collective."""
+    """A reduce-scatter by the backend's own collective; of half precision in float32, where the ranks share memory."""
 
     def _start(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
-        if flat.dtype in _HALVES and factor != 1.0:
+        if self.from_pool and flat.dtype in _HALVES and share.dtype not in _HALVES:
+            # in memory that the ranks share, where no wire has to carry twice the bytes
+            wide = self._pool.take(flat.numel(), share.dtype, flat.device)
+            scale(wide, flat, factor)
+            flat, factor = wide, 1.0
+        elif flat.dtype in _HALVES and factor != 1.0:
             scaled = flat if spare else torch.empty_like(flat)
             scale(scaled, flat, factor)
             flat, factor = scaled, 1.0

@@ -1,4 +1,4 @@
-"""Progress engine: advances collectives and messages that move only while this process calls in.
+"""Progress engine: advances collectives that move only while this process calls in, whatever transport they are on.
 
 One for each process, since a rank that waits in one group has to serve the ranks that wait for it in another.
 """
@@ -12,12 +12,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpi4py import MPI
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SPINS = 64  # between looks at the clock and at MPI
+_SPINS = 64  # between looks at the clock and at the transport
 _SPIN_SECONDS = 0.005  # before the core is given away ...
 _CROWDED_SECONDS = 0.0001  # ... where there are more ranks than cores
 _NAP_SECONDS = 50e-6
@@ -31,6 +29,14 @@ class Advancing(Protocol):
         ...
 
 
+class Testable(Protocol):
+    """What a transport has under way, such as an MPI request."""
+
+    def Test(self) -> bool:
+        """Whether it is over; moves it."""
+        ...
+
+
 class ProgressEngine:
     """Advances what this process has begun and not ended, on all its groups."""
 
@@ -40,18 +46,28 @@ class ProgressEngine:
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
         self._is_advancing = False
-        self._kept: list[tuple[MPI.Request, Any]] = []
-        is_crowded = MPI.COMM_WORLD.Get_size() > len(os.sched_getaffinity(0))
-        self._patience = _CROWDED_SECONDS if is_crowded else _SPIN_SECONDS
+        self.turns = 0
+        """How often all was advanced."""
+        self.at_begin: Callable[[], None] | None = None
+        """Called when there is something to advance."""
+        self._kept: list[tuple[Testable, Any]] = []
+        self._patience = _SPIN_SECONDS
+
+    def expect(self, ranks: int) -> None:
+        """Give cores away sooner if so many ranks of one job are more than this node has cores."""
+        if ranks > len(os.sched_getaffinity(0)):
+            self._patience = _CROWDED_SECONDS
 
     def add(self, group: Advancing) -> None:
         """Advance ``group`` in every call until it has nothing left to do."""
         with self.lock:
             if group not in self._groups:
                 self._groups.append(group)
+                if self.at_begin is not None:
+                    self.at_begin()
 
-    def keep(self, request: MPI.Request, memory: Any) -> None:
-        """Keep memory alive that MPI still reads or writes, though nobody waits for the request any more."""
+    def keep(self, request: Testable, memory: Any) -> None:
+        """Keep memory alive that a transport still reads or writes, though nobody waits for the request any more."""
         with self.lock:
             self._kept = [(one, held) for one, held in self._kept if not one.Test()]
             self._kept.append((request, memory))
@@ -64,6 +80,7 @@ class ProgressEngine:
             if self._is_advancing:  # a group that is advanced has called back
                 return
             self._is_advancing = True
+            self.turns += 1
             try:
                 self._groups = [group for group in self._groups if not group.advance()]
             finally:
@@ -75,11 +92,11 @@ class ProgressEngine:
         return not self._groups
 
     def wait_until(self, arrived: Callable[[], Any], look: Callable[[], None]) -> None:
-        """Advance everything until ``arrived()``; also MPI's own messages, for which others may wait.
+        """Advance everything until ``arrived()``; also what others wait for.
 
         Args:
             arrived: Whether the wait is over.
-            look: Called now and then; raises what ends the wait.
+            look: Called now and then; lets the transport move its messages, and raises what ends the wait.
         """
         start = 0.0
         for spins in itertools.count(1):
@@ -88,7 +105,7 @@ class ProgressEngine:
                 return
             os.sched_yield()  # another rank may need this core to arrive
             if spins % _SPINS == 0:
-                look()  # which calls MPI
+                look()
                 now = time.monotonic()
                 start = start or now
                 if now - start > self._patience:

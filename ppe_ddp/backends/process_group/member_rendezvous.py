@@ -1,0 +1,83 @@
+"""Rendezvous of the ranks that make one group: they meet in its store, and whoever waits for them keeps the rest going.
+
+A store's own ``wait()`` names nobody and lets stand still what other groups of this process have under way.
+"""
+
+from __future__ import annotations
+
+from os import getpid
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_ASK_SECONDS = 0.001
+
+
+def await_members(arguments: Any, ranks: Sequence[int]) -> int:
+    """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
+
+    Keeps going what is under way on other groups, which a rank may need to get here.
+
+    Args:
+        arguments: torch's ``_DistributedBackendOptions``.
+        ranks: Of the world, in the order of the group.
+
+    Returns:
+        How many groups of this name there have been, with this one: keys in the store of those before are still there.
+
+    Raises:
+        CommunicationError: Some have not come within the group's timeout; names them.
+    """
+    store, place, seconds = arguments.store, arguments.group_rank, arguments.timeout.total_seconds()
+    turn = 1
+    while store.check([f"ppe_ddp/made/{turn}"]):  # a group of this name, which was destroyed or given up
+        turn += 1
+    keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
+    store.set(keys[place], "1")
+    start = monotonic()
+
+    def is_made(outcome: str) -> bool:
+        # What one rank says first holds for all: nobody begins to connect to a rank that has given up just now.
+        return bool(store.compare_set(f"ppe_ddp/made/{turn}", "", outcome) == b"yes")
+
+    def look() -> None:
+        if monotonic() - start > seconds and not is_made("no"):
+            refuse()
+
+    are_here = paced(lambda: store.check(keys))
+
+    def arrived() -> bool:
+        return are_here() and (is_made("yes") or refuse())
+
+    def refuse() -> NoReturn:
+        absent = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        who = ", ".join(absent) or "that came too late"
+        raise CommunicationError(
+            f"rank {ranks[place]}: making group {arguments.group_id!r} of ranks {list(ranks)} has waited for the "
+            f"group's timeout of {seconds:g} s: rank {who} did not make it. Where "
+            "only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
+            "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
+        )
+
+    progress_engine(getpid()).wait_until(arrived, look)
+    return turn
+
+
+def paced(question: Callable[[], bool]) -> Callable[[], bool]:
+    """The same question to a store, asked once a millisecond at most: it may be far, and all ranks ask it."""
+    asked = 0.0
+
+    def ask() -> bool:
+        nonlocal asked
+        now = monotonic()
+        if now - asked < _ASK_SECONDS:
+            return False
+        asked = now
+        return question()
+
+    return ask

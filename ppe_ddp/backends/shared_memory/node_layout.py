@@ -1,0 +1,88 @@
+"""Which ranks of a group share a node, and what each does in a collective of several nodes. Pure.
+
+    node 0: ranks 0, 1      |= slice 0, rank 0 =|= slice 1, rank 1 =|
+                                   ║                    ║              between the nodes
+    node 1: rank 2          |= slice 0, rank 2 =|= slice 1, rank 2 =|
+
+Each slice has one owner on every node, who sums it over the ranks of the node; the owners of a slice sum it over the
+nodes. There are as many slices as the largest node has ranks, so that the links of all of its ranks are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The nodes of one group, as one of its ranks sees them.
+
+    Attributes:
+        nodes: The ranks of each node, in order; the nodes in the order of their first ranks.
+        rank: This rank in the group.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def of(cls, names: Sequence[Hashable], rank: int) -> NodeLayout:
+        """The layout of ranks whose nodes have these names."""
+        ranks: dict[Hashable, list[int]] = {}
+        for other, name in enumerate(names):
+            ranks.setdefault(name, []).append(other)
+        return cls(tuple(map(tuple, ranks.values())), rank)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return next(node for node in self.nodes if self.rank in node)
+
+    @property
+    def local_rank(self) -> int:
+        """The place of this rank among them."""
+        return self.local.index(self.rank)
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """The ranks of the other nodes."""
+        return sorted(rank for node in self.nodes for rank in node if self.rank not in node)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether any node has several ranks."""
+        return self.slices > 1
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a tensor is cut."""
+        return max(map(len, self.nodes))
+
+    def owners(self, index: int) -> tuple[int, ...]:
+        """The rank of each node that owns a slice."""
+        return tuple(node[index * len(node) // self.slices] for node in self.nodes)
+
+    def targets(self, index: int) -> tuple[int | None, ...]:
+        """Of each node the owner of a slice, if it is the first that it owns: what is for one rank goes that way."""
+        return tuple(
+            owner if index == 0 or owner != before else None
+            for owner, before in zip(self.owners(index), self.owners(max(0, index - 1)), strict=True)
+        )
+
+    @property
+    def own_slices(self) -> range:
+        """The slices that this rank owns, next to one another."""
+        own = [index for index in range(self.slices) if self.rank in self.owners(index)]
+        return range(own[0], own[-1] + 1) if own else range(0)
+
+    def bounds(self, numel: int, itemsize: int) -> list[int]:
+        """Where slices begin and end in so many elements: ``slices + 1`` bounds, at whole cache lines."""
+        line = _LINE_BYTES // itemsize
+        lines = -(-numel // line)
+        return [min(lines * index // self.slices * line, numel) for index in range(self.slices + 1)]

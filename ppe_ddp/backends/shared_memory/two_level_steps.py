@@ -1,0 +1,363 @@
+"""The arithmetic of collectives over several nodes: in shared memory within each, by links between them.
+
+    TwoLevelAllReduceStep
+        all ranks of the node have published     sum own slices over the node     into memory of its own
+        then                                     sum them over the nodes          NodeLink, under way by itself
+        when that is over                        write them into the memory of all ranks of the node
+    TwoLevelReduceScatterStep
+        all ranks of the node have published     sum own row over the node, and the rows of the owners of the same
+                                                 slices on the other nodes
+        then                                     send each of them its row        NodeLink
+        when those for this rank have come       add them up, in the order of nodes
+    TwoLevelAllGatherStep
+        all ranks of the node have published     write own share into the memory of all ranks of the node; send it to
+                                                 the owner of the same slice on every other node    NodeLink
+        when theirs have come                    write them into the memory of all ranks of the node
+
+What is under way between nodes lies in memory of its own: a transport goes on with it in a group that was given up,
+and would change gradients.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed import ReduceOp
+
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    AllGatherStep,
+    AllReduceStep,
+    ReduceScatterStep,
+    Step,
+    columns,
+    pieces,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.backends.process_group.progress_engine import Testable
+    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
+    from ppe_ddp.backends.shared_memory.node_link import NodeLink
+    from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch
+
+_Kind: Any = ReduceOp.RedOpType
+# Halves are rounded once, at the end; of int16 no transport need know anything.
+_WIRE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+
+_UNIT_BYTES = 1 << 16
+_MOST_FREE = 8  # pieces, of which few are under way at a time
+
+
+class WireMemory:
+    """Memory for what is under way between nodes; some is kept, as fresh memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """So many elements with arbitrary contents."""
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        fitting = [memory for memory in self._free if memory.numel() >= nbytes]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self._free = [one for one in self._free if one is not memory]
+        else:
+            memory = torch.empty(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES, dtype=torch.uint8)
+        self._lent[memory.data_ptr()] = memory
+        return memory[:nbytes].view(dtype)
+
+    def give_back(self, wire: Tensor) -> None:
+        """Let it be used again: nothing is under way in it."""
+        if wire.numel():
+            self._free.append(self._lent.pop(wire.data_ptr()))
+            del self._free[:-_MOST_FREE]
+
+
+class _Sent(NamedTuple):
+    """What is under way between the nodes for one of this rank's slices.
+
+    Attributes:
+        views: Where the result belongs.
+        wires: Memory that is read or written meanwhile; the first is what will have come.
+        under_way: Tells when it is over.
+    """
+
+    views: tuple[Tensor, ...]
+    wires: tuple[Tensor, ...]
+    under_way: Testable
+
+
+class Crossing(NamedTuple):
+    """One run of a step between nodes.
+
+    Attributes:
+        sent: What is under way.
+        own: What this rank has summed over its node for itself, if that is apart.
+    """
+
+    sent: list[_Sent]
+    own: Tensor | None = None
+
+    def is_over(self) -> bool:
+        """Whether all has arrived; moves it."""
+        return all([one.under_way.Test() for one in self.sent])
+
+    def give_back(self, memory: WireMemory) -> None:
+        """Let its memory be used again."""
+        for wire in [wire for one in self.sent for wire in one.wires] + ([] if self.own is None else [self.own]):
+            memory.give_back(wire)
+
+
+class TwoLevelStep(Step):
+    """A step of a group of several nodes."""
+
+    @abstractmethod
+    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+        """Do this rank's part within the node, and begin what goes between nodes; by a link for each own slice."""
+
+    @abstractmethod
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        """Bring what has arrived to where it belongs."""
+
+
+class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
+    """A sum over the ranks of several nodes, in place.
+
+    Args:
+        local: This rank's tensor, of the same size and dtype on every rank.
+        kind: SUM, AVG or MAX.
+        layout: The nodes.
+        is_shared: Whether ``local`` lies in shared memory.
+    """
+
+    def __init__(self, local: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(local, kind, is_shared=is_shared)
+        self._layout = layout
+        self._size = sum(map(len, layout.nodes))
+
+    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+        """Sum this rank's slices over the node, and begin to sum them over the nodes."""
+        sent = []
+        for views, link in zip(self._views, links, strict=False):
+            own, *others = views
+            if not own.numel():  # on all nodes
+                continue
+            wire = memory.take(own.numel(), _WIRE.get(own.dtype, own.dtype))
+            _sum_up(wire, own, others, self.kind)
+            kind = _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM
+            sent.append(_Sent(views, (wire,), link.all_reduce(wire, kind)))
+        return Crossing(sent)
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        """Write what has arrived into the memory of all ranks of the node."""
+        for views, (wire,), _ in crossing.sent:
+            _divide(wire, self.kind, self._size)
+            for source, *targets in columns(wire, *views):
+                for target in targets:
+                    target.copy_(source)
+        crossing.give_back(memory)
+
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        """Of each of this rank's slices its own part and those of the others; an empty one for an empty slice."""
+        local, dtype = self.local, self.local.dtype
+        bounds = self._layout.bounds(local.numel(), local.itemsize)
+        for index in self._layout.own_slices:
+            start, stop = bounds[index], bounds[index + 1]
+            others = [i for i in range(len(regions)) if i != rank and start < stop]
+            yield local[start:stop], *[regions[i].view(dtype, start, stop - start) for i in others]
+
+    def _own_part(self, rank: int, size: int) -> slice:
+        bounds, own = self._layout.bounds(self.local.numel(), self.local.itemsize), self._layout.own_slices
+        return slice(bounds[own.start], bounds[own.stop])
+
+
+class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
+    """A sum of rows over the ranks of several nodes, of which each rank gets its own.
+
+    A row goes by the link of the first slice that its rank owns.
+
+    Args:
+        result: Where this rank's row belongs: 1-D; it may be this rank's row of ``rows``.
+        rows: (size x columns), each row contiguous.
+        kind: SUM, AVG or MAX.
+        layout: The nodes.
+        is_shared: Whether ``rows`` lie in shared memory.
+    """
+
+    def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(result, rows, kind, is_shared=is_shared)
+        self._layout = layout
+        self._targets = [layout.targets(index) for index in layout.own_slices]
+
+    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+        """Copy the rows of the others."""
+        super().stage(memory, self._layout.rank, len(self.local))
+
+    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+        """Sum own row and those of others over the node, and begin to send these."""
+        if not self._views:
+            return Crossing([])
+        dtype = _WIRE.get(self.local.dtype, self.local.dtype)
+        width, views = self.local.shape[1], iter(self._views)
+        own = memory.take(width, dtype)
+        _sum_up(own, *_first(next(views)), self.kind)
+        sent = []
+        for count, (link, targets) in enumerate(zip(links, self._targets, strict=True)):
+            owners = self._layout.owners(self._layout.own_slices[count])
+            sending = [int(target is not None and target != self._layout.rank) for target in targets]
+            receiving = [int(count == 0 and owner != self._layout.rank) for owner in owners]
+            wire, come = memory.take(width * sum(sending), dtype), memory.take(width * sum(receiving), dtype)
+            for part in wire.view(-1, width) if any(sending) else ():
+                _sum_up(part, *_first(next(views)), self.kind)
+            under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
+            sent.append(_Sent((), (come, wire), under_way))
+        return Crossing(sent, own)
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        """Add up what has come for this rank, in the order of nodes."""
+        if crossing.own is None:
+            return
+        rows = list(crossing.sent[0].wires[0].view(-1, self.local.shape[1]))
+        rows.insert(self._layout.nodes.index(self._layout.local), crossing.own)
+        total, *others = rows
+        for one in others:
+            (torch.maximum if self.kind == _Kind.MAX else torch.add)(total, one, out=total)
+        _divide(total, self.kind, len(self.local))
+        self._result.copy_(total)
+        crossing.give_back(memory)
+
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        """This rank's row, and each that it sends: its own part and those of the others of the node."""
+        count, dtype = self.local.shape[1], self.local.dtype
+        sent = [target for targets in self._targets for target in targets if target not in (None, self._layout.rank)]
+        for row in (self._layout.rank, *sent):
+            others = [region for i, region in enumerate(regions) if i != rank]
+            yield self.local[row], *[region.view(dtype, row * region.stride, count) for region in others]
+
+
+class TwoLevelAllGatherStep(TwoLevelStep):
+    """The tensors of all ranks of several nodes, brought to each.
+
+    The rows are what a rank shows to the others of its node, who write into them. A share goes by the link of the first
+    slice that its rank owns.
+
+    Args:
+        rows: Where the shares belong: (size x columns), each row contiguous.
+        share: This rank's: 1-D; it may be this rank's row.
+        layout: The nodes.
+        is_shared: Whether ``rows`` lie in shared memory.
+    """
+
+    name = AllGatherStep.name
+
+    def __init__(self, rows: Tensor, share: Tensor, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(rows, _Kind.SUM, is_shared=is_shared)
+        self._share = share
+        self._layout = layout
+
+    @property
+    def stride(self) -> int:
+        """From one row of ``shared`` to the next, in elements."""
+        return 0 if self.shared is None else self.shared.stride(0)
+
+    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+        """Make room for all rows."""
+        rows = self.local
+        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+
+    def finish(self, rank: int, size: int) -> None:
+        """Take what all have written."""
+        if self.shared is not None and self.shared is not self.local:
+            self.local.copy_(self.shared)
+
+    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+        """Write this rank's share, and begin to send it."""
+        if not self._views:
+            return Crossing([])
+        layout, width = self._layout, self._share.numel()
+        self._write(layout.rank, self._share)
+        sent = []
+        for count, (index, link) in enumerate(zip(layout.own_slices, links, strict=True)):
+            receiving = [int(target is not None and target != layout.rank) for target in layout.targets(index)]
+            sending = [int(count == 0 and owner != layout.rank) for owner in layout.owners(index)]
+            come = memory.take(width * sum(receiving), self._share.dtype)
+            wire = memory.take(width * sum(sending), self._share.dtype)
+            wire.view(-1, width).copy_(self._share.expand(sum(sending), width))
+            under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
+            sent.append(_Sent((), (come, wire), under_way))
+        return Crossing(sent)
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        """Write what has come."""
+        for index, (_, (come, _), _) in zip(self._layout.own_slices, crossing.sent, strict=False):
+            targets = [one for one in self._layout.targets(index) if one not in (None, self._layout.rank)]
+            for target, part in zip(targets, come.split(self._share.numel()) if targets else (), strict=True):
+                assert target is not None
+                self._write(target, part)
+        crossing.give_back(memory)
+
+    def _write(self, row: int, source: Tensor) -> None:
+        for target in self._views[row]:
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        """Each row, on every rank of the node."""
+        width, dtype = self.local.shape[1], self.local.dtype
+        for row in range(len(self.local)):
+            yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
+
+    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
+        raise AssertionError("crosses instead")
+
+
+def two_level_all_reduce_steps(
+    flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
+) -> Iterator[TwoLevelAllReduceStep]:
+    """The steps of an all-reduce of ``flat``, 1-D, in place."""
+    for (piece,) in pieces(piece_bytes, flat):
+        yield TwoLevelAllReduceStep(piece, kind, layout, is_shared=is_shared)
+
+
+def two_level_reduce_scatter_steps(
+    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
+) -> Iterator[TwoLevelReduceScatterStep]:
+    """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
+    for piece, part in pieces(piece_bytes, rows, result):
+        yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
+
+
+def two_level_all_gather_steps(
+    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
+) -> Iterator[TwoLevelAllGatherStep]:
+    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
+    for piece, part in pieces(piece_bytes, rows, share):
+        yield TwoLevelAllGatherStep(piece, part, layout, is_shared=is_shared)
+
+
+def _first(views: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return views[0], views[1:]
+
+
+def _divide(total: Tensor, kind: Any, size: int) -> None:
+    if kind == _Kind.AVG:
+        total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")
+
+
+def _sum_up(wire: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
+    combine = torch.maximum if kind == _Kind.MAX else torch.add
+    for total, mine, *theirs in columns(wire, own, *others):
+        if theirs and total.dtype is mine.dtype:
+            combine(mine, theirs.pop(0), out=total)
+        else:
+            total.copy_(mine)
+        for one in theirs:
+            combine(total, one, out=total)

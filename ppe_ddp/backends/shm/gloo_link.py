@@ -1,0 +1,78 @@
+"""Joins nodes by gloo: all-reduces among ranks of which each is on another node, on gloo's own threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Work
+
+
+class GlooLink:
+    """See :class:`~ppe_ddp.backends.shared_memory.node_link.NodeLink`.
+
+    Args:
+        gloo: A group of gloo of these ranks. The only reference: the connections end with it.
+        ranks: Theirs in the group of several nodes, for errors.
+    """
+
+    def __init__(self, gloo: ProcessGroup, ranks: Sequence[int]) -> None:
+        self._gloo: list[ProcessGroup] = [gloo]
+        self._ranks = ranks
+
+    def all_reduce(self, flat: Tensor, kind: Any) -> GlooTest:
+        """Begin to reduce ``flat`` in place; gloo keeps it alive."""
+        made = dist.AllreduceOptions()
+        made.reduceOp = dist.ReduceOp(kind)
+        with torch.no_grad():
+            return GlooTest(self._gloo[0].allreduce([flat], made), self._ranks)
+
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> GlooTest:
+        """Begin to send parts of ``flat`` to the ranks, and to receive theirs; as bytes, as gloo knows few dtypes."""
+        gloo: Any = self._gloo[0]
+        call = getattr(gloo, "alltoall_base", None) or gloo.all_to_all_single
+        size = flat.itemsize
+        with torch.no_grad():
+            work = call(
+                output.view(torch.uint8),
+                flat.view(torch.uint8),
+                [count * size for count in receiving],
+                [count * size for count in sending],
+            )
+        return GlooTest(work, self._ranks)
+
+    def close(self) -> None:
+        """End the connections; nothing is under way."""
+        self._gloo.clear()
+
+    def give_up(self) -> None:
+        """Drop the connections; gloo first ends what is pending, which may need the other ranks to come by."""
+        threading.Thread(target=self._gloo.clear, name="ppe_ddp-close", daemon=True).start()
+
+
+class GlooTest:
+    """Asks whether a Work of these ranks is over."""
+
+    def __init__(self, work: Work, ranks: Sequence[int]) -> None:
+        self._work = work
+        self._ranks = ranks
+
+    def Test(self) -> bool:  # as MPI has it
+        """Whether it is over; raises CommunicationError where it has failed."""
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self._ranks))
+            raise CommunicationError(f"between nodes, of ranks {ranks}: {error}") from error
+        return True

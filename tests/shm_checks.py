@@ -1,0 +1,62 @@
+"""Runs the checks of process groups over the backend `shm`, for test_shm_backend.py."""
+
+import time
+import traceback
+import warnings
+from datetime import timedelta
+
+import torch.distributed as dist
+
+import mpi_check_collectives  # noqa: F401  # these register their checks
+import mpi_check_failures  # noqa: F401
+import mpi_check_messages  # noqa: F401
+import mpi_check_races  # noqa: F401
+import mpi_check_shared  # noqa: F401
+import mpi_check_torch  # noqa: F401
+import mpi_check_waits  # noqa: F401
+from mpi_check_kit import CHECKS
+from mpi_check_kit import names_for as all_names_for
+from mpi_wrappers import on_two_ranks
+from ppe_ddp.backends.shm import ShmOptions
+
+# What cannot be said of this backend, and why.
+LEFT_OUT = {
+    "many_groups",  # gloo's connections are not few, but slow to make
+    "shared_stages_are_left_alone_until_all_have_read_them",  # the background thread does the ranks' parts
+}
+
+
+def names_for(size):
+    of_threads = {name for name in CHECKS if name.startswith("thread_")}
+    return [name for name in all_names_for(size) if name not in LEFT_OUT | of_threads]
+
+
+def run_checks(rank, size, meeting):
+    """Every check for so many ranks in its turn: by name, what went wrong on each rank, and the seconds it took."""
+    options = ShmOptions(shared_memory=False)  # mpi_check_shared.py has groups of its own
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("shm", init_method=meeting, rank=rank, world_size=size, timeout=timeout, pg_options=options)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    apart = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    found = {}
+    for name in names_for(size):
+        error, start = None, time.monotonic()
+        try:
+            CHECKS[name][0]()
+        except Exception:
+            error = f"rank {rank}:\n{traceback.format_exc()}"
+        errors = [None] * size
+        dist.all_gather_object(errors, error, group=apart)
+        found[name] = [text for text in errors if text], time.monotonic() - start
+    dist.destroy_process_group()
+    return found
+
+
+def run_wrappers():
+    """The cases of several wrappers, and of models that communicate by themselves, over the default group."""
+    count = 0
+    for case in on_two_ranks():
+        case()
+        count += 1
+    return count

@@ -1,0 +1,258 @@
+"""The backend `shm`: the checks of process groups on each number of ranks, and what it alone promises."""
+
+import functools
+import gc
+import itertools
+import os
+import sys
+from datetime import timedelta
+from time import monotonic
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
+from ppe_ddp.backends.group_internals import registered_groups
+from ppe_ddp.backends.process_group.background_progress import BackgroundProgress
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.backends.shared_memory import shared_reservation
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.testing import RankError, Ranks
+from ppe_ddp.testing.cases import Case
+from ppe_ddp.testing.models import Recipe
+from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
+from rank_tests import on_three_ranks, on_two_ranks
+from shm_checks import names_for, run_checks, run_wrappers
+from subprocesses import run
+from test_laws import EVERYTHING, assert_laws
+
+RANKS = (1, 2, 3)
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def results(ranks, folder):
+    """All checks on so many ranks, started once; the error where that failed."""
+    with Ranks(ranks, backend=None) as processes:
+        arguments = [(rank, ranks, f"file://{folder}/shm-{ranks}") for rank in range(ranks)]
+        try:
+            return processes.run_each(run_checks, arguments, timeout=150)[0]
+        except RankError as error:
+            return error
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in RANKS for name in names_for(ranks)])
+def test_on_ranks(ranks, name, tmp_path_factory):
+    found = results(ranks, tmp_path_factory.getbasetemp())
+    assert isinstance(found, dict), found
+    errors, _ = found[name]
+    assert not errors, "\n".join(errors)
+
+
+@pytest.fixture(scope="module")
+def two_shm_ranks():
+    with Ranks(2, backend="shm") as ranks:
+        yield ranks
+
+
+def random_cases():
+    for seed, (kind, zeroing) in enumerate(itertools.islice(itertools.product(StepKind, Zeroing), 0, None, 5)):
+        yield Case(Recipe.random(seed), (TrainingStep(kind, zeroing), TrainingStep(StepKind.ONE_BACKWARD)))
+
+
+def test_the_laws_on_random_models(two_shm_ranks):
+    for case in itertools.islice(random_cases(), 4):
+        assert_laws(two_shm_ranks, case)
+
+
+def test_the_laws_on_a_model_of_every_layer(two_shm_ranks):
+    recipe = Recipe(1, EVERYTHING, width=8, heads=3, early_exit=True)
+    steps = tuple(
+        TrainingStep(kind, zeroing) for kind, zeroing in zip(StepKind, itertools.cycle(Zeroing), strict=False)
+    )
+    assert_laws(two_shm_ranks, Case(recipe, steps))
+
+
+def test_several_wrappers_and_collectives_of_the_model(two_shm_ranks):
+    assert two_shm_ranks.run(run_wrappers, timeout=120)[0] > 10
+
+
+def shm_group(seconds=20.0, **options):
+    return dist.new_group(backend="shm", timeout=timedelta(seconds=seconds), pg_options=ShmOptions(**options))
+
+
+def shared(numel, group):
+    return group.allocate_tensor(numel, dtype=torch.float32, device=CPU).fill_(1.0)
+
+
+@on_two_ranks
+def test_a_rank_in_a_blocking_call_of_gloo_holds_nobody_up():
+    """Law 7: the user's own collective by gloo blocks in C++, and the other rank comes to it after its sum."""
+    group, store = shm_group(), dist.distributed_c10d._get_default_store()
+    for turn in range(5):
+        total = shared(100_000, group)
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(total, group=group, async_op=True)
+            store.set(f"launched/{turn}", "")
+            dist.barrier()
+            work.wait()
+        else:
+            store.wait([f"launched/{turn}"])
+            dist.all_reduce(total, group=group)  # rank 0 is in the barrier, or on its way there
+            dist.barrier()
+        assert total.unique().tolist() == [2.0]
+
+
+@on_two_ranks
+def test_the_background_thread_rests_where_nothing_is_under_way():
+    group = shm_group()
+    dist.all_reduce(shared(1000, group), group=group)
+    engine = progress_engine(os.getpid())
+    end = monotonic() + 20
+    while engine.at_begin.__self__._work.is_set() and monotonic() < end:  # naps for a while first
+        pass
+    assert isinstance(engine.at_begin.__self__, BackgroundProgress)
+    turns = engine.turns
+    dist.barrier()
+    assert engine.turns == turns
+    total = shared(1000, group)
+    dist.all_reduce(total, group=group)  # wakes it up
+    assert engine.at_begin.__self__._work.is_set()
+    assert total.unique().tolist() == [2.0]
+
+
+@on_three_ranks
+def test_the_ranks_that_do_not_come_are_named():
+    """In shared memory and by gloo, where shared memory shows who has come; the others are told."""
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+        dist.barrier()
+        group = shm_group(seconds=1.0)  # which is also what the ranks have to make it, on a machine that may be busy
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.barrier()
+            with pytest.raises(CommunicationError, match=r"rank . has given this group up"):
+                dist.all_reduce(torch.ones(3), group=group)
+            continue
+        start = monotonic()
+        with pytest.raises(CommunicationError, match=r"timeout of 1 s: rank 1 did not make the call"):
+            dist.all_reduce(torch.ones(3), op, group=group)
+        assert monotonic() - start < 10
+        dist.barrier()
+
+
+@on_two_ranks
+def test_a_rank_that_does_not_make_the_group_is_named():
+    if dist.get_rank() == 0:
+        with pytest.raises(CommunicationError, match=r"making group .* of ranks \[0, 1\].*rank 1 did not make it"):
+            dist.new_group([0, 1], timedelta(seconds=0.3), "shm", use_local_synchronization=True)
+
+
+@on_two_ranks
+def test_groups_of_one_name_meet_under_keys_of_their_own():
+    for turn in range(3):
+        group = dist.new_group([0, 1], backend="shm", use_local_synchronization=True)
+        total = torch.ones(3)
+        dist.broadcast(total.fill_(turn), 0, group=group)
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [2.0 * turn] * 3
+        dist.destroy_process_group(group)
+
+
+@on_two_ranks
+def test_where_memory_cannot_be_shared_all_goes_by_gloo():
+    def refuse(*_):
+        raise PermissionError("on purpose")
+
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared_reservation.SharedMemory, "attach", refuse)
+        group = shm_group()
+    assert not group.supports_tensor_alloc(CPU)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint64, torch.complex64):
+        total = torch.ones(5, dtype=dtype)
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [2] * 5
+    model = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+    model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.5] * 3]
+
+
+@on_two_ranks
+def test_a_group_ends_though_one_rank_has_begun_more_than_the_other():
+    group, start = shm_group(), monotonic()
+    if dist.get_rank() == 0:
+        dist.all_reduce(shared(10, group), group=group, async_op=True)
+    dist.destroy_process_group(group)
+    assert monotonic() - start < 10
+
+
+@on_two_ranks
+def test_a_forked_child_must_not_use_it():
+    group = shm_group()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(3), group=group)
+        except UnusableError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [2.0] * 3
+
+
+def test_other_options_and_devices_are_refused(two_shm_ranks):
+    two_shm_ranks.run(refuse_options_and_devices)
+
+
+def refuse_options_and_devices():
+    with pytest.raises(TypeError, match="pg_options for the backend shm are ppe_ddp's ShmOptions, not str"):
+        dist.new_group(pg_options="fast")
+    with pytest.raises(TypeError, match="the shm backend is for tensors on cpu, not on meta"):
+        dist.all_reduce(torch.ones(3, device="meta"))
+
+
+@on_two_ranks
+def test_the_wrapper_uses_it_beside_a_group_over_gloo():
+    """Where it is asked to: gradients lie in shared memory, and the next wrapper takes over the connections."""
+    memory, rank = shared_reservation.shared_memory(), dist.get_rank()
+    for wanted in (True, False, True):
+        model = DistributedDataParallel(torch.nn.Linear(3, 1), shared_memory=wanted)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+            grad = model.module.weight.grad
+            assert grad.tolist() == [[1.5] * 3]
+            assert (memory.position(grad) >= 0) == wanted
+        del model, grad
+        gc.collect()
+    assert len([group for group, _ in registered_groups() if "ppe_ddp" in group.group_name]) == 4
+
+
+@on_two_ranks
+def test_ranks_that_do_not_agree_on_shared_memory_are_told():
+    for _ in range(2):
+        with pytest.raises(DisagreementError, match=r"shared_memory is not .* False on rank 0, True on rank 1"):
+            DistributedDataParallel(torch.nn.Linear(3, 1), shared_memory=dist.get_rank() == 1)
+    DistributedDataParallel(torch.nn.Linear(3, 1), shared_memory=True)
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, ppe_ddp
+dist.init_process_group(sys.argv[1])
+model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), shared_memory=True)
+model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+os.write(1, f"grad {model.module.weight.grad[0, 0].item()} {'mpi4py' in sys.modules}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_script_under_torchrun_that_just_ends(backend, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    code, output, errors = run([sys.executable, *launcher, tmp_path / "train.py", backend], timeout=60)
+    assert (code, output) == (0, "grad 1.5 False\n" * 2), errors
