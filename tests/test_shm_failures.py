@@ -49,7 +49,8 @@ def test_a_rank_whose_process_has_ended_is_named_at_once(way, tmp_path):
         other.kill()
         code = other.wait()
     assert code == (-signal.SIGKILL if way == "killed" else 0)
-    assert done.stdout.startswith("True rank 0: the communication of this step failed, as it needs rank 1, which has died"), done
+    told = "True rank 0: the communication of this step failed, as it needs rank 1, which has died"
+    assert done.stdout.startswith(told), done
     assert "waits for rank 1, whose process has ended" in done.stdout
 
 
