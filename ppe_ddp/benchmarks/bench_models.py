@@ -7,29 +7,13 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["WORKLOADS", "Target", "TransformerBf16", "Workload"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The performance that ppe_ddp should reach.
-
-    Attributes:
-        reference: The contestant to compare with.
-        at_most: The largest ratio of the step times of ppe_ddp and ``reference``.
-        world_size: The number of ranks that this holds for.
-    """
-
-    reference: str
-    at_most: float
-    world_size: int
+__all__ = ["WORKLOADS", "TransformerBf16", "Workload"]
 
 
 class Workload(ABC):
@@ -43,7 +27,6 @@ class Workload(ABC):
         world_size: The number of ranks that it is meant for; None for any.
         on: The device on which it takes part without being named; None for any.
         reference: The contestant that the others are compared with.
-        target: What ppe_ddp should reach; None where nothing is promised.
     """
 
     name: ClassVar[str]
@@ -53,7 +36,6 @@ class Workload(ABC):
     world_size: ClassVar[int | None] = None
     on: ClassVar[str | None] = None
     reference: ClassVar[str] = "torch"
-    target: ClassVar[Target | None] = None
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -95,7 +77,6 @@ class WideMLP(Workload):
 
     name = "mlp"
     title = "wide MLP, 8 x Linear(1024, 1024)"
-    target = Target("torch", 1.0, 2)
 
     def build(self) -> nn.Module:
         """Eight layers."""
@@ -112,7 +93,6 @@ class SmallParameters(Workload):
     name = "small"
     title = "400 small parameters, 200 x Linear(64, 64)"
     steps = 8
-    target = Target("torch", 0.95, 2)
 
     def build(self) -> nn.Module:
         """Two hundred layers."""
@@ -130,7 +110,6 @@ class TinyParameters(Workload):
     title = "2000 tiny parameters, 1000 x Linear(8, 8), one rank"
     world_size = 1
     reference = "bare"
-    target = Target("bare", 1.2, 1)
 
     def build(self) -> nn.Module:
         """A thousand layers."""
@@ -184,7 +163,6 @@ class SupernetCommon(_Supernet):
 
     name = "supernet-common"
     title = "supernet, 1 of 4 Linear(512, 512) in each of 8 layers, the same on all ranks"
-    target = Target("torch", 0.5, 2)
 
     def _place(self, rank: int) -> int:
         return 0
@@ -195,7 +173,6 @@ class SupernetOwn(_Supernet):
 
     name = "supernet-own"
     title = "supernet, 1 of 4 Linear(512, 512) in each of 8 layers, another on each rank"
-    target = Target("torch", 0.8, 2)
 
     def _place(self, rank: int) -> int:
         return rank % self.branches

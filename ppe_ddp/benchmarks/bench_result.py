@@ -93,8 +93,6 @@ class ModelResult:
         parameter_nbytes: Their bytes.
         existing_nbytes: Bytes of the gradients that some rank's own backward made in one step.
         reference: Whom ratios compare with.
-        at_most: The largest ratio that ppe_ddp should have; None where nothing is promised.
-        met: Whether it has; None where nothing is promised.
         contestants: Their results.
     """
 
@@ -106,8 +104,6 @@ class ModelResult:
     parameter_nbytes: int
     existing_nbytes: int
     reference: str
-    at_most: float | None
-    met: bool | None
     contestants: tuple[ContestantResult, ...]
 
     @property
@@ -116,7 +112,7 @@ class ModelResult:
         return next(result for result in self.contestants if result.name == Ours.name)
 
 
-def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult], *, device: str = "cpu") -> ModelResult:
+def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -> ModelResult:
     """Brings together what the ranks measured.
 
     A block took as long as it took the slowest rank. What was sent is rank 0's, and nothing where there is
@@ -126,7 +122,6 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult], *
         workload: What was measured.
         block_steps: How many steps a block had.
         ranks: What each rank measured.
-        device: What it was measured on; targets are promised on the CPU.
     """
     first = ranks[0]
     seconds = _of_slowest(ranks)
@@ -139,10 +134,6 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult], *
         if kind.name in seconds or kind.name in first.skipped
     )
     present = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
-    target = workload.target
-    holds = target is not None and target.world_size == len(ranks) and device == "cpu"
-    at_most = target.at_most if target is not None and holds else None
-    ratio = next(result.ratio for result in contestants if result.name == Ours.name)
     return ModelResult(
         name=workload.name,
         title=workload.title,
@@ -152,8 +143,6 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult], *
         parameter_nbytes=sum(first.nbytes),
         existing_nbytes=sum(n for n, here in zip(first.nbytes, present, strict=True) if here),
         reference=workload.reference,
-        at_most=at_most,
-        met=None if at_most is None or ratio is None else ratio.median <= at_most,
         contestants=contestants,
     )
 

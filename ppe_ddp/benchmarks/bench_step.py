@@ -198,7 +198,7 @@ def _joined(settings: Settings, workloads: Sequence[Workload]) -> _Measured:
 def _combined(settings: Settings, measured: _Measured) -> Iterator[ModelResult]:
     start = monotonic()
     for workload, ranks in measured:
-        model = combine(workload, settings.steps or workload.steps, ranks, device=settings.platform.device)
+        model = combine(workload, settings.steps or workload.steps, ranks)
         ratio = model.ours.ratio
         assert ratio is not None
         line = f"{model.name}: ppe_ddp {ratio.median:.2f} x {model.reference}"
