@@ -1,9 +1,8 @@
-"""Checks of compressors over the backend `mpi4py`: laws of test_compression.py, in private and in shared memory."""
+"""Checks of compressors over `mpi4py` and `shm`: laws of test_compression.py, in private and in shared memory."""
 
 import torch.distributed as dist
 
-from mpi_check_kit import check
-from ppe_ddp.backends.mpi import MpiOptions
+from mpi_check_kit import check, group_options
 from ppe_ddp.compression import Int8
 from test_compression import METHODS, check_one_rank_alone, check_that_nothing_is_lost
 
@@ -15,7 +14,7 @@ def compressors_lose_nothing(name):
 
 @check(ranks=2)
 def compressors_over_shared_memory_lose_nothing():
-    group = dist.new_group(backend="mpi4py", pg_options=MpiOptions())
+    group = dist.new_group(pg_options=group_options())
     for name in ("int8", "topk", "powersgd"):
         check_that_nothing_is_lost(name, bucket_cap_mb=2e-3, process_group=group)
     dist.destroy_process_group(group)

@@ -33,7 +33,7 @@ from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
 BOUNDS = {"kilobytes": 8.0, "descriptors": 0.4, "threads": 0.4}
 # What may be gained once: the allocator goes on to find its size for some hundred rounds, an arena for each thread; and
 # connections that no wrapper needs any more are kept for the next.
-ONCE = {"kilobytes": 30000.0, "descriptors": 30.0, "threads": 30.0}
+ONCE = {"kilobytes": 30000.0, "descriptors": 60.0, "threads": 30.0}
 SAMPLE_EVERY = 4  # rounds
 WARM_UP = 1 / 3  # of the samples: caches fill, and the allocator finds its size
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ppe_ddp.engine.bucket_allocator import Allocator
     from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
-    from ppe_ddp.engine.groups import Allocator
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size

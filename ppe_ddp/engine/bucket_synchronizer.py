@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.bucket import BucketContext
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
 from ppe_ddp.engine.gradients import Gradients
-from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.module_buffers import broadcasting_buffers
 from ppe_ddp.engine.negotiation import Negotiation

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.event_log import watch
-from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:

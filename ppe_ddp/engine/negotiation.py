@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_plan import Planner, fingerprint
 from ppe_ddp.engine.completion import probe
-from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.engine.peer_processes import Activity

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_buffers import slots_of
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.dense_bucket import DenseBucket
-from ppe_ddp.engine.groups import allocator
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 

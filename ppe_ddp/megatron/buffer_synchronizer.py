@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.bucket import BucketContext
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.event_log import EventLog
-from ppe_ddp.engine.groups import allocator
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.synchronizer import Synchronizer

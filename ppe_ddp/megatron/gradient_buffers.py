@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.bucket import BucketContext
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.distributed_tensors import refuse_distributed
-from ppe_ddp.engine.groups import Groups, allocator
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
+    from ppe_ddp.engine.bucket_allocator import Allocator
     from ppe_ddp.engine.bucket_plan import ParameterSpec
-    from ppe_ddp.engine.groups import Allocator
     from ppe_ddp.megatron.signature import Setup
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import torch
 from ppe_ddp.engine.bucket_buffers import sole_owner
 
 if TYPE_CHECKING:
-    from ppe_ddp.engine.groups import Allocator
+    from ppe_ddp.engine.bucket_allocator import Allocator
 
 _UNIT_BYTES = 1 << 16
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.reduce_scatter_bucket import ReduceScatterBucket

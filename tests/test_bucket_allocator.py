@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ppe_ddp.engine import groups
-from ppe_ddp.engine.groups import allocator
+from ppe_ddp.engine.bucket_allocator import allocator
 
 CPU = torch.device("cpu")
 
