@@ -28,7 +28,7 @@ def step(file):
         ContestantResult("ppe", "away"),
     ]
     models = [
-        ModelResult(name, "a title", 2, 3, 9, 9, 9, "torch", 0.5, False, tuple(contestants))
+        ModelResult(name, "a title", 2, 3, 9, 9, 9, "torch", tuple(contestants))
         for name in ("supernet-common", "transformer-bf16")
     ]
     print_step_table(models, CAPTION, file)
