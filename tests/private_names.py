@@ -69,7 +69,8 @@ def _defined_in(tree: ast.AST) -> Iterator[str]:
 
 def _places(tree: ast.Module, own: set[str], torchs: set[str]) -> Iterator[str]:
     roots = set(_imports(tree))
-    declared = {id(node): set(_defined_in(owner)) for owner in _classes(tree) for node in ast.walk(owner)}
+    of_class = [(owner, set(_defined_in(owner))) for owner in _classes(tree)]
+    declared = {id(node): names for owner, names in of_class for node in ast.walk(owner)}
     for node in ast.walk(tree):
         text = ""
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
