@@ -37,7 +37,9 @@ class Gradients:
         self._parameters: Sequence[nn.Parameter] = module_state.parameters
         self._specs = module_state.specs
         self._streams = streams
-        self._distributed = DistributedGradients(module_state.distributed, module_state.names)
+        distributed = DistributedGradients(module_state.distributed, module_state.names)
+        # None where there are none: asked for every gradient
+        self._distributed = distributed if distributed else None
         self.buffers = BucketBuffers(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients were one piece of memory when the last backward began."""
@@ -49,7 +51,7 @@ class Gradients:
         mask = bytearray(reached)
         grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
-        if self._distributed:
+        if self._distributed is not None:
             held = [(i, local_tensor(gradient)) for i, gradient in held]
         self.shared, self.stays_in_place = [], False
         if held:
@@ -80,7 +82,7 @@ class Gradients:
                 gradient = take_local(parameter)
             elif gradient is not None:
                 parameter.grad = None
-                if self._distributed:
+                if self._distributed is not None:
                     gradient = self._distributed.local(i, gradient)
             if gradient is not None and i in self.shared:  # averages may differ, and each needs a place of its own
                 gradient = gradient.clone()
@@ -99,7 +101,7 @@ class Gradients:
         for i, gradient in zip(indices, gradients, strict=True):
             if factor != 1.0:
                 scale(gradient, gradient, factor)
-            if self._distributed:
+            if self._distributed is not None:
                 gradient = self._distributed.whole(i, gradient)
             parameter = parameters[i]
             there = parameter.grad
@@ -113,7 +115,7 @@ class Gradients:
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """Put this rank's own gradients back into ``.grad``; add what has arrived there since."""
         for i, gradient in gradients:
-            if self._distributed:
+            if self._distributed is not None:
                 gradient = self._distributed.whole(i, gradient)
             parameter = self._parameters[i]
             there = parameter.grad
