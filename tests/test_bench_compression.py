@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from ppe_ddp import cli
-from ppe_ddp.benchmarks import bench_compression
+from ppe_ddp.benchmarks import bench_ranks
 from ppe_ddp.benchmarks.bench_compression import METHODS
 from reports import report_in
 
@@ -14,7 +14,7 @@ from reports import report_in
 @pytest.fixture(scope="module")
 def report(two_ranks, tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "result.json"
-    with mock.patch.object(bench_compression, "Ranks", return_value=nullcontext(two_ranks)):
+    with mock.patch.object(bench_ranks, "Ranks", return_value=nullcontext(two_ranks)):
         words = ["bench", "compression", "--width", "128", "--mbit", "1", "--repeats", "2", "--json", str(file)]
         assert cli.main(words) == 0
     return report_in(file.read_text())

@@ -16,10 +16,10 @@ the two at the speed that --mbit names.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from time import process_time
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,20 +30,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from ppe_ddp import DistributedDataParallel, init_process_group
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.benchmarks.bench_ranks import DEFAULT_RANKS, measure_on_ranks
 from ppe_ddp.benchmarks.bench_table import print_table, table_of
 from ppe_ddp.cli.arguments import count, output
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
-from ppe_ddp.launchers import detect
-from ppe_ddp.testing import Ranks
 
 if TYPE_CHECKING:
     import argparse
 
 __all__ = ["METHODS", "CompressionLine", "add_arguments", "measure", "run"]
 
-_RANKS = 2
 _WIDTH = 1024
 _WARM_UP = 3
 _FASTEST = 1e6  # Mbit/s: above any link
@@ -98,7 +96,7 @@ class CompressionLine:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
-    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {_RANKS})")
+    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {DEFAULT_RANKS})")
     parser.add_argument("--width", type=count, default=_WIDTH, metavar="N", help=f"of the model (default: {_WIDTH})")
     parser.add_argument("--mbit", type=count, default=100, metavar="N", help="speed of the link (default: 100)")
     parser.add_argument("--repeats", type=count, default=11, metavar="N", help="steps of each (default: 11)")
@@ -112,19 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         0; 2 if the ranks that there are, are not as many as were asked for.
     """
     asked = (arguments.width, arguments.mbit, arguments.repeats)
-    if detect(os.environ).launcher == "alone":
-        with Ranks(arguments.ranks or _RANKS, timeout=3600, group_timeout=300) as ranks:
-            _publish(arguments, ranks.run(measure, *asked)[0])
-        return 0
-    job = init_process_group(quiet=True)
-    if arguments.ranks not in (None, job.world_size):
-        print(f"ppe_ddp: --ranks is {arguments.ranks}, but there are {job.world_size}: leave it out", file=sys.stderr)
-        return 2
-    lines = measure(*asked)
-    if job.rank == 0:
-        _publish(arguments, lines)
-    dist.destroy_process_group()
-    return 0
+    return measure_on_ranks(measure, asked, partial(_publish, arguments), ranks=arguments.ranks)
 
 
 def measure(width: int, mbit: float, repeats: int) -> list[CompressionLine]:

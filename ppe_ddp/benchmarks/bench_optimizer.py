@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -31,15 +31,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, init_process_group
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.benchmarks.bench_measure import workload_named
 from ppe_ddp.benchmarks.bench_models import WORKLOADS, Workload
+from ppe_ddp.benchmarks.bench_ranks import DEFAULT_RANKS, measure_on_ranks
 from ppe_ddp.benchmarks.bench_result import Spread
 from ppe_ddp.benchmarks.bench_table import print_table, spread_text, table_of
 from ppe_ddp.cli.arguments import count, output
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
-from ppe_ddp.launchers import detect
-from ppe_ddp.testing import Ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTESTANTS", "OptimizerResult", "add_arguments", "measure", "run"]
 
-_RANKS = 2
 _WARM_UP_STEPS = 4
 _MODELS = ("mlp", "transformer", "small")
 _RATE = 1e-4
@@ -120,7 +118,7 @@ class OptimizerResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
     names = [workload.name for workload in WORKLOADS if not workload.is_dynamic]
-    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {_RANKS})")
+    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {DEFAULT_RANKS})")
     parser.add_argument(
         "--model", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: {_MODELS})"
     )
@@ -137,19 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         0; 2 if the ranks that there are, are not as many as were asked for.
     """
     asked = (tuple(arguments.model or _MODELS), arguments.steps, arguments.repeats, arguments.seed)
-    if detect(os.environ).launcher == "alone":
-        with Ranks(arguments.ranks or _RANKS, timeout=3600, group_timeout=300) as ranks:
-            _publish(arguments, ranks.run(measure, *asked)[0])
-        return 0
-    job = init_process_group(quiet=True)
-    if arguments.ranks not in (None, job.world_size):
-        print(f"ppe_ddp: --ranks is {arguments.ranks}, but there are {job.world_size}: leave it out", file=sys.stderr)
-        return 2
-    lines = measure(*asked)
-    if job.rank == 0:
-        _publish(arguments, lines)
-    dist.destroy_process_group()
-    return 0
+    return measure_on_ranks(measure, asked, partial(_publish, arguments), ranks=arguments.ranks)
 
 
 def measure(models: Sequence[str], steps: int, repeats: int, seed: int) -> list[OptimizerResult]:
