@@ -5,7 +5,7 @@
 
 Each process keeps one page of memory, in which it writes what it is at, for a fraction of a microsecond. The others on
 its node map the page when a group is made, and can read it when the process is stopped, or is no more; the system says
-which. Nothing lies in the file system, so that nothing is left of a process that is killed.
+which.
 
 Not known are the processes of other nodes, nor any where there is no Linux: ``lost_ranks.py`` asks those.
 """
@@ -15,20 +15,25 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import mmap
 import os
 import secrets
-import socket
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ppe_ddp.backends.shared_memory.memory_file import (
+    TOKEN_BYTES,
+    new_memory_file,
+    node_name,
+    open_memory_file,
+    path_of,
+)
+
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Mapping, Sequence
 
-_TOKEN_BYTES = 16
 _LEFT = struct.Struct("<q")  # the length of the text that follows it; 0 as long as the process trains
 _TEXT_BYTES = 2000
 _RECORD = struct.Struct("<qqqq")
@@ -105,7 +110,7 @@ class ProcessAddress:
         pid: The process, as it sees itself.
         started: When it started, as the system counts; another process may get the number.
         descriptor: Of the page, in that process.
-        token: What the page begins with: in another container the number means another process.
+        token: What the page begins with.
         record: The record of this group.
     """
 
@@ -178,9 +183,9 @@ class PeerProcesses:
     def condition(self, rank: int) -> tuple[Condition, str]:
         """How the process of a rank of this node is, and what it has said about its end."""
         address, page = self._pages[rank]
-        (length,) = _LEFT.unpack_from(page, _TOKEN_BYTES)
+        (length,) = _LEFT.unpack_from(page, TOKEN_BYTES)
         if length:
-            start = _TOKEN_BYTES + _LEFT.size
+            start = TOKEN_BYTES + _LEFT.size
             return Condition.LEFT, page[start : start + length - 1].decode(errors="replace")
         return _condition(address), ""
 
@@ -194,11 +199,10 @@ class _Page:
     """The page of this process, and those of others that it has mapped."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("ppe_ddp", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, _PAGE_BYTES)
-        self._map = mmap.mmap(self.descriptor, _PAGE_BYTES)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        self._map[:_TOKEN_BYTES] = token
+        self.node = node_name().hex()
+        self.descriptor, self._map = new_memory_file(_PAGE_BYTES)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._map[:TOKEN_BYTES] = token
         self.token = token.hex()
         self._records = itertools.count()
         self._peers: dict[str, mmap.mmap] = {}
@@ -219,17 +223,18 @@ class _Page:
 
     def leave(self, text: str) -> None:
         content = text.encode()[:_TEXT_BYTES]
-        start = _TOKEN_BYTES + _LEFT.size
+        start = TOKEN_BYTES + _LEFT.size
         self._map[start : start + len(content)] = content
-        _LEFT.pack_into(self._map, _TOKEN_BYTES, len(content) + 1)
+        _LEFT.pack_into(self._map, TOKEN_BYTES, len(content) + 1)
 
     def peer(self, address: ProcessAddress) -> mmap.mmap | None:
         """The page of another process; None if it cannot be reached from here."""
-        if address.node != _node():
+        if address.node != self.node:
             return None
         if address.token not in self._peers:
             try:
-                page = _opened(address)
+                path = path_of(address.pid, address.descriptor)
+                page = open_memory_file(path, _PAGE_BYTES, bytes.fromhex(address.token), is_writable=False)
             except (OSError, ValueError):
                 return None
             self._peers[address.token] = page
@@ -246,23 +251,9 @@ def own_address() -> ProcessAddress | None:
     """Where others find the page of this process, with a new record in it; None where the system has no such memory."""
     try:
         page = _page(os.getpid())
-        return ProcessAddress(_node(), os.getpid(), _started("self"), page.descriptor, page.token, page.new_record())
-    except (OSError, AttributeError):
+        return ProcessAddress(page.node, os.getpid(), _started("self"), page.descriptor, page.token, page.new_record())
+    except OSError:
         return None
-
-
-def _opened(address: ProcessAddress) -> mmap.mmap:
-    descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != _PAGE_BYTES:
-            raise OSError(f"descriptor {address.descriptor} of process {address.pid} is not what was announced")
-        page = mmap.mmap(descriptor, _PAGE_BYTES, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-    if page[:_TOKEN_BYTES].hex() != address.token:
-        raise OSError(f"process {address.pid} is another process here")
-    return page
 
 
 def _position(page: mmap.mmap, record: int) -> Position:
@@ -288,13 +279,3 @@ def _state_and_start(pid: str) -> tuple[str, int]:
     # The name of the program, which comes before, may have spaces and brackets.
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
-
-
-@functools.cache
-def _node() -> str:
-    """The node's name, and when it was booted: containers may have the same name."""
-    try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        booted = ""
-    return f"{socket.gethostname()} {booted}"

@@ -4,18 +4,15 @@
     rank 1   |== control ==|  |==== bucket ====|     ...     only what is touched takes memory
 
 A peer maps the reservation once, so a tensor in it is known to all by its position alone, and making one needs no
-agreement. Nothing lies in the file system: what a killed process leaves behind is nothing.
+agreement.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import mmap
 import os
 import secrets
-import socket
-import stat
 import struct
 import threading
 import weakref
@@ -25,12 +22,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.backends.shared_memory.memory_file import (
+    TOKEN_BYTES,
+    new_memory_file,
+    node_name,
+    open_memory_file,
+    path_of,
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_TOKEN_BYTES = 16
-_ADDRESS = struct.Struct(f"<qqqq{_TOKEN_BYTES}s{_TOKEN_BYTES}s")
+_ADDRESS = struct.Struct(f"<qqqq{TOKEN_BYTES}s{TOKEN_BYTES}s")
 ADDRESS_BYTES = _ADDRESS.size
 
 
@@ -42,8 +45,8 @@ class Address:
         pid: Of its owner.
         descriptor: Of its file, in the owner.
         nbytes: The size of the file.
-        token: What it begins with: process numbers may mean another process elsewhere (containers).
-        node: A hash of the node's name: on another one, the number means another process for certain.
+        token: What it begins with.
+        node: The name of the node: on another one, the number means another process for certain.
     """
 
     pid: int
@@ -55,7 +58,7 @@ class Address:
     @property
     def path(self) -> str:
         """The file, as other processes of this node may open it."""
-        return f"/proc/{self.pid}/fd/{self.descriptor}"
+        return path_of(self.pid, self.descriptor)
 
     def packed(self, position: int) -> bytes:
         """It and a position in it, in ``ADDRESS_BYTES`` bytes."""
@@ -78,22 +81,15 @@ class SharedMemory:
     def __init__(self) -> None:
         self._pid = os.getpid()
         nbytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-        node = _node()
-        descriptor = _new_file()
-        try:
-            os.fchmod(descriptor, 0o600)  # it is made for everybody
-            os.ftruncate(descriptor, nbytes)
-            self._map = _mapped(descriptor, nbytes)
-        except OSError:
-            os.close(descriptor)
-            raise
+        node = node_name()
+        descriptor, self._map = new_memory_file(nbytes)
         self._lock = threading.Lock()  # a reduce function's thread allocates beside the main thread
         self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self._free = [(0, nbytes)]
         self._given_back: list[tuple[int, int]] = []
         self._peers: dict[Address, mmap.mmap] = {}
-        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(_TOKEN_BYTES), node)
-        self._token = self.allocate(_TOKEN_BYTES, torch.uint8)
+        self.address = Address(self._pid, descriptor, nbytes, secrets.token_bytes(TOKEN_BYTES), node)
+        self._token = self.allocate(TOKEN_BYTES, torch.uint8)
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -181,38 +177,10 @@ def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _new_file() -> int:
-    try:
-        return os.memfd_create("ppe_ddp")
-    except AttributeError:
-        raise OSError("this system has no memfd_create") from None
-
-
-def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NORESERVE)
-
-
-def _node() -> bytes:
-    """What tells this machine from others, and its containers from one another."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        name = file.read() + socket.gethostname().encode()
-    return hashlib.sha256(name).digest()[:_TOKEN_BYTES]
-
-
 def _opened(address: Address) -> mmap.mmap:
-    if address.node != _node():
+    if address.node != node_name():
         raise OSError(f"process {address.pid} is on another node")
-    descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != address.nbytes:
-            raise OSError(f"descriptor {address.descriptor} of process {address.pid} is not what was announced")
-        memory = _mapped(descriptor, address.nbytes)
-    finally:
-        os.close(descriptor)
-    if memory[:_TOKEN_BYTES] != address.token:
-        raise OSError(f"process {address.pid} is another process here")
-    return memory
+    return open_memory_file(address.path, address.nbytes, address.token)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
