@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 from one_process import assert_gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp.backends.group_internals import registered_groups
+from ppe_ddp.engine.group_lifetime import close
 from rank_tests import on_two_ranks
 
 SECONDS = 10.0
@@ -106,3 +109,17 @@ def test_a_hook_whose_callback_has_the_group_when_it_is_destroyed():
     total = torch.ones(())
     dist.all_reduce(total)
     assert total == 2
+
+
+@on_two_ranks
+def test_torch_does_not_count_groups_that_are_closed():
+    """It names a group that only its ranks make by their number, and gloo may take long to end one."""
+    go = threading.Event()
+    before = len(list(registered_groups()))
+    groups = [dist.new_group(backend="shm"), dist.new_group()]
+    weakref.finalize(groups[1], go.wait, SECONDS)  # as if gloo took long
+    close(groups)
+    own = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=SECONDS))
+    assert len(list(registered_groups())) == before + 1
+    dist.barrier(group=own)
+    go.set()

@@ -25,20 +25,26 @@ if TYPE_CHECKING:
 
 
 def close(groups: list[ProcessGroup]) -> None:
-    """Close the connections of these, so that ranks that wait in them leave with an error; empties the list."""
+    """Close the connections of these, so that ranks that wait in them leave with an error; empties the list.
+
+    torch has forgotten them when this returns, on every rank that has closed them: it names a group that only its ranks
+    make by how many groups each of them has.
+    """
     for group in groups:
         if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
             group.abort()
-    del group
+        del group
+    ending = list(groups)
+    destroy(groups)
     # gloo ends what this rank has pending first, which may need the others to come by
-    threading.Thread(target=destroy, args=(groups,), name="ppe_ddp-close", daemon=True).start()
+    threading.Thread(target=ending.clear, name="ppe_ddp-close", daemon=True).start()
 
 
 def destroy(groups: list[ProcessGroup]) -> None:
-    """Destroy these; empties the list."""
+    """Destroy these; empties the list. Their connections end with the last references."""
     while groups:
         with contextlib.suppress(RuntimeError, ValueError):  # destroyed by the user meanwhile
-            dist.destroy_process_group(groups.pop())  # the last reference, with which the connections end
+            dist.destroy_process_group(groups.pop())
 
 
 def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:
