@@ -285,6 +285,21 @@ def test_destroying_gives_the_communicators_back(two):
     two.run(ends)
 
 
+def ends_though_a_call_never_does():
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    nccl_stand_in.StandInDevice.stuck = True
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    group.abort()
+    dist.destroy_process_group(group)
+    nccl_stand_in.StandInDevice.stuck = False
+    del work
+
+
+def test_destroying_what_was_aborted_does_not_wait(two):
+    two.run(ends_though_a_call_never_does, timeout=20)
+
+
 # ---------------------------------------------------------------- in this process
 
 

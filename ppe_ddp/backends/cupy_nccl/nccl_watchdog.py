@@ -83,9 +83,9 @@ class Watchdog:
         self._operations = deque(entry for entry in self._operations if entry[1] is not operation)
 
     def drain(self) -> None:
-        """Wait on the host until nothing is on its way, or the group has failed."""
+        """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
         for _, operation in list(self._operations):
-            while not operation.is_over() and self._error is None:
+            while not (operation.is_over() or self._error is not None or self._closed):
                 time.sleep(0.001)
         self._operations.clear()
 
