@@ -1,12 +1,17 @@
 """One rank alone fails in the communication: all ranks get an error, and the next step is right."""
 
+import contextlib
 import itertools
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import failing
 import failing_shards
+from ppe_ddp import DistributedDataParallel, broadcast
+from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine.groups import Groups
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -96,3 +101,20 @@ def test_groups_without_a_backend_for_cpus_are_connected_again():
     groups.fail(RuntimeError(), "begun")
     groups.renew()
     assert (groups.is_closed, groups.generation) == (False, 1)
+
+
+@on_three_ranks
+def test_no_rank_begins_before_all_have_their_parameters():
+    """One that fails in its first step closes the connections, by which another may still receive."""
+    rank, store = dist.get_rank(), store_of(dist.group.WORLD)
+
+    def send(tensors, group):
+        broadcast(tensors, group).wait()
+        if rank == 1:
+            with contextlib.suppress(RuntimeError):
+                store.wait(["has begun"], timedelta(seconds=0.3))
+            store.set("has received", "")
+
+    DistributedDataParallel(nn.Linear(2, 1), broadcast_function=send)
+    assert store.check(["has received"])
+    store.set("has begun", "")

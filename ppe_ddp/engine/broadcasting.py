@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> None:
-    """Overwrite ``tensors`` by those of one rank. All ranks must call this with the same list.
+    """Overwrite ``tensors`` by those of one rank, on all ranks. All must call this with the same list.
 
     Args:
         function: Does the broadcast; a function of the user's knows no other source than the group's rank 0.
@@ -35,10 +35,11 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
 
     Raises:
         FunctionError: The function returned something that cannot be waited for.
-        CommunicationError: Our own function failed to communicate.
+        CommunicationError: Our own function failed to communicate, or a rank is gone.
     """
     with torch.no_grad():
         run(broadcasting(function, tensors, groups, source=source))
+    groups.await_start()
 
 
 def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> Steps:

@@ -100,6 +100,7 @@ class Groups:
         self._connect_failures()
         self._unusable = ""
         self._attempts = 0  # to renew, since the last failure
+        self._starts = 0
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
 
@@ -154,6 +155,25 @@ class Groups:
             processes=processes,
             shared_memory=shared_memory,
         )
+
+    def await_start(self) -> None:
+        """Wait until all ranks have received what they start from; every rank must call this together.
+
+        A rank whose first step fails closes its duplicates, and with them what others still receive.
+
+        Raises:
+            CommunicationError: A rank is gone, or has not come within the group's timeout.
+        """
+        if not self.is_duplicate:
+            return
+        self._starts += 1
+
+        def look() -> None:
+            lost = self._lost.gone()
+            if lost:
+                raise lost_error(self.rank, lost, "the ranks could not start together")
+
+        exchange(self.parent, f"{self.name}/start/{self._starts}", "", look)
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.

@@ -27,13 +27,14 @@ _SHORTEST_NAP = 0.001  # seconds between looks at the store
 _LONGEST_NAP = 0.02
 
 
-def exchange(group: ProcessGroup, name: str, word: Any) -> list[Any]:
+def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
     """The words of all ranks of ``group``, in their order; all of them must call this together.
 
     Args:
         group: One that torch.distributed has made.
         name: Of this exchange: the same on every rank, and new.
         word: This rank's: what JSON can write.
+        look: Called now and then; raises what ends the wait.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.
@@ -52,6 +53,7 @@ def exchange(group: ProcessGroup, name: str, word: Any) -> list[Any]:
                 "All ranks of the group must wrap the module together"
             )
         advance()  # another rank may wait for a message of the user's before it comes
+        look()
         sleep(nap)
         nap = min(2 * nap, _LONGEST_NAP)
     return [json.loads(store.get(key)) for key in keys]
