@@ -23,6 +23,7 @@ from one_process import (
     square,
 )
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.engine.group_handle import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
@@ -239,6 +240,16 @@ def test_a_pickled_wrapper_finds_its_subgroup_again():
     square(wrapper, rank)
     tables = [mean_gradients(wrapper.module, lambda m, _, r=r: square(m, r), 1) for r in (1, 2)]
     assert_gradients(wrapper.module, {name: (tables[0][name] + tables[1][name]) / 2 for name in tables[0]})
+
+
+@on_two_ranks
+def test_a_pickled_wrapper_does_not_find_a_group_of_others():
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"wants a process group of ranks \[0\], and there is none"):
+            GroupHandle(None, [0]).group()
+        return
+    assert GroupHandle(None, [0]).group() is group
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

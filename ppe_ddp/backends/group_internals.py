@@ -48,7 +48,8 @@ def is_registered(group: ProcessGroup) -> bool:
 def registered_groups() -> Iterator[tuple[ProcessGroup, list[int]]]:
     """The groups that this process is in, in the order in which they were made, each with the global ranks in it."""
     for group, ranks in c10d._world.pg_group_ranks.items():
-        yield group, list(ranks)
+        if isinstance(group, ProcessGroup):  # and not the number that stands for groups of others
+            yield group, list(ranks)
 
 
 def default_group() -> ProcessGroup:
