@@ -103,24 +103,35 @@ class BucketBuffers:
     ) -> BucketBuffer:
         """A free buffer, laid out for ``bucket`` with these members; its contents are arbitrary."""
         held = self._held.setdefault((bucket.dtype, bucket.device), [])
+        found = None
         for buffer in held:
             if buffer.bucket is not bucket:
                 continue
-            if buffer.is_free():
-                break
-            self._used.add(id(buffer))  # the gradients lie in it: it is the next step's, when they lie in this one's
-        else:
-            fitting = sorted((b for b in held if b.memory.numel() >= bucket.numel), key=lambda b: b.memory.numel())
-            free = next(filter(BucketBuffer.is_free, fitting), None)
-            if free is not None:
-                buffer = free
-            else:
-                unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
-                capacity = -(-bucket.numel // unit) * unit
-                buffer = BucketBuffer(self._allocate(capacity, bucket.dtype, bucket.device))
-                held.append(buffer)
-            buffer.lay_out(bucket, specs, parameters)
-        self._used.add(id(buffer))
+            if not buffer.is_free():
+                self._used.add(id(buffer))  # gradients lie in it: it is the next step's, when they lie in this one's
+            elif found is None:
+                found = buffer
+        if found is None:
+            found = self._laid_out(held, bucket, specs, parameters)
+        self._used.add(id(found))
+        return found
+
+    def _laid_out(
+        self,
+        held: list[BucketBuffer],
+        bucket: BucketPlan,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[nn.Parameter],
+    ) -> BucketBuffer:
+        """One of ``held`` that was laid out for another bucket, or a new one."""
+        fitting = sorted((b for b in held if b.memory.numel() >= bucket.numel), key=lambda b: b.memory.numel())
+        buffer = next(filter(BucketBuffer.is_free, fitting), None)
+        if buffer is None:
+            unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
+            capacity = -(-bucket.numel // unit) * unit
+            buffer = BucketBuffer(self._allocate(capacity, bucket.dtype, bucket.device))
+            held.append(buffer)
+        buffer.lay_out(bucket, specs, parameters)
         return buffer
 
     def bounds(self) -> list[int]:
