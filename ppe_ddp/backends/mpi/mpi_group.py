@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from contextlib import suppress
-from functools import partial
 from os import getpid
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,8 @@ from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_waits import Waits
 from ppe_ddp.backends.mpi.progress_thread import progress_thread
-from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
+from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
-from ppe_ddp.backends.process_group.other_device_groups import group_over
 from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.errors import CommunicationError
@@ -60,6 +58,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
     """
     if options is not None and not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
+    wanted = backends_being_made()
     world = MPI.COMM_WORLD
     progress_engine(getpid()).expect(world.Get_size())
     ranks = list(arguments.global_ranks_in_group)
@@ -73,15 +72,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         _check_world(arguments.group_rank, arguments.group_size)
         install_job_hooks(together=True)
         comm = world.Dup()
-    own = MpiProcessGroup(comm, arguments, options or MpiOptions())
-    wanted = backends_being_made()
-    if set(wanted.values()) <= {"mpi4py"}:
-        return own
-    makers = {
-        kind: (lambda: own) if backend == "mpi4py" else partial(group_over, backend, arguments)
-        for kind, backend in wanted.items()
-    }
-    return DeviceRoutedGroup(own.rank(), own.size(), arguments, "mpi4py", makers=makers)
+    return beside_other_backends(MpiProcessGroup(comm, arguments, options or MpiOptions()), wanted, arguments)
 
 
 def _check_world(rank: int, size: int) -> None:

@@ -7,9 +7,11 @@ other devices by then is dropped, and the rest is never made. So ours holds a gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppe_ddp.backends.group_internals import backend_for, end_coalescing, start_coalescing
+from ppe_ddp.backends.process_group.other_device_groups import group_over
 from ppe_ddp.backends.process_group.python_group import PythonGroup
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, device
     from torch.distributed import Work
 
-__all__ = ["DeviceRoutedGroup"]
+_Own = TypeVar("_Own", bound=PythonGroup)
+
+__all__ = ["DeviceRoutedGroup", "beside_other_backends"]
 
 
 def _routed(name: str) -> Any:
@@ -125,3 +129,21 @@ class DeviceRoutedGroup(PythonGroup):
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
             self._made[kind] = self._makers[kind]()
         return self._made[kind]
+
+
+def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any) -> _Own | DeviceRoutedGroup:
+    """``own``, or a group that has it for its devices, and one over the other backend for each other device.
+
+    Args:
+        own: The group over the backend whose creator torch has called.
+        backends: The backends that the user wants, by type of device.
+        arguments: torch's ``_DistributedBackendOptions``.
+    """
+    name = own.getBackendName()
+    if set(backends.values()) <= {name}:
+        return own
+    makers = {
+        kind: (lambda: own) if backend == name else partial(group_over, backend, arguments)
+        for kind, backend in backends.items()
+    }
+    return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.backends.group_internals import PrefixStore, backends_being_made
 from ppe_ddp.backends.process_group.background_progress import background_progress
-from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
+from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.other_device_groups import group_over
@@ -64,13 +64,7 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
     ranks = list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
     turn = await_members(arguments, ranks)
     own = ShmProcessGroup(arguments, options or ShmOptions(), PrefixStore(f"ppe_ddp/shm/{turn}", arguments.store))
-    if set(wanted.values()) <= {"shm"}:
-        return own
-    makers = {
-        kind: (lambda: own) if backend == "shm" else partial(group_over, backend, arguments)
-        for kind, backend in wanted.items()
-    }
-    return DeviceRoutedGroup(own.rank(), own.size(), arguments, "shm", makers=makers)
+    return beside_other_backends(own, wanted, arguments)
 
 
 class ShmProcessGroup(PendingGroup):
