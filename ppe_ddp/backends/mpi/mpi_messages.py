@@ -47,7 +47,7 @@ class MpiMessages:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
         host = self._stage.host_memory(tensor)
         start = partial(self._comm.Isend, byte_buffer(host), peer, self._checked(tag))
-        return self._noted(MessageWork(start, [tensor], host, f"send to rank {peer} (tag {tag})", self._waits))
+        return self._noted(MessageWork(start, tensor, host, f"send to rank {peer} (tag {tag})", self._waits))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
         """Start receiving into ``tensor`` from rank ``peer``, or from anyone where it is None."""
@@ -62,7 +62,7 @@ class MpiMessages:
             return None if found is None else found.Irecv(byte_buffer(host))
 
         what = f"receive from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
-        message = MessageWork(start, [tensor], host, what, self._waits)
+        message = MessageWork(start, tensor, host, what, self._waits)
         message.at_arrival = lambda: self._stage.copy_back(tensor, host)
         return self._noted(message)
 

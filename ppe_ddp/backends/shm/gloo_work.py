@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.backends.group_internals import source_of
+from ppe_ddp.backends.process_group.peer_message import PeerMessage
 from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
@@ -83,8 +84,8 @@ def _nothing() -> None:
     pass
 
 
-class GlooMessage(PendingWork):
-    """A message by gloo, to or from one rank.
+class GlooMessage(PeerMessage):
+    """A message by gloo.
 
     gloo says of a message whether it has arrived only to who waits for it, inside gloo: so a thread does.
 
@@ -99,28 +100,10 @@ class GlooMessage(PendingWork):
     _waits: StoreWaits
 
     def __init__(self, what: str, waits: StoreWaits, work: Work, tensor: Tensor, memory: Tensor) -> None:
-        super().__init__(what, waits)
-        self.outputs = [tensor]
+        super().__init__(what, waits, tensor)
         self._reason = ""
-        self._source = -1
         self._is_over = False
         threading.Thread(target=self._await, args=(work, memory), name="ppe_ddp-message", daemon=True).start()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is complete; a message that is not matched within the group's timeout leaves the group good.
-
-        Raises:
-            CommunicationError: As :meth:`PendingWork.wait`; the message names the peer.
-        """
-        is_given = timeout is not None and timeout.total_seconds() > 0.0
-        return super().wait(timeout if is_given else timedelta(seconds=self._waits.timeout))
-
-    def source_rank(self) -> int:
-        """Who sent it, as a rank of the group; -1 before it has arrived."""
-        return self._source
-
-    def _source_rank(self) -> int:
-        return self._source
 
     def _await(self, work: Work, _memory: Tensor) -> None:
         try:
