@@ -189,7 +189,21 @@ class AllReduceStep(Step):
             other.copy_(own)
 
 
-class ReduceScatterStep(Step):
+class RowsStep(Step):
+    """A step in which the ranks show rows to one another: ``local`` is (size x columns), each row contiguous."""
+
+    @property
+    def stride(self) -> int:
+        """From one row of ``shared`` to the next, in elements."""
+        return 0 if self.shared is None else self.shared.stride(0)
+
+    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+        """Make room for all rows."""
+        rows = self.local
+        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+
+
+class ReduceScatterStep(RowsStep):
     """A sum of rows over the ranks, of which each rank gets its own.
 
     Args:
@@ -205,17 +219,12 @@ class ReduceScatterStep(Step):
         super().__init__(rows, kind, is_shared=is_shared)
         self._result = result
 
-    @property
-    def stride(self) -> int:
-        """From one row of ``shared`` to the next, in elements."""
-        return 0 if self.shared is None else self.shared.stride(0)
-
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
         """Copy the rows of the others."""
-        rows = self.local
-        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        super().stage(memory, rank, size)
+        assert self.shared is not None
         for part in (slice(0, rank), slice(rank + 1, size)):
-            self.shared[part].copy_(rows[part])
+            self.shared[part].copy_(self.local[part])
 
     def finish(self, rank: int, size: int) -> None:
         """Nothing: the result is where it belongs."""

@@ -30,6 +30,7 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     AllGatherStep,
     AllReduceStep,
     ReduceScatterStep,
+    RowsStep,
     Step,
     columns,
     pieces,
@@ -243,7 +244,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
             yield self.local[row], *[region.view(dtype, row * region.stride, count) for region in others]
 
 
-class TwoLevelAllGatherStep(TwoLevelStep):
+class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
     """The tensors of all ranks of several nodes, brought to each.
 
     The rows are what a rank shows to the others of its node, who write into them. A share goes by the link of the first
@@ -262,16 +263,6 @@ class TwoLevelAllGatherStep(TwoLevelStep):
         super().__init__(rows, _Kind.SUM, is_shared=is_shared)
         self._share = share
         self._layout = layout
-
-    @property
-    def stride(self) -> int:
-        """From one row of ``shared`` to the next, in elements."""
-        return 0 if self.shared is None else self.shared.stride(0)
-
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Make room for all rows."""
-        rows = self.local
-        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
 
     def finish(self, rank: int, size: int) -> None:
         """Take what all have written."""
