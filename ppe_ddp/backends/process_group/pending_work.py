@@ -134,7 +134,7 @@ class PendingWork(PythonWork):
 
     def _has_ended(self) -> bool:
         """Whether it has ended, well or not; does nothing for it."""
-        raise NotImplementedError
+        raise NotImplementedError  # an abstract class would need another metaclass than torch's
 
     def _failure(self) -> BaseException | None:
         """What it has failed with, once it has ended."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ _TOLD_SECONDS = 0.3  # in which ranks whose timeouts are over at the same time h
 _NAP_SECONDS = 0.01
 
 
-class PollingWaits:
+class PollingWaits(ABC):
     """The waits of one group; a subclass knows how its ranks tell each other that one has given it up.
 
     Args:
@@ -145,13 +146,13 @@ class PollingWaits:
             self._tell(reason)
             self._close()
 
+    @abstractmethod
     def _notice(self) -> str:
         """What another rank has told; empty if none has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _tell(self, reason: str) -> None:
         """Tell the other ranks that this one has given the group up."""
-        raise NotImplementedError
 
     def _fail(self, reason: str) -> bool:
         with self._lock:
