@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from one_process import assert_gradients, data, mean_gradients, seeded
+from one_process import assert_gradients, mean_gradients, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, average, broadcast, overlapped
 from ppe_ddp.engine import dense_bucket
 
@@ -191,10 +191,6 @@ class Hooked:
 
 
 HOOKS = ("none", "group", "stateful", "then")
-
-
-def square(model, rank):
-    model(data(5, 4, rank=rank)).pow(2).sum().backward()
 
 
 def wrapped(way, switch, **options):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from failing import WAYS, FailingNet, Switch, fail, square
-from one_process import mean_gradients, seeded
+from failing import WAYS, FailingNet, Switch, fail
+from one_process import mean_gradients, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.engine.zero.chunks import Rows
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter

@@ -114,5 +114,18 @@ def mlp(*sizes):
     return nn.Sequential(*layers[:-1])
 
 
+class Routes(nn.Module):
+    """Layers of which each call uses some: those of its way, in that order."""
+
+    def __init__(self, width, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x, way):
+        for k in way:
+            x = x + torch.tanh(self.layers[k](x))
+        return x
+
+
 def _dense(tensor):
     return tensor.to_dense() if tensor.is_sparse else tensor

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
+from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
 from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError
 from ppe_ddp.compression import (
     BF16,
@@ -43,19 +43,6 @@ METHODS = {
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
-class Routes(nn.Module):
-    """Layers of which each input uses some."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x, way):
-        for k in way:
-            x = x + torch.tanh(self.layers[k](x))
-        return x
-
-
 def way(rank, step):
     generator = torch.Generator().manual_seed(97 * step + 7 * rank)
     return torch.randperm(6, generator=generator)[: 1 + (step + rank) % 4].tolist()
@@ -82,7 +69,7 @@ def residuals(wrapper):
 
 def check_that_nothing_is_lost(name, **options):
     """Train on masks that change, and account for every gradient: handed over, or kept."""
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, **options)
     wrapper.register_comm_hook(METHODS[name])
     handed = {key: torch.zeros_like(parameter) for key, parameter in module.named_parameters()}
@@ -123,7 +110,7 @@ def test_masks_that_change_lose_nothing_on_three_ranks(name):
 @on_two_ranks
 def test_without_loss_of_information_gradients_are_those_of_no_compression():
     for compressor, exact in ((Uncompressed(), True), (ErrorFeedback(TopK(1.0, min_numel=0)), False)):
-        plain, ours = seeded(Routes), seeded(Routes)
+        plain, ours = seeded(Routes, 16, 6), seeded(Routes, 16, 6)
         wrappers = [DistributedDataParallel(module, bucket_cap_mb=2e-3) for module in (plain, ours)]
         wrappers[1].register_comm_hook(compressor)
         for step in range(5):
@@ -149,7 +136,7 @@ def train(wrapper, optimizer, steps):
 @on_two_ranks
 def test_a_resumed_run_equals_an_uninterrupted_one(name):
     def made():
-        wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=2e-3)
+        wrapper = DistributedDataParallel(seeded(Routes, 16, 6), bucket_cap_mb=2e-3)
         wrapper.register_comm_hook(METHODS[name])
         return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9)
 
@@ -175,7 +162,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name):
 
 @on_two_ranks
 def test_a_state_is_that_of_one_rank_and_one_compressor():
-    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
     assert wrapper.comm_state_dict().keys() == {"buckets"}
     wrapper.load_comm_state_dict({})
     wrapper.register_comm_hook(ErrorFeedback(Sign()))
@@ -198,7 +185,7 @@ def test_a_state_is_that_of_one_rank_and_one_compressor():
 
 @on_two_ranks
 def test_a_copy_of_the_wrapper_remembers():
-    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
     wrapper.register_comm_hook(WarmUp(ErrorFeedback(TopK(0.1, min_numel=0)), 1))
     for step in range(3):
         wrapper.zero_grad()
@@ -251,7 +238,7 @@ def assert_gradients_of(found, expected, **tolerance):
 
 def check_one_rank_alone(compressor, **tolerance):
     """One rank has a backward, the other only takes part in it."""
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module)
     wrapper.register_comm_hook(compressor)
 
@@ -313,7 +300,7 @@ def fall(_gradient):
 
 @on_two_ranks
 def test_a_backward_that_raises_on_one_rank_leaves_what_was_kept():
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
     wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
     walk(0)(wrapper, dist.get_rank())
@@ -347,7 +334,7 @@ class Failing(Compressor):
 
 @on_two_ranks
 def test_a_compressor_that_raises_is_named_and_the_next_step_works():
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
     wrapper.register_comm_hook(Failing(1))
     walk(0)(wrapper, dist.get_rank())
@@ -380,14 +367,14 @@ def test_what_is_not_finite_shows_and_the_next_step_is_right():
 
 @on_two_ranks
 def test_ranks_must_register_the_same():
-    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
     with pytest.raises(DisagreementError, match=r"rank 1 differs from rank 0: it compresses by TopK\(ratio=0.2"):
         wrapper.register_comm_hook(TopK(0.1 * (1 + dist.get_rank())))
 
 
 @on_two_ranks
 def test_a_wrapper_takes_one():
-    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
     with pytest.raises(TypeError, match=r"takes a compressor, not its class: Int8\(\.\.\.\)"):
         wrapper.register_comm_hook(Int8)
     wrapper.register_comm_hook(Int8())
@@ -395,7 +382,7 @@ def test_a_wrapper_takes_one():
         wrapper.register_comm_hook(Sign())
     with pytest.raises(RuntimeError, match="takes one compressor or one hook"):
         wrapper.register_comm_hook(None, lambda state, bucket: None)
-    other = DistributedDataParallel(seeded(Routes))
+    other = DistributedDataParallel(seeded(Routes, 16, 6))
     other.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(RuntimeError, match="has a hook already"):
         other.register_comm_hook(Int8())
@@ -408,7 +395,7 @@ def test_one_warning_where_all_ranks_are_on_one_machine():
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("ppe_ddp").addHandler(handler)
     logging.getLogger("ppe_ddp").setLevel(logging.WARNING)
-    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
     wrapper.register_comm_hook(Int8())
     for step in range(2):
         walk(step)(wrapper, dist.get_rank())
@@ -434,7 +421,7 @@ def test_the_trace_has_the_bytes_that_are_sent():
 @each_method
 @on_two_ranks
 def test_a_distributed_optimizer_gets_the_same_averages(name):
-    plain, sharded = seeded(Routes), seeded(Routes)
+    plain, sharded = seeded(Routes, 16, 6), seeded(Routes, 16, 6)
     wrappers = [DistributedDataParallel(module) for module in (plain, sharded)]
     for wrapper in wrappers:
         wrapper.register_comm_hook(METHODS[name])
@@ -454,12 +441,12 @@ def test_a_distributed_optimizer_gets_the_same_averages(name):
 @on_two_ranks
 def test_one_rank_alone_compresses_as_well():
     groups = [dist.new_group([rank]) for rank in range(2)]
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, process_group=groups[dist.get_rank()])
     wrapper.register_comm_hook(FP16())
     walk(0)(wrapper, dist.get_rank())
     found = gradients(module)
-    plain = seeded(Routes)
+    plain = seeded(Routes, 16, 6)
     walk(0)(plain, dist.get_rank())
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
@@ -521,7 +508,7 @@ class Slow(Compressor):
 @each_variant
 @on_three_ranks
 def test_several_buckets_are_under_way_in_the_same_order_everywhere(options):
-    log, module = [], seeded(Routes)
+    log, module = [], seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, **{"bucket_cap_mb": 1e-3, **options})
     wrapper.register_comm_hook(Slow(log))
     for step in range(6):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import failing_shards
-from failing import LATE, WAYS, FailingNet, Refused, Switch, square
-from one_process import assert_gradients, data, gradients, mean_gradients, mean_of, seeded
+from failing import LATE, WAYS, FailingNet, Refused, Switch
+from one_process import assert_gradients, data, gradients, mean_gradients, mean_of, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, average
 from ppe_ddp.engine import dense_bucket
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP

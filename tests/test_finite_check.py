@@ -6,13 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from library_warnings import library_warnings
-from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded
+from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, NonFiniteGradientError
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
-
-
-def square(model, rank):
-    model(data(5, 4, rank=rank)).pow(2).sum().backward()
 
 
 def spoiled(model, name, value):

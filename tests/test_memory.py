@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from one_process import data, seeded
+from one_process import Routes, data, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 from ppe_ddp.engine.bucket_plan import Plan
@@ -22,19 +21,6 @@ LAYER_NBYTES = 4 * WIDTH * (WIDTH + 1)
 BUCKET_NBYTES = int(CAP_MB * 2**20) + LAYER_NBYTES
 VARIANTS = [{"gradient_as_bucket_view": False}, {}, {"overlap": False}]
 each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "views", "after"])
-
-
-class Routes(nn.Module):
-    """Layers of which each call uses some; next to them everything else is small."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x, way):
-        for k in way:
-            x = x + torch.tanh(self.layers[k](x))
-        return x
 
 
 def way_of(rank, step):
@@ -68,7 +54,7 @@ def peak_of(model, steps, ranks):
 @each_variant
 @on_two_ranks
 def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
-    module = seeded(Routes)
+    module = seeded(Routes, WIDTH, LAYERS)
     # Alone, with the gradients that any of the ranks has: what the model needs by itself.
     bare = peak_of(module, range(20), ranks=range(2))
     assert bare > LAYERS * LAYER_NBYTES
@@ -83,7 +69,7 @@ def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
 @each_variant
 @on_two_ranks
 def test_what_is_held_between_steps(options):
-    wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB, **options)
+    wrapper = DistributedDataParallel(seeded(Routes, WIDTH, LAYERS), bucket_cap_mb=CAP_MB, **options)
     rank = dist.get_rank()
     held = []
     for step in range(60):
@@ -104,7 +90,7 @@ def plans():
 
 @on_two_ranks
 def test_nothing_grows_with_the_number_of_masks():
-    wrapper = DistributedDataParallel(seeded(Routes), bucket_cap_mb=CAP_MB)
+    wrapper = DistributedDataParallel(seeded(Routes, WIDTH, LAYERS), bucket_cap_mb=CAP_MB)
     masks, counts = set(), {}
     others = len(plans())
     for step in range(180):
@@ -138,7 +124,7 @@ def test_a_dropped_wrapper_leaves_nothing(options):
     gc.collect()
     others = {id(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor)}
     shared = shared_nbytes()
-    module = seeded(Routes)
+    module = seeded(Routes, WIDTH, LAYERS)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
     for step in range(3):
         train(wrapper, step, [dist.get_rank()])

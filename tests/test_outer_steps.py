@@ -7,25 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import assert_same_on_all_ranks, data, mlp, seeded
+from one_process import Routes, assert_same_on_all_ranks, data, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
 from rank_tests import on_three_ranks, on_two_ranks
 
 EVERY = 3
-
-
-class Routes(nn.Module):
-    """Layers of which each rank and step uses some."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x, way):
-        for k in way:
-            x = torch.tanh(self.layers[k](x))
-        return x
 
 
 def inner(model, optimizer, rank, step):
@@ -38,7 +25,7 @@ def inner(model, optimizer, rank, step):
 
 def reference(size, steps, lr, momentum):
     """What every rank has after each step: Nesterov's outer step written out."""
-    models = [seeded(Routes) for _ in range(size)]
+    models = [seeded(Routes, 8, 4) for _ in range(size)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     last = [parameter.detach().clone() for parameter in models[0].parameters()]
     velocity = [torch.zeros_like(parameter) for parameter in last]
@@ -58,7 +45,7 @@ def reference(size, steps, lr, momentum):
 
 
 def train(make, steps):
-    wrapper = DistributedDataParallel(seeded(Routes))
+    wrapper = DistributedDataParallel(seeded(Routes, 8, 4))
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=0.01)
     outer = make(wrapper, optimizer)
     for step in range(steps):

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as qu
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, seeded
+from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -208,19 +208,6 @@ def test_power_sgd_in_half_precision(options):
     hold_to_torch(seeded(Layers), make, steps=8, rtol=0.1, atol=3e-2, **options)
 
 
-class Routes(nn.Module):
-    """Layers of which each input uses some."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-
-    def forward(self, x, way):
-        for k in way:
-            x = x + torch.tanh(self.layers[k](x))
-        return x
-
-
 WAYS = [(0, 1), (2, 3), (0, 5), (4,), (1, 2, 3), (5, 0, 4), (2,), (3, 4)]
 
 
@@ -232,7 +219,7 @@ each_cap = pytest.mark.parametrize("cap", [None, 4e-4], ids=["one bucket", "seve
 @on_two_ranks
 def test_power_sgd_of_full_rank_is_exact_whatever_the_mask(cap, options):
     # At full rank nothing is approximated, so the mean has to come out however the gradients are packed.
-    module = seeded(Routes)
+    module = seeded(Routes, 8, 6)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=cap, **options)
     # A layer that no rank has used is all zeros: the hook would divide by its length, and start from it again.
     unused = {"orthogonalization_epsilon": 1e-8, "warm_start": False}
@@ -259,7 +246,7 @@ def test_power_sgd_of_full_rank_is_exact_whatever_the_mask(cap, options):
 @on_two_ranks
 def test_power_sgd_loses_nothing(kind, cap, options):
     # What was handed over so far, and what the ranks have kept, is what there was: error feedback.
-    module = seeded(Routes)
+    module = seeded(Routes, 8, 6)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=cap, **options)
     state, hook = power_state(getattr(power, kind), matrix_approximation_rank=1)()
     wrapper.register_comm_hook(state, hook)
