@@ -34,9 +34,7 @@ def await_members(arguments: Any, ranks: Sequence[int]) -> int:
         CommunicationError: Some have not come within the group's timeout; names them.
     """
     store, place, seconds = arguments.store, arguments.group_rank, arguments.timeout.total_seconds()
-    turn = 1
-    while store.check([f"ppe_ddp/made/{turn}"]):  # a group of this name, which was destroyed or given up
-        turn += 1
+    turn = _first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
     keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
     store.set(keys[place], "1")
     start = monotonic()
@@ -66,6 +64,17 @@ def await_members(arguments: Any, ranks: Sequence[int]) -> int:
 
     progress_engine(getpid()).wait_until(arrived, look)
     return turn
+
+
+def _first_unused(is_used: Callable[[int], bool]) -> int:
+    """The first turn that no group of this name has had, which was destroyed or given up; they come in order."""
+    used, unused = 0, 1
+    while is_used(unused):
+        used, unused = unused, 2 * unused
+    while unused - used > 1:
+        middle = (used + unused) // 2
+        used, unused = (middle, unused) if is_used(middle) else (used, middle)
+    return unused
 
 
 def paced(question: Callable[[], bool]) -> Callable[[], bool]:
