@@ -385,6 +385,15 @@ def test_what_cannot_be_sharded_is_refused():
         DistributedOptimizer(torch.optim.SGD(wrapper.parameters()), wrapper, lr=1.0)
 
 
+def test_the_parameters_in_the_place_of_the_optimizer_are_refused():
+    """As torch's ZeroRedundancyOptimizer takes them."""
+    parameters, call = [nn.Parameter(torch.zeros(3))], r": call it as DistributedOptimizer\(torch.optim.AdamW, model,"
+    with pytest.raises(TypeError, match="takes an optimizer or its class, not list" + call):
+        DistributedOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.1)
+    with pytest.raises(TypeError, match="needs the wrapper of the model, which shards the gradients" + call):
+        DistributedOptimizer(torch.optim.SGD(parameters))
+
+
 @on_two_ranks
 def test_a_module_that_has_changed_is_refused():
     wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))

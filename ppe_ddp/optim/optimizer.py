@@ -77,18 +77,19 @@ class DistributedOptimizer(Optimizer):
 
     Raises:
         ValueError: The optimizer does not work element by element, or has parameters that the model has not.
-        TypeError: ``model`` cannot shard.
+        TypeError: ``optimizer`` is none, there is no ``model``, or it cannot shard.
     """
 
     def __init__(
         self,
         optimizer: Optimizer | type[Optimizer],
-        model: Any,
+        model: Any = None,
         *,
         master_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
         **defaults: Any,
     ) -> None:
+        _check_call(optimizer, model)
         self._model = _sharded(model)
         if isinstance(optimizer, type):
             optimizer = optimizer([shard.parameter for shard in self._model.shards], **defaults)
@@ -318,6 +319,21 @@ class DistributedOptimizer(Optimizer):
         moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         self._send(moved)
         self._gather.finish()
+
+
+def _check_call(optimizer: object, model: object) -> None:
+    """Refuse the parameters in the place of the optimizer, as torch's ZeroRedundancyOptimizer takes them."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, Optimizer):
+        problem = f"takes an optimizer or its class, not {kind.__name__}"
+    elif model is None:
+        problem = "needs the wrapper of the model, which shards the gradients"
+    else:
+        return
+    raise TypeError(
+        f"DistributedOptimizer {problem}: call it as DistributedOptimizer(torch.optim.AdamW, model, lr=1e-3) or "
+        "DistributedOptimizer(torch.optim.AdamW(model.parameters()), model), where model is the wrapped one"
+    )
 
 
 def _sharded(model: Any) -> ShardedModel:
