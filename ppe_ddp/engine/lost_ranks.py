@@ -1,8 +1,8 @@
 """Names the ranks that a failed collective was waiting for: those that are gone, are stopped, or have not come.
 
 on this node       at once: their processes are looked at (peer_processes.py)
-on other nodes     every rank whose communication has failed writes to the store that it is there, what it has done
-last, and which processes of its own node do not run; one that does not write is silent
+on other nodes     every rank whose communication has failed writes to the store that it is there, what it has
+                   done last, and which processes of its own node do not run; one that does not write is silent
 """
 
 from __future__ import annotations

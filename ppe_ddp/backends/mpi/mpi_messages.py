@@ -39,7 +39,7 @@ class MpiMessages:
         self._waits = waits
         self._place = waits.place
         self._timeout = waits.timeout
-        self._flying: deque[MessageWork] = deque()  # a Work that its owner drops must not free what MPI still reads
+        self._under_way: deque[MessageWork] = deque()  # a Work that its owner drops must not free what MPI still reads
         self._farthest_tag = tag_limit(comm) - 1
         waits.at_failure.append(self._keep)
 
@@ -103,14 +103,14 @@ class MpiMessages:
             self._comm.Isend(byte_buffer(nothing), peer, tag).Free()
 
     def _noted(self, message: MessageWork) -> MessageWork:
-        while self._flying and self._flying[0].is_completed():
-            self._flying.popleft()
-        self._flying.append(message)
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
+        self._under_way.append(message)
         return message
 
     def _keep(self) -> None:
         """Hold what is under way in a group that was given up."""
-        for message in self._flying:
+        for message in self._under_way:
             message.keep()
 
     def _completes_by(self, request: MPI.Request, end: float) -> bool:

@@ -1,4 +1,4 @@
-"""The contract of what joins nodes: all-reduces among ranks of which each is on another node."""
+"""The contract of what joins nodes: collectives among ranks of which each is on another node."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Collectives of one group in shared memory: decides which go there, connects the ranks, keeps the steps.
 
-Which do is an answer that all ranks come to alike, by the size and dtype of the whole. The ranks connect when the group
-is made. The steps of a collective whose tensors lie in shared memory are kept, and run again
-when it comes with the same memory, as in every training step. They are views of the reservation, not of what is
-allocated in it: they keep no tensor alive, and what is allocated there later may use them.
+Which go there is decided on every rank alike, by the size and dtype of the whole. The ranks connect when the group is
+made. The steps of a collective whose tensors lie in shared memory are kept, and run again when it comes with the same
+memory, as in every training step. They are views of the reservation, not of what is allocated in it: they keep no
+tensor alive, and what is allocated there later may use them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppe_ddp")
 
 _Kind: Any = ReduceOp.RedOpType
-# Measured: a message is faster for less than 0.5 to 1 MB, and for an all-gather of less than 4 MB.
+# Times `smallest_bytes` is what an all-gather must have. Measured: messages are faster for one of less than 4 MB, and
+# for sums of less than 0.5 to 1 MB.
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
 _REASON_BYTES = 200

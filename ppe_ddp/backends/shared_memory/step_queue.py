@@ -7,9 +7,10 @@
 Where the group has several nodes, these are the ranks of one. In between, each rank's slices go over the nodes
 (``two_level_steps.py``), and it has done its part when they are back.
 
-A step is advanced in any call of the backend that this process makes; nothing happens in between. So a rank that
-has launched its bucket goes on with its backward, and waits for the others at the end. A step whose tensor lies
-elsewhere is published once there is room to copy it into shared memory; what was launched after it waits behind it.
+A step is advanced in any call of the backend that this process makes, and in between only where a thread makes such
+calls. So a rank that has launched its bucket goes on with its backward, and waits for the others at the end. A step
+whose tensor lies elsewhere is published once there is room to copy it into shared memory; what was launched after it
+waits behind it.
 """
 
 from __future__ import annotations
