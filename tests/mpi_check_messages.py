@@ -81,12 +81,17 @@ def monitored_barrier():
 
     group = dist.new_group()
     group.monitored_barrier(timedelta(seconds=20))
-    if dist.get_rank() == dist.get_world_size() - 1:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if rank == last:
         return
-    last = dist.get_world_size() - 1
-    missing = rf"ranks \[{last}\] did not reach" if dist.get_rank() == 0 else "no answer from rank 0"
+    if rank == 0:  # when all others but one have been there
+        for peer in range(1, last):
+            dist.recv(torch.empty(1), peer)
+    missing = rf"ranks \[{last}\] did not reach" if rank == 0 else "no answer from rank 0"
     with pytest.raises(CommunicationError, match=missing):
-        group.monitored_barrier(timedelta(milliseconds=200), wait_all_ranks=True)
+        group.monitored_barrier(timedelta(milliseconds=50), wait_all_ranks=True)
+    if rank > 0:
+        dist.send(torch.ones(1), 0)
 
 
 @check()

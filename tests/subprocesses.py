@@ -5,12 +5,25 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
+
+
+def await_stop(pid, seconds=20):
+    """Returns when a process stands still to which SIGSTOP was sent: each of its threads takes it by itself."""
+    deadline = time.monotonic() + seconds
+    while any(state_of(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} has not stopped in {seconds} s"
+        os.sched_yield()
+
+
+def state_of(task):
+    return (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
 
 
 def run(command, *, timeout, environment=None):

@@ -212,16 +212,16 @@ def test_a_rank_that_does_not_answer_is_named_with_its_stack(two_ranks):
     two_ranks.run(echo)
     gone = [os.pidfd_open(pid) for pid in two_ranks.pids]
     with pytest.raises(RankError) as caught:
-        two_ranks.run(sleep_for_good_on, 1, timeout=0.5)
+        two_ranks.run(sleep_for_good_on, 1, timeout=1.0)
     assert caught.value.ranks == {1: Outcome.SILENT}
-    assert "rank 1 did not answer: nothing for 0.5 s" in str(caught.value)
+    assert "rank 1 did not answer: nothing for 1.0 s" in str(caught.value)
     assert "in sleep_for_good_on" in str(caught.value)
-    assert all_end(gone, seconds=5)
+    assert all_end(gone, seconds=20)
 
 
 def test_a_collective_that_hangs_raises_within_the_group_timeout_and_close_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Ranks(2, timeout=30, group_timeout=1) as ranks:
+    with Ranks(2, timeout=30, group_timeout=2) as ranks:
         assert not ranks.alive
         with pytest.raises(RankError, match="in add_up") as caught:
             ranks.run(call_on_rank_0, add_up, 1.0)

@@ -79,8 +79,8 @@ def test_several_wrappers_and_collectives_of_the_model(two_shm_ranks):
     assert two_shm_ranks.run(run_wrappers, timeout=120)[0] > 10
 
 
-def shm_group(seconds=20.0, **options):
-    return dist.new_group(backend="shm", timeout=timedelta(seconds=seconds), pg_options=ShmOptions(**options))
+def shm_group(**options):
+    return dist.new_group(backend="shm", timeout=timedelta(seconds=20), pg_options=ShmOptions(**options))
 
 
 def shared(numel, group):
@@ -127,17 +127,19 @@ def test_the_background_thread_rests_where_nothing_is_under_way():
 def test_the_ranks_that_do_not_come_are_named():
     """In shared memory and by gloo, where shared memory shows who has come; the others are told."""
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
-        dist.barrier()
-        group = shm_group(seconds=1.0)  # which is also what the ranks have to make it, on a machine that may be busy
-        dist.barrier()
+        group = shm_group()
+        group._waits.timeout = 0.2
         if dist.get_rank() == 1:
+            dist.barrier()
             dist.barrier()
             with pytest.raises(CommunicationError, match=r"rank . has given this group up"):
                 dist.all_reduce(torch.ones(3), group=group)
             continue
+        work = dist.all_reduce(torch.ones(3), op, group=group, async_op=True)
+        dist.barrier()  # both are there
         start = monotonic()
-        with pytest.raises(CommunicationError, match=r"timeout of 1 s: rank 1 did not make the call"):
-            dist.all_reduce(torch.ones(3), op, group=group)
+        with pytest.raises(CommunicationError, match=r"timeout of 0.2 s: rank 1 did not make the call"):
+            work.wait()
         assert monotonic() - start < 10
         dist.barrier()
 

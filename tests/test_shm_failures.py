@@ -17,6 +17,7 @@ from ppe_ddp import CommunicationError
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.testing import Nodes
 from rank_tests import on_two_ranks
+from subprocesses import await_stop
 
 SCRIPT = """
 import os, signal, sys, time
@@ -57,7 +58,8 @@ def test_a_rank_whose_process_has_ended_is_named_at_once(way, tmp_path):
 @on_two_ranks
 def test_a_rank_that_stands_still_is_named_at_the_timeout():
     dist.barrier()
-    group = dist.new_group(backend="shm", timeout=timedelta(seconds=1), pg_options=ShmOptions())
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=20), pg_options=ShmOptions())
+    group._waits.timeout = 0.2
     number = torch.tensor(os.getpid())
     dist.broadcast(number, 1)
     dist.barrier()
@@ -67,8 +69,9 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout():
         with pytest.raises(CommunicationError, match="rank 0 has given this group up"):
             dist.all_reduce(total, group=group)
     else:
+        await_stop(number.item())
         try:
-            with pytest.raises(CommunicationError, match=r"timeout of 1 s: rank 1 did not make the call, or died"):
+            with pytest.raises(CommunicationError, match=r"timeout of 0.2 s: rank 1 did not make the call, or died"):
                 dist.all_reduce(total, group=group)
         finally:
             os.kill(number.item(), signal.SIGCONT)
