@@ -61,6 +61,7 @@ def test_a_reduce_function_whose_callback_has_the_group_when_another_bucket_fail
 
     module = seeded(mlp, 4, 8, 2)
     expected = mean_gradients(module, square)
+    # Over gloo alone: a group that has memory for buckets is held by those, and its futures have no threads of gloo's.
     wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-6, reduce_function=reduce, shared_memory=False)
     with pytest.raises(PeerAbortedError if rank else Refused):
         square(wrapper, rank)

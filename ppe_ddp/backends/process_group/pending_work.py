@@ -165,6 +165,7 @@ class PendingWork(PythonWork):
         try:
             self.wait()
         except Exception as error:
-            future.set_exception(error)
+            # Its frames have this future, and by their callers all of a user's: no collector sees into one of C++.
+            future.set_exception(error.with_traceback(None))
         else:
             future.set_result(self.outputs)

@@ -1,0 +1,33 @@
+"""What a Work that is under way leaves behind."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppe_ddp.backends.process_group.pending_work import PendingWork
+from ppe_ddp.errors import CommunicationError
+
+
+class FailedWork(PendingWork):
+    def _has_ended(self):
+        return True
+
+    def _failure(self):
+        return CommunicationError("on purpose")
+
+
+def future_of_a_failed_work():
+    gradient = torch.ones(3)
+    return FailedWork("all_reduce", SimpleNamespace()).get_future(), weakref.ref(gradient)
+
+
+def test_the_future_of_what_has_failed_does_not_hold_what_its_caller_had():
+    """By the frames of the error's traceback; no collector sees that a future of torch, in C++, has the error."""
+    future, gradient = future_of_a_failed_work()
+    gc.collect()
+    assert gradient() is None
+    with pytest.raises(CommunicationError, match="on purpose"):
+        future.wait()
