@@ -38,7 +38,7 @@ def results(ranks, folder):
     with Ranks(ranks, backend=None) as processes:
         arguments = [(rank, ranks, f"file://{folder}/shm-{ranks}") for rank in range(ranks)]
         try:
-            return processes.run_each(run_checks, arguments, timeout=150)[0]
+            return processes.run_each(run_checks, arguments, timeout=300)[0]
         except RankError as error:
             return error
 
