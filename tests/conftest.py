@@ -30,7 +30,19 @@ UNDER_MPIRUN = [
     "test_doctor_jobs",
 ]
 # What takes longest comes first, so that all workers are busy to the end.
-LONGEST = ["test_laws", "test_cli", "test_examples", "test_conformance", "test_bad_input", "test_torch_hooks"]
+LONGEST = [
+    "test_examples",
+    "test_faults",
+    "test_shm_backend",
+    "test_cli",
+    "test_laws",
+    "test_soak",
+    "test_shm_failures",
+    "test_conformance",
+    "test_checkpointer",
+    "test_bad_input",
+    "test_torch_hooks",
+]
 
 
 def pytest_addoption(parser):

@@ -155,13 +155,14 @@ def soak(seconds, *, rounds=None, deeds=(), leak=None, seed=0):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--rounds", type=int, help="so many at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deeds", nargs="*", default=[], choices=DEEDS, help="do nothing but these")
     parser.add_argument("--leak", choices=list(LEAKS), help="leak this in each round, to see that it is found")
     options = parser.parse_args()
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     job = init_process_group(timeout=20)
-    found = soak(options.seconds, deeds=options.deeds, leak=options.leak, seed=options.seed)
+    found = soak(options.seconds, rounds=options.rounds, deeds=options.deeds, leak=options.leak, seed=options.seed)
     problems = [f"rank {rank}: {text}" for rank, one in enumerate(found) for text in leaks(one)]
     if job.rank == 0:
         for rank, one in enumerate(found):

@@ -118,10 +118,11 @@ def test_survive_kill_started_again_by_hand():
 
 
 def test_survive_kill_started_again_by_torchrun(tmp_path):
-    command = [*TORCHRUN[:-1], "--max-restarts=2", EXAMPLES / "survive_kill.py", "--steps", "30", "--folder", tmp_path]
+    (tmp_path / "killed-between").touch()  # as if it had been: one kill is enough, that in the middle of a checkpoint
+    command = [*TORCHRUN[:-1], "--max-restarts=1", EXAMPLES / "survive_kill.py", "--steps", "30", "--folder", tmp_path]
     code, text, errors = run(command, timeout=120)
     assert code == 0, errors
-    assert [int(step) for step in re.findall(r"start at step (\d+)", text)] == [0, 14, 14]
+    assert [int(step) for step in re.findall(r"start at step (\d+)", text)] == [0, 14]
     assert "killed 2 times, and in the end the same bits as without an interruption" in text
 
 

@@ -11,19 +11,25 @@ from ppe_ddp.testing import Ranks
 from subprocesses import MPIRUN, needs_mpirun, run
 
 HERE = Path(__file__).parent
+ROUNDS = 24  # of which most samples are taken when caches are full
+
+
+def some_rounds():
+    return soak.soak(50, rounds=ROUNDS)
 
 
 def test_over_gloo():
     with Ranks(2, timeout=20) as ranks:
-        for found in ranks.run(soak.soak, 10, timeout=60)[0]:
-            assert found["rounds"] > 8, found
+        for found in ranks.run(some_rounds, timeout=60)[0]:
+            assert found["rounds"] == ROUNDS, found
             assert soak.leaks(found) == []
 
 
 @needs_mpirun
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_over_mpi():
-    code, text, errors = run([MPIRUN, "-n", "2", sys.executable, HERE / "soak.py", "--seconds", "8"], timeout=60)
+    command = [MPIRUN, "-n", "2", sys.executable, HERE / "soak.py", "--seconds", "50", "--rounds", ROUNDS]
+    code, text, errors = run(command, timeout=80)
     assert (code, text.splitlines()[-1]) == (0, "flat"), text + errors
 
 
