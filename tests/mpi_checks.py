@@ -3,6 +3,7 @@
 All checks for so many ranks, or those that are named on the command line.
 """
 
+import gc
 import json
 import sys
 import traceback
@@ -28,6 +29,7 @@ def main():
 
     from ppe_ddp.backends.mpi import MpiOptions
 
+    gc.freeze()  # what was imported, as in other ranks: checks look for garbage again and again
     options = MpiOptions(piece_bytes=1 << 16, shared_memory=False)  # mpi_check_shared.py has groups of its own
     dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=20), pg_options=options)
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
