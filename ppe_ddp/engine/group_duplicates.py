@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import backend_for, backends_named, device_types, new_group_named, timeout_of
+from ppe_ddp.backends.group_internals import (
+    backend_for,
+    backends_named,
+    device_types,
+    is_registered,
+    new_group_named,
+    timeout_of,
+)
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
+from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch.distributed import ProcessGroup
 
 
@@ -74,3 +84,26 @@ def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> Pr
     """A group of the ranks of ``parent``, made by these alone."""
     ranks = dist.get_process_group_ranks(parent)
     return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
+
+
+def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:
+    """See that all ranks want the same of their duplicates.
+
+    Args:
+        rank: This one.
+        wanted: By rank, what each wants, by option.
+
+    Raises:
+        DisagreementError: They do not.
+    """
+    for option in wanted[0]:
+        values = [one[option] for one in wanted]
+        if len(set(values)) > 1:
+            each = ", ".join(f"{value} on rank {other}" for other, value in enumerate(values))
+            raise DisagreementError(f"rank {rank}: {option} is not the same on all ranks: {each}")
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """The backends of ``group`` by type of device; empty for one that torch.distributed did not make."""
+    config = str(dist.get_backend_config(group)) if is_registered(group) else ""
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)

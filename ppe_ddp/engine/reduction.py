@@ -15,8 +15,8 @@ from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.contracts import Division, is_waitable
 from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.failures import HookProgress
+from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
-from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import name_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.engine.groups import backends_of
+from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.errors import CheckpointError, CommunicationError
 

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
 from ppe_ddp.backends.group_internals import backends_being_made
+from ppe_ddp.backends.mpi.communicator_release import release
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
@@ -31,7 +32,7 @@ from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -112,6 +113,8 @@ class MpiProcessGroup(PendingGroup):
         UnusableError: The group was destroyed.
     """
 
+    _waits: Waits
+
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions) -> None:
         types = ("cpu", "cuda") if is_available() else ("cpu",)
         super().__init__(comm.Get_rank(), comm.Get_size(), arguments, "mpi4py", types)
@@ -173,6 +176,11 @@ class MpiProcessGroup(PendingGroup):
         self._closed = True
         if not MPI.Is_finalized():
             self._waits.give_up("it has called abort()")
+
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
+        if not MPI.Is_finalized():
+            release({} if self._messages.is_used else self._mpi.communicators(), self._waits, exchange)
 
     monitoredBarrier = monitored_barrier
 
