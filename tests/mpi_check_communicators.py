@@ -3,12 +3,14 @@
 import itertools
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import failing
 import failing_shards
 from mpi_check_kit import check
+from ppe_ddp import DisagreementError
 from ppe_ddp.engine.store_exchange import exchange
 
 _MOST = 2100  # MPICH has 2048; an MPI without such a limit passes
@@ -123,3 +125,15 @@ def calls_that_do_not_belong_together_are_left():
         total = torch.ones(1)
         dist.all_reduce(total, group=dist.new_group())
         assert total.item() == dist.get_world_size()
+
+
+@check(ranks=2)
+def options_that_one_rank_has_otherwise():
+    from ppe_ddp.backends.mpi import MpiOptions
+
+    rank = dist.get_rank()
+    with pytest.raises(DisagreementError, match=r"rank 1 .*piece_bytes=2000.*Give the same on every rank"):
+        dist.new_group(pg_options=MpiOptions(piece_bytes=2000 if rank == 1 else 1000))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group(pg_options=MpiOptions(thread=rank == 1)))  # which may be so
+    assert total.item() == dist.get_world_size()

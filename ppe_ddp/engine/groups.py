@@ -107,15 +107,16 @@ class Groups:
             ended_at_exit(self.pid).add(self)
 
     @classmethod
-    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False) -> Groups:
+    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, init_sync: bool = True) -> Groups:
         """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
 
         Args:
             parent: What the user named.
             shared_memory: Whether to make them over shared memory where the parent is over gloo; the same on all.
+            init_sync: Whether this rank goes on with collectives in them; the same on all.
 
         Raises:
-            DisagreementError: On every rank, if not all give the same ``shared_memory``.
+            DisagreementError: On every rank, if not all give the same.
             ValueError: A bare group on which the ranks cannot agree.
         """
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
@@ -133,7 +134,7 @@ class Groups:
         address = own_address()
         packed = None if address is None else address.packed()
         idle = [groups.number for groups in made.idle if groups.shared_memory == shared_memory]
-        wanted = {"shared_memory": shared_memory}
+        wanted = {"shared_memory": shared_memory, "init_sync": init_sync}
         known: list[Any] = exchange(parent, f"idle/{made.calls}", [wanted, idle, packed])
         check_wanted(rank, [there for there, *_ in known])
         # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.

@@ -77,6 +77,11 @@ class Reduction(ABC):
     def title(self) -> str:
         """Its name, for messages."""
 
+    @property
+    def agreed(self) -> str:
+        """What of it has to be the same on all ranks; empty for a function, which may be another object on each."""
+        return ""
+
     def start(self, bucket: GradBucket) -> Waitable | None:
         """Start the reduction of ``bucket``; None if it is done."""
         try:
@@ -213,6 +218,11 @@ class HookReduction(Reduction):
     def title(self) -> str:
         """The hook's name."""
         return f"communication hook {name_of(self._hook)}"
+
+    @property
+    def agreed(self) -> str:
+        """The hook's name."""
+        return self.title
 
     @property
     def progress(self) -> HookProgress:

@@ -53,24 +53,26 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         options: None for the defaults.
 
     Raises:
-        CommunicationError: torch's ranks are not MPI's, but those of another launcher.
+        CommunicationError: torch's ranks are not MPI's, but those of another launcher; or not all have come.
+        DisagreementError: The ranks have different options.
         TypeError: ``options`` are those of another backend.
         TorchChangedError: torch does not show which backends it makes the group over.
     """
     if options is not None and not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
     wanted = backends_being_made()
-    world = MPI.COMM_WORLD
+    world, agreed = MPI.COMM_WORLD, (options or MpiOptions()).agreed()
     progress_engine(getpid()).expect(world.Get_size())
     ranks = list(arguments.global_ranks_in_group)
     if ranks:
         _check_world(dist.get_rank(), dist.get_world_size())
         # The tag keeps apart the groups that several threads make at a time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
-        await_members(arguments, ranks)
+        await_members(arguments, ranks, agreed)
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
+        await_members(arguments, range(arguments.group_size), agreed)
         install_job_hooks(together=True)
         comm = world.Dup()
     return beside_other_backends(MpiProcessGroup(comm, arguments, options or MpiOptions()), wanted, arguments)

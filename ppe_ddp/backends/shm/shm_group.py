@@ -55,6 +55,7 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout.
+        DisagreementError: The ranks have different options.
         TypeError: ``options`` are those of another backend.
         TorchChangedError: torch does not show which backends it makes the group over.
     """
@@ -62,8 +63,9 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
     wanted = backends_being_made()
     ranks = list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
-    turn = await_members(arguments, ranks)
-    own = ShmProcessGroup(arguments, options or ShmOptions(), PrefixStore(f"ppe_ddp/shm/{turn}", arguments.store))
+    options = options or ShmOptions()
+    turn = await_members(arguments, ranks, options)
+    own = ShmProcessGroup(arguments, options, PrefixStore(f"ppe_ddp/shm/{turn}", arguments.store))
     return beside_other_backends(own, wanted, arguments)
 
 
