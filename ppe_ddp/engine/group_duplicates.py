@@ -18,6 +18,8 @@ from ppe_ddp.backends.group_internals import (
     new_group_named,
     timeout_of,
 )
+from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
+from ppe_ddp.backends.shm.shm_options import ShmOptions
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.errors import DisagreementError
 
@@ -38,8 +40,9 @@ def duplicates(
         name: New, and the same on every rank.
         shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
     """
-    if shared_memory and backends.get("cpu") == "gloo":
-        return _in_shared_memory(parent, backends, name)
+    if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
+        # gloo in C++ compares nothing; shm without shared memory is gloo, and does
+        return _over_shm(parent, backends, name, None if shared_memory else ShmOptions(shared_memory=False))
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
@@ -53,11 +56,14 @@ def duplicates(
     return buckets, control
 
 
-def _in_shared_memory(parent: ProcessGroup, backends: dict[str, str], name: str) -> tuple[ProcessGroup, ProcessGroup]:
+def _over_shm(
+    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions | None
+) -> tuple[ProcessGroup, ProcessGroup]:
     """The same, with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
-    buckets = _new_group(parent, ",".join(["cpu:shm", *others]) if others else "shm", f"buckets/{name}", None)
-    return buckets, _new_group(parent, "shm", f"control/{name}", None)
+    config = ",".join(["cpu:shm", *others]) if others else "shm"
+    buckets = _new_group(parent, config, f"buckets/{name}", None if others else options)
+    return buckets, _new_group(parent, "shm", f"control/{name}", options)
 
 
 def _exists(kind: str) -> bool:

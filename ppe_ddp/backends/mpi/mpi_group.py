@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
-from ppe_ddp.backends.group_internals import backends_being_made
+from ppe_ddp.backends.group_internals import PrefixStore, backends_being_made
 from ppe_ddp.backends.mpi.communicator_release import release
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
@@ -24,6 +24,7 @@ from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_waits import Waits
 from ppe_ddp.backends.mpi.progress_thread import progress_thread
+from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
@@ -68,14 +69,17 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         _check_world(dist.get_rank(), dist.get_world_size())
         # The tag keeps apart the groups that several threads make at a time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
-        await_members(arguments, ranks, agreed)
+        turn = await_members(arguments, ranks, agreed)
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
-        await_members(arguments, range(arguments.group_size), agreed)
+        turn = await_members(arguments, range(arguments.group_size), agreed)
         install_job_hooks(together=True)
         comm = world.Dup()
-    return beside_other_backends(MpiProcessGroup(comm, arguments, options or MpiOptions()), wanted, arguments)
+    own = MpiProcessGroup(comm, arguments, options or MpiOptions())
+    if compares_collectives():
+        own.compare_collectives(PrefixStore(f"ppe_ddp/calls/{turn}", arguments.store))
+    return beside_other_backends(own, wanted, arguments)
 
 
 def _check_world(rank: int, size: int) -> None:

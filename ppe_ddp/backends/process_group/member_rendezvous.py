@@ -27,7 +27,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object) -> int:
     Args:
         arguments: torch's ``_DistributedBackendOptions``.
         ranks: Of the world, in the order of the group.
-        options: What they must all make it with; compared by its text.
+        options: What they must all make it with; compared by its text, as is whether collectives are compared.
 
     Returns:
         How many groups of this name there have been, with this one: keys in the store of those before are still there.
@@ -40,7 +40,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object) -> int:
     turn = _first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
     keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
     differing = f"ppe_ddp/options/{turn}/differing"
-    with_what = str(options)
+    with_what = f"{options} and PPE_DDP_DEBUG={os.environ.get('PPE_DDP_DEBUG', '')}"
     own = json.dumps([ranks[place], with_what])
     first = store.compare_set(f"ppe_ddp/options/{turn}", "", own)  # that of whoever came first
     if json.loads(first)[1] != with_what:
