@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.engine.torch_internals import BufferCommHookLocation, preserve_versions
+from ppe_ddp.functions import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,11 @@ class BufferHook:
         self._is_before = location.name == "PRE_FORWARD"
         self._is_due = True
         self._pending: list[Waitable] = []
+
+    @property
+    def title(self) -> str:
+        """The hook's name."""
+        return f"communication hook {name_of(self._hook)}"
 
     def before_forward(self, buffers: Mapping[str, Tensor]) -> None:
         """A forward begins."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.buffer_hook import BufferHook
 from ppe_ddp.engine.bucket_plan import Packing
-from ppe_ddp.engine.compressor_reduction import CompressorReduction, check_compressor
+from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.reduction import HookReduction
 from ppe_ddp.engine.torch_internals import BufferCommHookLocation
 from ppe_ddp.errors import UnusableError
@@ -62,7 +62,7 @@ class HookedWrapper(ModuleWrapper):
             compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
             synchronizer.use_reduction(compressing, self._packing())
         if self._hooks.buffers is not None:
-            synchronizer.use_broadcast(self._hooks.buffers.finish)
+            synchronizer.use_broadcast(self._hooks.buffers.finish, self._hooks.buffers.title)
 
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
@@ -85,14 +85,16 @@ class HookedWrapper(ModuleWrapper):
             For pytorch-pfn-extras' kind, a handle that removes the hook.
 
         Raises:
-            DisagreementError: On every rank, if their compressors differ.
+            DisagreementError: On every rank, if their compressors differ. Hooks of torch's kind, and what one rank
+                alone has registered, are compared in the next backward.
             RuntimeError: There is a compressor or a hook of torch's kind already.
         """
         handle = self._hooks.add(state, hook)
         if handle is None:
-            if self._hooks.compressor is not None and self._reducer is not None:
-                check_compressor(self._hooks.compressor, self._reducer.groups)
             self._use_hooks()
+            if self._hooks.compressor is not None and self._reducer is not None:
+                self._reducer.synchronizer.negotiation.check()
+                warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
         return handle
 
     def _register_buffer_comm_hook(

@@ -147,7 +147,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
-        groups = Groups.duplicate(self._group.group(), shared_memory=self._options.shared_memory)
+        groups = Groups.duplicate(self._group.group(), shared_memory=self._options.shared_memory, init_sync=synchronize)
         if EventLog.current is not None:
             EventLog.current.on_groups(groups)
         policy = Policy(

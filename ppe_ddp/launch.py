@@ -25,6 +25,8 @@ from ppe_ddp.loopback_store import loopback_store
 from ppe_ddp.restarted_store import restarted_store
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from typing_extensions import Never
 
 __all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
@@ -111,6 +113,8 @@ def init_process_group(
     device = _choose_device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if place.rank > 0:
+        _shorten_interrupts(place.rank)  # first: others wrap the hook that is there, and end the job after it
     _join(place, backend, limit, pg_options)
     job = Job(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
     if job.rank == 0 and not quiet:
@@ -203,6 +207,20 @@ def _timedelta(timeout: object) -> datetime.timedelta | None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds or a datetime.timedelta, not {timeout!r}")
     return datetime.timedelta(seconds=timeout)
+
+
+def _shorten_interrupts(rank: int) -> None:
+    """Say in a line that Ctrl-C has ended this rank: all get it at once, and one traceback is enough."""
+    report = sys.excepthook
+
+    def report_briefly(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if where is None or not issubclass(kind, KeyboardInterrupt):
+            report(kind, error, where)
+            return
+        place = f"{where.tb_frame.f_code.co_filename}, line {where.tb_lineno}"
+        print(f"rank {rank} was interrupted, in {place}", file=sys.stderr)
+
+    sys.excepthook = report_briefly
 
 
 def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, pg_options: Any) -> None:

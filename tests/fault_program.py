@@ -9,6 +9,8 @@ fault, and whether the next step was right. The rank at fault writes when it com
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import hashlib
 import json
 import os
@@ -27,7 +29,9 @@ from torch import nn
 
 import ppe_ddp
 from one_process import assert_gradients, data, mean_gradients, seeded
-from ppe_ddp.engine import dense_bucket
+from ppe_ddp.checkpoints import checkpointer
+from ppe_ddp.engine import dense_bucket, negotiation
+from ppe_ddp.engine.zero import unit_gather
 
 TIMEOUT = 3.0
 """The groups' timeout in seconds."""
@@ -75,6 +79,10 @@ def _cut_network() -> None:
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
+def _fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _end() -> None:
     raise SystemExit(0)  # caught by nobody, as at the end of a program
 
@@ -89,6 +97,7 @@ COMMITTED = {
     "normal end": _end,
     "slow": lambda: time.sleep(SLOW),
     "cut network": _cut_network,
+    "full disk": _fill_disk,
 }
 ENDS = ("SIGKILL", "SIGSTOP", "os._exit", "sys.exit", "normal end", "crash", "cut network")
 """Faults after which the rank is no more."""
@@ -143,7 +152,29 @@ class FaultyTraining:
         self.model = ppe_ddp.DistributedDataParallel(
             module, bucket_cap_mb=1e-4, broadcast_function=self.broadcast, **options
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        if fault.phase == "gather":
+            self.optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, self.model, lr=0.0)
+            self.come_to(unit_gather.UnitGather, "start", "gather")
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.come_to(negotiation.Negotiation, "start", "vote", lambda *_, is_vote=False, **__: is_vote)
+        self.checkpointer = None
+        if fault.phase == "checkpoint":
+            parts = {"model": self.model, "optimizer": self.optimizer}
+            self.checkpointer = ppe_ddp.Checkpointer(fault.folder / "checkpoints", parts)
+            self.come_to(checkpointer, "sync", "checkpoint")
+
+    def come_to(self, owner, name, phase, is_phase=lambda *_, **__: True):
+        """Let the calls of a function be a phase."""
+        call = getattr(owner, name)
+
+        @functools.wraps(call)
+        def come(*arguments, **keywords):
+            if is_phase(*arguments, **keywords):
+                self.fault.reach(phase)
+            return call(*arguments, **keywords)
+
+        setattr(owner, name, come)
 
     def broadcast(self, tensors, group):
         self.fault.reach("finish")
@@ -183,6 +214,8 @@ class FaultyTraining:
             loss.backward()
         self.fault.reach("optimizer")
         self.optimizer.step()
+        if self.checkpointer is not None:
+            self.checkpointer.save(self.fault.now)
 
     def note(self, error: Exception) -> None:
         now = time.monotonic()

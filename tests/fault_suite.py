@@ -42,14 +42,17 @@ _MARK = "PPE_DDP_FAULT_JOB"
 
 
 KINDS = {
-    "raise": ("forward", "negotiate", "bucket 0", "bucket 1", "finish"),
+    "raise": ("forward", "negotiate", "bucket 0", "bucket 1", "vote", "finish"),
     "out of memory": ("packing",),
-    "crash": ("forward", "negotiate", "bucket 1", "optimizer"),
-    "SIGKILL": ("forward", "negotiate", "bucket 0", "bucket 1", "finish", "optimizer"),
+    "crash": ("forward", "negotiate", "bucket 1", "optimizer", "gather", "checkpoint"),
+    "SIGKILL": ("forward", "negotiate", "bucket 0", "bucket 1", "vote", "finish", "optimizer", "gather", "checkpoint"),
     "os._exit": ("forward", "bucket 0", "optimizer"),
     "sys.exit": ("forward", "bucket 0", "optimizer"),
     "normal end": ("forward", "bucket 1", "optimizer"),
+    "NaN": ("backward",),
+    "full disk": ("checkpoint",),
     "wrong shape": ("forward",),
+    "wrong dtype": ("forward",),
     "extra backward": ("backward",),
     "missing backward": ("backward",),
     "SIGSTOP": ("forward", "bucket 0", "finish", "optimizer"),
@@ -61,15 +64,18 @@ LATE = ("SIGSTOP", "slow", "cut network")
 """What nobody can know before the group's timeout."""
 LAUNCHERS = {
     "none": "no launcher, gloo",
+    "shm": "no launcher, shm",
     "torchrun": "torchrun, gloo",
     "mpirun": "mpirun, mpi4py",
     "nodes": "two nodes, gloo",
 }
+_ALIKE = ("extra backward", "missing backward", "wrong shape", "wrong dtype", "NaN", "full disk")
 SKIPPED = {
     "none": ("cut network",),
-    "torchrun": ("cut network", "extra backward", "missing backward", "wrong shape"),
-    "mpirun": ("cut network", "extra backward", "missing backward", "wrong shape"),
-    "nodes": ("os._exit", "normal end", "wrong shape", "out of memory", "extra backward", "missing backward", "slow"),
+    "shm": ("cut network", "extra backward", "missing backward", "wrong shape", "full disk"),
+    "torchrun": ("cut network", *_ALIKE),
+    "mpirun": ("cut network", *_ALIKE),
+    "nodes": ("os._exit", "normal end", "out of memory", "slow", *_ALIKE),
 }
 """What is left out: what needs nodes, and what is the same under every launcher."""
 _SURVIVES = ("finish",)  # where the others may have all they need, and go on
@@ -138,7 +144,9 @@ class FaultOutcome:
             found.append(f"only {len(survivors)} of the others have an error")
         if len({one["digest"] for one in survivors}) > 1:
             found.append("the others have different parameters")
-        if case.kind in ("raise", "out of memory") and any(one["next"] != "right" for one in survivors):
+        if case.kind in ("raise", "out of memory", "NaN", "full disk") and any(
+            one["next"] != "right" for one in survivors
+        ):
             found.append("the next step is not right")
         if self.orphans and case.kind != "SIGSTOP":  # one that is stopped does not see that its launcher has ended
             found.append(f"processes are left: {self.orphans}")
@@ -232,7 +240,11 @@ def _be_rank(rank: int, case: FaultCase, folder: str, common: dict[str, str]) ->
         import torch.distributed as dist
 
         dist.init_process_group(
-            "gloo", init_method=common["INIT"], rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
+            BACKENDS[case.launcher],
+            init_method=common["INIT"],
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=TIMEOUT),
         )
         fault_program.main(case.kind, case.phase, str(case.culprit), str(case.step), folder)
     except SystemExit as error:
@@ -293,7 +305,9 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
 
 
-STARTERS = {"none": _alone, "torchrun": _torchrun, "mpirun": _mpirun, "nodes": _nodes}
+BACKENDS = {"none": "gloo", "shm": "shm"}
+"""Of ranks without a launcher."""
+STARTERS = {"none": _alone, "shm": _alone, "torchrun": _torchrun, "mpirun": _mpirun, "nodes": _nodes}
 
 
 def missing(launcher: str) -> str:
@@ -315,7 +329,7 @@ def cases(launcher: str, seed: int, *, kinds: Sequence[str] = tuple(KINDS), most
     return made
 
 
-MOST = {"none": 99, "torchrun": 1, "mpirun": 2, "nodes": 1}
+MOST = {"none": 99, "shm": 2, "torchrun": 1, "mpirun": 2, "nodes": 1}
 """Phases of each fault: starting ranks by a launcher takes seconds."""
 
 
@@ -381,7 +395,10 @@ TITLES = {
     "os._exit": "ends by `os._exit(7)`",
     "sys.exit": "ends by `sys.exit(3)`",
     "normal end": "comes to the end of its program",
+    "NaN": "has NaN in its gradients (`check_for_nan_in_grad`)",
+    "full disk": "has no room on its disk when all save a checkpoint",
     "wrong shape": "has a parameter of another shape",
+    "wrong dtype": "has a parameter of another dtype",
     "extra backward": "runs one backward more (seen when it has ended)",
     "missing backward": "runs one backward less (seen when it has ended)",
     "SIGSTOP": "is stopped",

@@ -13,7 +13,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import mpi_check_collectives  # noqa: F401  # these register their checks
+import mpi_check_communicators  # noqa: F401
 import mpi_check_compression  # noqa: F401
+import mpi_check_debug  # noqa: F401
 import mpi_check_failures  # noqa: F401
 import mpi_check_messages  # noqa: F401
 import mpi_check_races  # noqa: F401

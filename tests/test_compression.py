@@ -368,7 +368,7 @@ def test_what_is_not_finite_shows_and_the_next_step_is_right():
 @on_two_ranks
 def test_ranks_must_register_the_same():
     wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
-    with pytest.raises(DisagreementError, match=r"rank 1 differs from rank 0: it compresses by TopK\(ratio=0.2"):
+    with pytest.raises(DisagreementError, match=r"rank 1 has gradients averaged by compressor TopK\(ratio=0.2"):
         wrapper.register_comm_hook(TopK(0.1 * (1 + dist.get_rank())))
 
 

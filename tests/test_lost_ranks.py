@@ -15,6 +15,7 @@ from one_process import assert_gradients, data, mean_gradients, mlp, seeded, squ
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.failures import Failure, Failures
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
@@ -75,6 +76,39 @@ def test_what_a_process_has_done_last_can_be_read_when_it_is_dead(peer):
     (dead,) = lost_ranks(peer).gone()
     assert str(dead) == "rank 1, which has died (it was at bucket 3 of step 7)"
     assert (dead.step, dead.phase, dead.is_gone) == (7, "bucket", True)
+
+
+def test_wrappers_that_come_and_go_leave_each_group_a_record_of_its_own():
+    kept = own_address()
+    taken = [own_address() for _ in range(3)]
+    records = {one.record for one in taken}
+    assert len(records | {kept.record}) == 4
+    taken.clear()
+    assert {own_address().record for _ in range(200)} <= records  # each of them goes back at once
+    many = [own_address() for _ in range(100)]  # more than there are records: those that are left share one
+    shared = max(one.record for one in many)
+    assert kept.record not in {one.record for one in many}
+    assert sum(one.record == shared for one in many) > 1
+    alone = [one.record for one in many if one.record != shared]
+    assert len(set(alone)) == len(alone)
+    last = many.pop()
+    del many
+    again = [own_address() for _ in alone]
+    assert {one.record for one in again} == set(alone)
+    assert last.record == shared == own_address().record
+
+
+@on_two_ranks
+def test_groups_made_after_many_were_taken_again_still_tell_what_they_did_last():
+    world = dist.group.WORLD
+    for _ in range(70):
+        Groups.duplicate(world).release()
+    steps = (3, 1, 2)
+    groups = [Groups.duplicate(world) for _ in steps]
+    for one, one.step in zip(groups, steps, strict=True):
+        one.note(Activity.DONE)
+    dist.barrier()
+    assert [one.processes.position(1 - one.rank).step for one in groups] == [*steps]
 
 
 def test_one_that_leaves_says_so_before_it_is_gone(peer):

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.cli.backend_examination import examine
 from ppe_ddp.engine.bucket_allocator import offers_memory
-from ppe_ddp.engine.groups import Groups, backends_of
+from ppe_ddp.engine.group_duplicates import backends_of
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.json_collectives import all_gather_json
 
 if TYPE_CHECKING:

@@ -131,15 +131,16 @@ class BucketSynchronizer(Synchronizer):
     def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
         """Reduce by ``reduction`` from the next backward on. All ranks must call this together."""
         self.reduction, self._packing = reduction, packing
-        self.negotiation.repack(
-            packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
-        )
+        own = packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
+        self.negotiation.repack(own)
+        self.negotiation.use_plug("gradients averaged by", reduction.agreed)
         self._buckets = self._bucket_cache()
 
-    def use_broadcast(self, function: BroadcastFunction) -> None:
+    def use_broadcast(self, function: BroadcastFunction, title: str) -> None:
         """Broadcast buffers by ``function`` from now on, if they are broadcast. All ranks must call this together."""
         if self._policy.broadcast_buffers is not None:
             self._policy = replace(self._policy, broadcast_buffers=function)
+            self.negotiation.use_plug("buffers synchronized by", title)
 
     def shard(self) -> ShardedParameters:
         """Let every rank keep only its shards from now on. All ranks must call this together."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,7 @@ from ppe_ddp.compression.compressor import AllPending
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
 from ppe_ddp.compression.link import Exchange, Link
 from ppe_ddp.engine.exchange_queue import ExchangeQueue, PendingExchange
-from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.reduction import Reduction
-from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -57,6 +54,11 @@ class CompressorReduction(Reduction):
     def title(self) -> str:
         """The compressor."""
         return f"compressor {self.compressor!r}"
+
+    @property
+    def agreed(self) -> str:
+        """The compressor."""
+        return self.title
 
     @property
     def may_launch(self) -> Probe:
@@ -130,22 +132,9 @@ def _rows(tensor: Tensor) -> int:
     return max(zip(tensor.stride(), tensor.shape, strict=True))[1]
 
 
-def check_compressor(compressor: Compressor, groups: Groups) -> None:
-    """See that all ranks use the same compressor; all must call this together. Warns where it cannot pay.
-
-    Raises:
-        DisagreementError: On every rank, with the same text, if one differs from rank 0.
-    """
-    if groups.world_size == 1:
-        return
-    found = all_gather_json([repr(compressor), socket.gethostname()], groups.control)
-    for rank, (other, _) in enumerate(found):
-        if other != found[0][0]:
-            raise DisagreementError(
-                f"rank {rank} differs from rank 0: it compresses by {other}, and rank 0 by {found[0][0]}. Register the "
-                "same compressor on every rank"
-            )
-    if len({host for _, host in found}) == 1 and groups.rank == 0:
+def warn_of_one_machine(compressor: Compressor, groups: Groups) -> None:
+    """Warn where compression cannot pay, as far as this rank sees the others."""
+    if groups.rank == 0 < groups.world_size - 1 == len(groups.processes.on_this_node):
         logger.warning(
             "all ranks are on one machine, where %r takes longer than the memory that it saves: compression is for "
             "links between machines",

@@ -10,10 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import backend_for, backends_named, device_types, new_group_named, timeout_of
+from ppe_ddp.backends.group_internals import (
+    backend_for,
+    backends_named,
+    device_types,
+    is_registered,
+    new_group_named,
+    timeout_of,
+)
+from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
+from ppe_ddp.backends.shm.shm_options import ShmOptions
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
+from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch.distributed import ProcessGroup
 
 
@@ -28,8 +40,9 @@ def duplicates(
         name: New, and the same on every rank.
         shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
     """
-    if shared_memory and backends.get("cpu") == "gloo":
-        return _in_shared_memory(parent, backends, name)
+    if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
+        # gloo in C++ compares nothing; shm without shared memory is gloo, and does
+        return _over_shm(parent, backends, name, None if shared_memory else ShmOptions(shared_memory=False))
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
@@ -43,11 +56,14 @@ def duplicates(
     return buckets, control
 
 
-def _in_shared_memory(parent: ProcessGroup, backends: dict[str, str], name: str) -> tuple[ProcessGroup, ProcessGroup]:
+def _over_shm(
+    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions | None
+) -> tuple[ProcessGroup, ProcessGroup]:
     """The same, with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
-    buckets = _new_group(parent, ",".join(["cpu:shm", *others]) if others else "shm", f"buckets/{name}", None)
-    return buckets, _new_group(parent, "shm", f"control/{name}", None)
+    config = ",".join(["cpu:shm", *others]) if others else "shm"
+    buckets = _new_group(parent, config, f"buckets/{name}", None if others else options)
+    return buckets, _new_group(parent, "shm", f"control/{name}", options)
 
 
 def _exists(kind: str) -> bool:
@@ -74,3 +90,26 @@ def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> Pr
     """A group of the ranks of ``parent``, made by these alone."""
     ranks = dist.get_process_group_ranks(parent)
     return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
+
+
+def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:
+    """See that all ranks want the same of their duplicates.
+
+    Args:
+        rank: This one.
+        wanted: By rank, what each wants, by option.
+
+    Raises:
+        DisagreementError: They do not.
+    """
+    for option in wanted[0]:
+        values = [one[option] for one in wanted]
+        if len(set(values)) > 1:
+            each = ", ".join(f"{value} on rank {other}" for other, value in enumerate(values))
+            raise DisagreementError(f"rank {rank}: {option} is not the same on all ranks: {each}")
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """The backends of ``group`` by type of device; empty for one that torch.distributed did not make."""
+    config = str(dist.get_backend_config(group)) if is_registered(group) else ""
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)

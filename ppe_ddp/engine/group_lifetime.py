@@ -10,6 +10,7 @@ C++ ends the process: "Resource deadlock avoided".
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -19,25 +20,51 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
+from ppe_ddp.backends.process_group.python_group import PythonGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    Release = Callable[[Callable[[str, Any], list[Any]]], None]
 
 
-def close(groups: list[ProcessGroup]) -> None:
+def close(groups: list[ProcessGroup]) -> list[Release]:
     """Close the connections of these, so that ranks that wait in them leave with an error; empties the list.
 
     torch has forgotten them when this returns, on every rank that has closed them: it names a group that only its ranks
     make by how many groups each of them has.
+
+    Returns:
+        What is to be called on all ranks together, when all have closed theirs: MPI has only so many communicators.
     """
+    releases: list[Release] = []
     for group in groups:
         if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
             group.abort()
+        if isinstance(group, PythonGroup):
+            releases.append(group.release)
         del group
     ending = list(groups)
     destroy(groups)
     # gloo ends what this rank has pending first, which may need the others to come by
     threading.Thread(target=ending.clear, name="ppe_ddp-close", daemon=True).start()
+    return releases
+
+
+def release_all(releases: list[Release], exchange: Callable[[str, Any], list[Any]]) -> None:
+    """Give back what closed groups have; every rank calls this when all have closed theirs; empties the list.
+
+    Args:
+        releases: What :func:`close` has returned.
+        exchange: Brings a word of each rank, under a name, to all.
+    """
+    for place, release in enumerate(releases):
+        release(functools.partial(_exchange_in, exchange, place))
+    releases.clear()
+
+
+def _exchange_in(exchange: Callable[[str, Any], list[Any]], place: int, what: str, word: Any) -> list[Any]:
+    return exchange(f"{place}/{what}", word)
 
 
 def destroy(groups: list[ProcessGroup]) -> None:

@@ -33,8 +33,8 @@ from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
 from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
-from ppe_ddp.engine.group_duplicates import duplicates
-from ppe_ddp.engine.group_lifetime import close, destroy
+from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates
+from ppe_ddp.engine.group_lifetime import close, destroy, release_all
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.store_exchange import exchange, progress_of
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppe_ddp.engine.exit_order import User
+    from ppe_ddp.engine.group_lifetime import Release
 
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again
 _LOOKS = 100  # at the store, for one at the processes
@@ -101,19 +102,21 @@ class Groups:
         self._unusable = ""
         self._attempts = 0  # to renew, since the last failure
         self._starts = 0
+        self._releases: list[Release] = []  # of the duplicates that were closed
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
 
     @classmethod
-    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False) -> Groups:
+    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, init_sync: bool = True) -> Groups:
         """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
 
         Args:
             parent: What the user named.
             shared_memory: Whether to make them over shared memory where the parent is over gloo; the same on all.
+            init_sync: Whether this rank goes on with collectives in them; the same on all.
 
         Raises:
-            DisagreementError: On every rank, if not all give the same ``shared_memory``.
+            DisagreementError: On every rank, if not all give the same.
             ValueError: A bare group on which the ranks cannot agree.
         """
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
@@ -131,10 +134,9 @@ class Groups:
         address = own_address()
         packed = None if address is None else address.packed()
         idle = [groups.number for groups in made.idle if groups.shared_memory == shared_memory]
-        known: list[Any] = exchange(parent, f"idle/{made.calls}", [shared_memory, idle, packed])
-        if len({wanted for wanted, *_ in known}) > 1:
-            each = ", ".join(f"{wanted} on rank {other}" for other, (wanted, *_) in enumerate(known))
-            raise DisagreementError(f"rank {rank}: shared_memory is not the same on all ranks: {each}")
+        wanted = {"shared_memory": shared_memory, "init_sync": init_sync}
+        known: list[Any] = exchange(parent, f"idle/{made.calls}", [wanted, idle, packed])
+        check_wanted(rank, [there for there, *_ in known])
         # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
         common = set(idle).intersection(*(numbers for _, numbers, _ in known))
         for groups in made.idle:
@@ -196,6 +198,7 @@ class Groups:
             raise self.explained(error, "connecting the ranks again after a failure") from error
         try:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
+            self._release()
             if not reason:
                 self.generation += 1
                 name = f"{self.number}/{self.generation}"
@@ -213,6 +216,11 @@ class Groups:
         self._connect_failures()
         self._attempts = 0
         self.is_closed = False
+
+    def _release(self) -> None:
+        """Give back what the closed duplicates have, now that all ranks have closed theirs."""
+        name = f"released/{self.number}/{self.generation}/{self._attempts}"
+        release_all(self._releases, lambda what, word: exchange(self.parent, f"{name}/{what}", word))
 
     @property
     def has_failed(self) -> bool:
@@ -310,7 +318,7 @@ class Groups:
         self.is_closed = True
         ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
-        close(ours)
+        self._releases = close(ours)
         return instead
 
     def _connect_failures(self) -> None:
@@ -386,9 +394,3 @@ class _Made:
 
 def _made_from(parent: ProcessGroup) -> _Made:
     return kept_with(parent, _Made)
-
-
-def backends_of(group: ProcessGroup) -> dict[str, str]:
-    """The backends of ``group`` by type of device; empty for one that torch.distributed did not make."""
-    config = str(dist.get_backend_config(group)) if is_registered(group) else ""
-    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)

@@ -52,6 +52,7 @@ class Negotiation:
         self._with_buffers = with_buffers
         self._place = "start"
         self._options = [f"options {options}"] if options else []
+        self._plugs: dict[str, str] = {}
         self._buffer_lines: list[str] = []
         self._count = 0
         self._generation = groups.generation
@@ -66,6 +67,16 @@ class Negotiation:
         """Pack buckets by ``packing`` from now on."""
         self._packing = packing
         self.planner.repack(packing)
+        self._digest = fingerprint(self._lines())
+
+    def use_plug(self, what: str, title: str) -> None:
+        """Hold the ranks to plug in the same, from the next exchange on.
+
+        Args:
+            what: What it does: ``"gradients averaged by"``.
+            title: What it is; empty for nothing that the ranks have to have in common.
+        """
+        self._plugs[what] = title
         self._digest = fingerprint(self._lines())
 
     def check(self) -> None:
@@ -214,6 +225,7 @@ class Negotiation:
         )
         lines.append(f"order of arrival {self.planner.order}")
         lines.extend(self._options)
+        lines.extend(f"{what} {title}" for what, title in self._plugs.items() if title)
         lines.extend(self._buffer_lines)
         if not self._negotiate:
             lines.extend(

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import os
 import secrets
 import struct
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,7 +39,7 @@ _TEXT_BYTES = 2000
 _RECORD = struct.Struct("<qqqq")
 _WAITS = 24  # where in a record it says whether the rank waits
 _RECORDS = 2048  # where they begin
-_GROUPS = 64  # that have a record each; further ones share the last
+_GROUPS = 64  # that have a record each at a time; further ones share the last
 _PAGE_BYTES = 4096
 
 
@@ -204,13 +204,20 @@ class _Page:
         token = secrets.token_bytes(TOKEN_BYTES)
         self._map[:TOKEN_BYTES] = token
         self.token = token.hex()
-        self._records = itertools.count()
+        self._free = list(reversed(range(_GROUPS - 1)))
         self._peers: dict[str, mmap.mmap] = {}
 
-    def new_record(self) -> int:
-        record = min(next(self._records), _GROUPS - 1)
+    def take_record(self) -> int:
+        try:
+            record = self._free.pop()
+        except IndexError:
+            return _GROUPS - 1
         self.note(record, 1, Activity.NONE, 0)
         return record
+
+    def give_back(self, record: int) -> None:
+        if record < _GROUPS - 1:
+            self._free.append(record)
 
     def note(self, record: int, step: int, activity: Activity, bucket: int) -> None:
         _RECORD.pack_into(self._map, _RECORDS + record * _RECORD.size, step, activity, bucket, 0)
@@ -248,12 +255,17 @@ def _page(_pid: int) -> _Page:
 
 
 def own_address() -> ProcessAddress | None:
-    """Where others find the page of this process, with a new record in it; None where the system has no such memory."""
+    """Where others find the page of this process, with a record in it that goes back when nobody holds the address.
+
+    None where the system has no such memory.
+    """
     try:
-        page = _page(os.getpid())
-        return ProcessAddress(page.node, os.getpid(), _started("self"), page.descriptor, page.token, page.new_record())
+        page, started = _page(os.getpid()), _started("self")
     except OSError:
         return None
+    address = ProcessAddress(page.node, os.getpid(), started, page.descriptor, page.token, page.take_record())
+    weakref.finalize(address, page.give_back, address.record).atexit = False
+    return address
 
 
 def _position(page: mmap.mmap, record: int) -> Position:

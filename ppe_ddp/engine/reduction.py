@@ -15,8 +15,8 @@ from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.contracts import Division, is_waitable
 from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.failures import HookProgress
+from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
-from ppe_ddp.engine.groups import backends_of
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import name_of
 
@@ -76,6 +76,11 @@ class Reduction(ABC):
     @abstractmethod
     def title(self) -> str:
         """Its name, for messages."""
+
+    @property
+    def agreed(self) -> str:
+        """What of it has to be the same on all ranks; empty for a function, which may be another object on each."""
+        return ""
 
     def start(self, bucket: GradBucket) -> Waitable | None:
         """Start the reduction of ``bucket``; None if it is done."""
@@ -213,6 +218,11 @@ class HookReduction(Reduction):
     def title(self) -> str:
         """The hook's name."""
         return f"communication hook {name_of(self._hook)}"
+
+    @property
+    def agreed(self) -> str:
+        """The hook's name."""
+        return self.title
 
     @property
     def progress(self) -> HookProgress:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.bucket_plan import Packing, Planner
 from ppe_ddp.engine.comm_state import CommState
-from ppe_ddp.engine.compressor_reduction import CompressorReduction, check_compressor
+from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.reduction import FunctionReduction
 
@@ -78,12 +78,14 @@ class ReductionGroup:
         negotiation.use_module(module_state)
         comm_state = CommState()
         comm_state.begin(groups)
+        reduction = _reduction(function, comm_state, groups)
+        negotiation.use_plug("gradients averaged by", reduction.agreed)
         return cls(
             groups,
             module_state,
             indices,
             negotiation,
-            _reduction(function, comm_state, groups),
+            reduction,
             comm_state,
             Planner(specs, _PACKING),
             gain,
@@ -115,5 +117,5 @@ class ReductionGroup:
 def _reduction(function: ReduceFunction | Compressor, comm_state: CommState, groups: Groups) -> Reduction:
     if not isinstance(function, Compressor):
         return FunctionReduction(function, groups)
-    check_compressor(function, groups)
+    warn_of_one_machine(function, groups)
     return CompressorReduction(function, comm_state, groups)

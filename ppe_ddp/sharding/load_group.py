@@ -6,16 +6,23 @@ the same text, so that no rank waits for one that has left.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.engine.groups import backends_of
+from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
+from ppe_ddp.engine.bounded_store import BoundedStore
+from ppe_ddp.engine.failures import lost_error
+from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
+from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
+from ppe_ddp.engine.peer_processes import PeerProcesses, ProcessAddress, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError
 
 if TYPE_CHECKING:
@@ -52,6 +59,9 @@ class LoadGroup:
                     "group load together"
                 )
             self.ranks = dist.get_process_group_ranks(self.group)
+        self._processes: _Processes | None = None
+        if self.group is not None and self.size > 1 and is_registered(self.group):
+            self._processes = _Processes(self.group, self.rank, self.size)
 
     @property
     def is_source(self) -> bool:
@@ -119,12 +129,80 @@ class LoadGroup:
         """Call what all ranks call together.
 
         Raises:
-            CommunicationError: It has failed.
+            CommunicationError: It has failed; names the ranks that are gone.
         """
+        processes = self._processes
+        if processes is not None:
+            processes.announce()
         try:
-            return call()
+            result = call()
         except RuntimeError as error:
+            lost = [] if processes is None else processes.lost()
+            if lost:
+                raise lost_error(self.rank, lost, f"the ranks of a checkpoint lost each other: {error}") from error
             raise CommunicationError(
                 f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. "
                 "Every rank must call it; look for the first traceback of all ranks."
             ) from error
+        if processes is not None:
+            processes.connect()
+        return result
+
+
+class _Processes:
+    """The processes of a load group's ranks.
+
+    Nobody waits for another here: a rank may be gone before it comes.
+
+    Args:
+        group: One that torch.distributed has made.
+        rank: This process in it.
+        size: How many ranks it has.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        made = kept_with(group, _LoadGroupCount)
+        made.count += 1
+        self._name = f"ppe_ddp/load/{made.count}"
+        self._keys = [f"{self._name}/{other}" for other in range(size)]
+        self._rank = rank
+        self._store = BoundedStore(store_of(group))
+        self._address: ProcessAddress | None = None
+        self._is_announced = False
+        self._found: LostRanks | None = None
+
+    def announce(self) -> None:
+        """Write where this process can be seen, once."""
+        if not self._is_announced:
+            self._is_announced = True
+            self._address = own_address()
+            packed = None if self._address is None else self._address.packed()
+            with suppress(dist.DistError, CommunicationError):  # the store is gone: what follows fails by itself
+                self._store.do(lambda store: store.set(self._keys[self._rank], json.dumps(packed)))
+
+    def connect(self) -> None:
+        """See where the others are, once all have written that."""
+
+        def read(store: Any) -> list[bytes]:
+            return [store.get(key) for key in self._keys] if store.check(self._keys) else []
+
+        texts: list[bytes] = []
+        if self._found is None:
+            with suppress(dist.DistError, CommunicationError):
+                texts = self._store.do(read)
+        if texts:
+            processes = PeerProcesses(self._rank, self._address, [json.loads(text) for text in texts])
+            self._found = LostRanks(self._store, self._name, self._rank, len(texts), processes)
+
+    def lost(self) -> list[LostRank]:
+        """The ranks that are gone, as far as this one can see."""
+        found = [] if self._found is None else self._found.find()
+        # what they did last in a step has nothing to do with it
+        return [replace(one, step=None, phase="checkpoint", last="") for one in found]
+
+
+@dataclass
+class _LoadGroupCount:
+    """How many load groups one process group has had."""
+
+    count: int = 0

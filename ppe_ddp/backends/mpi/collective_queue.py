@@ -14,17 +14,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from mpi4py import MPI
 
+from ppe_ddp.backends.mpi.communicator_release import UnderWay
 from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ppe_ddp.backends.mpi.mpi_waits import Waits
 
-Requests = Iterator[tuple[MPI.Request, tuple["Tensor", ...]]]
+Requests = Iterator[UnderWay]
 """Starts a request, yields it with the memory that it reads or writes, and is resumed when it has arrived."""
 
 
@@ -33,10 +31,11 @@ class QueuedCollective(PendingWork):
 
     _waits: Waits
 
-    def __init__(self, what: str, waits: Waits, steps: Requests) -> None:
+    def __init__(self, what: str, waits: Waits, steps: Requests, left: list[UnderWay]) -> None:
         super().__init__(what, waits)
         self._steps = steps
-        self._request: tuple[MPI.Request, tuple[Tensor, ...]] | None = None
+        self._left = left
+        self._request: UnderWay | None = None
         self._reason: BaseException | None = None
         self._is_over = False
 
@@ -62,6 +61,7 @@ class QueuedCollective(PendingWork):
         """End it; the memory of what cannot be cancelled stays."""
         if self._request is not None:
             progress_engine(os.getpid()).keep(*self._request)
+            self._left.append(self._request)
         self._reason = self._waits.error(self._what, reason)
         self._is_over = True
 
@@ -78,6 +78,8 @@ class CollectiveQueue:
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
         self._queue: deque[QueuedCollective] = deque()
+        self.left: list[UnderWay] = []
+        """What was under way when the group was given up."""
         self._progress = progress_engine(os.getpid())
         waits.at_failure.append(self._fail_all)
 
@@ -88,7 +90,7 @@ class CollectiveQueue:
             what: For errors.
             steps: Run under the lock of the progress engine, by any thread; wait for nothing but what they yield.
         """
-        collective = QueuedCollective(what, self._waits, steps)
+        collective = QueuedCollective(what, self._waits, steps, self.left)
         with self._progress.lock:
             self._queue.append(collective)
             self._progress.add(self)

@@ -12,12 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mpi4py import MPI
 
 from ppe_ddp.backends.group_internals import premul_factor
 from ppe_ddp.backends.mpi.collective_queue import CollectiveQueue
-from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, byte_buffer, reduction_of, typed_buffer
+from ppe_ddp.backends.mpi.communicator_release import OpenCommunicator
+from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, reduction_of
 from ppe_ddp.backends.mpi.mpi_link import MpiLink
+from ppe_ddp.backends.mpi.nonblocking_calls import NonblockingCalls
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
@@ -27,6 +28,7 @@ from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryC
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mpi4py import MPI
     from torch import Tensor
 
     from ppe_ddp.backends.mpi.collective_queue import Requests
@@ -55,7 +57,7 @@ class MpiCollectives:
     """
 
     def __init__(self, comm: MPI.Intracomm, waits: Waits, options: MpiOptions) -> None:
-        self.comm = comm
+        self._calls = NonblockingCalls(comm)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._options = options
@@ -64,7 +66,7 @@ class MpiCollectives:
         self._begin = self._queue.append
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._arguments = CollectiveArguments(self.rank, self.size)
-        self._links: list[MpiLink] = []
+        self._links: dict[int, tuple[MpiLink, Sequence[int]]] = {}
         self.shared = self._shared_group()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> PendingWork:
@@ -133,7 +135,7 @@ class MpiCollectives:
         send, receive = self._split_bytes(host, input_splits), self._split_bytes(result, output_splits)
 
         def steps() -> Requests:
-            yield self._all_to_all(host, send, result, receive), (host, result)
+            yield self._calls.all_to_all(result, receive, host, send), (host, result)
             self.copy_back(output, result)
 
         return self._begin("all_to_all", steps())
@@ -145,7 +147,7 @@ class MpiCollectives:
         send, receive = [tensor.nbytes for tensor in tensors], [output.nbytes for output in outputs]
 
         def steps() -> Requests:
-            yield self._all_to_all(flat, send, result, receive), (flat, result)
+            yield self._calls.all_to_all(result, receive, flat, send), (flat, result)
             unpack(result, outputs)
 
         return self._begin("all_to_all", steps())
@@ -158,11 +160,10 @@ class MpiCollectives:
 
         def steps() -> Requests:
             if self.rank != root:
-                yield self.comm.Igatherv(byte_buffer(host), None, root), (host,)
+                yield self._calls.gather(None, (), host, root), (host,)
                 return
             result, counts = self._flat_for(outputs), [output.nbytes for output in outputs]
-            receive = [byte_buffer(result)[0], counts, MPI.BYTE]
-            yield self.comm.Igatherv(byte_buffer(host), receive, root), (host, result)
+            yield self._calls.gather(result, counts, host, root), (host, result)
             unpack(result, outputs)
 
         return self._begin("gather", steps())
@@ -175,11 +176,10 @@ class MpiCollectives:
 
         def steps() -> Requests:
             if self.rank != root:
-                yield self.comm.Iscatterv(None, byte_buffer(result), root), (result,)
+                yield self._calls.scatter(result, None, (), root), (result,)
             else:
                 flat, counts = self._pack(tensors), [tensor.nbytes for tensor in tensors]
-                send = [byte_buffer(flat)[0], counts, MPI.BYTE]
-                yield self.comm.Iscatterv(send, byte_buffer(result), root), (flat, result)
+                yield self._calls.scatter(result, flat, counts, root), (flat, result)
             self.copy_back(output, result)
 
         return self._begin("scatter", steps())
@@ -188,7 +188,7 @@ class MpiCollectives:
         """Complete when every rank has called it."""
 
         def steps() -> Requests:
-            yield self.comm.Ibarrier(), ()
+            yield self._calls.barrier(), ()
 
         return self._begin("barrier", steps())
 
@@ -199,9 +199,16 @@ class MpiCollectives:
 
     def free(self) -> None:
         """Give the communicators back to MPI; nothing may be under way."""
-        for link in self._links:
-            link.comm.Free()
-        self.comm.Free()
+        for one in self.communicators().values():
+            one.calls.comm.Free()
+
+    def communicators(self) -> dict[str, OpenCommunicator]:
+        """All that there are, by names that are the same on all of its ranks; first that of the group."""
+        whole = OpenCommunicator(self._calls, range(self.size), self._queue.left)
+        return {"group": whole} | {
+            f"slice {index}": OpenCommunicator(link.calls, ranks, link.left)
+            for index, (link, ranks) in self._links.items()
+        }
 
     def host_memory(self, tensor: Tensor) -> Tensor:
         """The tensor itself where MPI can take its memory, else a contiguous copy (of CUDA: in pinned memory)."""
@@ -266,14 +273,14 @@ class MpiCollectives:
 
     def _all_reduce_at_once(self, tensor: Tensor, reduction: MpiReduction) -> Requests:
         wire = self._scratch_like(tensor, tensor.dtype).view(tensor.shape).copy_(tensor)
-        yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(wire, reduction.datatype), reduction.op), (wire,)
+        yield self._calls.all_reduce(wire, reduction.datatype, reduction.op), (wire,)
         tensor.data.copy_(wire)  # as a backend in C++, unseen by autograd
 
     def _all_reduce_in_pieces(self, tensor: Tensor, host: Tensor, op: Any, reduction: MpiReduction) -> Requests:
         for piece in self._pieces(host.data.view(-1).view(reduction.view), reduction):
             wire = self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
-            yield self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(wire, reduction.datatype), reduction.op), (wire,)
+            yield self._calls.all_reduce(wire, reduction.datatype, reduction.op), (wire,)
             self._divide(wire, reduction)
             piece.copy_(wire)
         self.copy_back(tensor, host)
@@ -282,11 +289,9 @@ class MpiCollectives:
         for piece in self._pieces(host.view(-1).view(reduction.view), reduction):
             wire = piece if reduction.is_direct else self._scratch_like(piece, reduction.wire).copy_(piece)
             self._premultiply(wire, op)
-            buffer = typed_buffer(wire, reduction.datatype)
+            yield self._calls.reduce(wire, reduction.datatype, reduction.op, root), (wire,)
             if self.rank != root:
-                yield self.comm.Ireduce(buffer, None, reduction.op, root), (wire,)
                 continue
-            yield self.comm.Ireduce(MPI.IN_PLACE, buffer, reduction.op, root), (wire,)
             self._divide(wire, reduction)
             if wire is not piece:
                 piece.copy_(wire)
@@ -295,25 +300,19 @@ class MpiCollectives:
 
     def _broadcast(self, tensor: Tensor, host: Tensor, root: int) -> Requests:
         for piece in host.view(-1).view(torch.uint8).split(self._options.piece_bytes):
-            yield self.comm.Ibcast(byte_buffer(piece), root), (piece,)
+            yield self._calls.broadcast(piece, root), (piece,)
         if self.rank != root:
             self.copy_back(tensor, host)
 
     def _all_gather(self, output: Tensor, result: Tensor, host: Tensor) -> Requests:
         host = host.clone() if overlap(host, result) else host
-        # mpi4py wants the count of one rank's block
-        block = (byte_buffer(result)[0], host.nbytes, MPI.BYTE)
-        yield self.comm.Iallgather(byte_buffer(host), block), (host, result)
+        yield self._calls.all_gather(result, host), (host, result)
         self.copy_back(output, result)
 
     def _all_gather_list(self, outputs: Sequence[Tensor], host: Tensor) -> Requests:
         result, counts = self._flat_for(outputs), [output.nbytes for output in outputs]
-        yield self.comm.Iallgatherv(byte_buffer(host), [byte_buffer(result)[0], counts, MPI.BYTE]), (host, result)
+        yield self._calls.all_gather_list(result, counts, host), (host, result)
         unpack(result, outputs)
-
-    def _all_to_all(self, host: Tensor, send: list[int], result: Tensor, receive: list[int]) -> MPI.Request:
-        there, here = [byte_buffer(host)[0], send, MPI.BYTE], [byte_buffer(result)[0], receive, MPI.BYTE]
-        return self.comm.Ialltoallv(there, here)
 
     def _reduce_scatter(self, output: Tensor, flat: Tensor, op: Any, counts: list[int] | None) -> Requests:
         reduction = reduction_of(output.dtype, op.op)
@@ -325,14 +324,13 @@ class MpiCollectives:
         flat_result = result.view(-1).view(reduction.view)
         direct = reduction.wire is reduction.view
         part = flat_result if direct else torch.empty_like(flat_result, dtype=reduction.wire)
-        send, receive = typed_buffer(wire, reduction.datatype), typed_buffer(part, reduction.datatype)
         if counts is None:
-            block = (send[0], part.numel(), reduction.datatype)
-            yield self.comm.Ireduce_scatter_block(block, receive, reduction.op), (wire, part)
+            yield self._calls.reduce_scatter(part, wire, reduction.datatype, reduction.op), (wire, part)
         else:
             width = flat_result.numel() // output.numel() if output.numel() else 0
             numels = [count * width for count in counts]
-            yield self.comm.Ireduce_scatter(send, receive, numels, reduction.op), (wire, part)
+            request = self._calls.reduce_scatter_list(part, wire, numels, reduction.datatype, reduction.op)
+            yield request, (wire, part)
         self._divide(part, reduction)
         if not direct:
             flat_result.copy_(part)
@@ -364,15 +362,15 @@ class MpiCollectives:
 
     def _join(self, index: int, ranks: Sequence[int]) -> MpiLink:
         """Join this rank with those of other nodes that own the same slice."""
-        comm = self.comm.Create_group(self.comm.Get_group().Incl(list(ranks)), index)
-        self._links.append(MpiLink(comm, progress_engine(os.getpid())))
-        return self._links[-1]
+        comm = self._calls.comm
+        link = MpiLink(comm.Create_group(comm.Get_group().Incl(list(ranks)), index), progress_engine(os.getpid()))
+        self._links[index] = link, ranks
+        return link
 
     def _gather_bytes(self, own: bytes) -> list[bytes]:
-        table = bytearray(len(own) * self.size)
-
-        def steps() -> Requests:
-            yield self.comm.Iallgather(own, [table, len(own), MPI.BYTE]), ()
-
-        self._begin("the connection of shared memory", steps()).wait()
-        return [bytes(table[start : start + len(own)]) for start in range(0, len(table), len(own))]
+        table = torch.empty(self.size, len(own), dtype=torch.uint8)
+        self._begin(
+            "the connection of shared memory",
+            self._all_gather(table, table, torch.tensor(list(own), dtype=torch.uint8)),
+        ).wait()
+        return [bytes(row.tolist()) for row in table]

@@ -15,7 +15,8 @@ from mpi4py import MPI
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
-from ppe_ddp.backends.group_internals import backends_being_made
+from ppe_ddp.backends.group_internals import PrefixStore, backends_being_made
+from ppe_ddp.backends.mpi.communicator_release import release
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
@@ -23,6 +24,7 @@ from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_waits import Waits
 from ppe_ddp.backends.mpi.progress_thread import progress_thread
+from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
@@ -31,7 +33,7 @@ from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -52,27 +54,32 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         options: None for the defaults.
 
     Raises:
-        CommunicationError: torch's ranks are not MPI's, but those of another launcher.
+        CommunicationError: torch's ranks are not MPI's, but those of another launcher; or not all have come.
+        DisagreementError: The ranks have different options.
         TypeError: ``options`` are those of another backend.
         TorchChangedError: torch does not show which backends it makes the group over.
     """
     if options is not None and not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
     wanted = backends_being_made()
-    world = MPI.COMM_WORLD
+    world, agreed = MPI.COMM_WORLD, (options or MpiOptions()).agreed()
     progress_engine(getpid()).expect(world.Get_size())
     ranks = list(arguments.global_ranks_in_group)
     if ranks:
         _check_world(dist.get_rank(), dist.get_world_size())
         # The tag keeps apart the groups that several threads make at a time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
-        await_members(arguments, ranks)
+        turn = await_members(arguments, ranks, agreed)
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
+        turn = await_members(arguments, range(arguments.group_size), agreed)
         install_job_hooks(together=True)
         comm = world.Dup()
-    return beside_other_backends(MpiProcessGroup(comm, arguments, options or MpiOptions()), wanted, arguments)
+    own = MpiProcessGroup(comm, arguments, options or MpiOptions())
+    if compares_collectives():
+        own.compare_collectives(PrefixStore(f"ppe_ddp/calls/{turn}", arguments.store))
+    return beside_other_backends(own, wanted, arguments)
 
 
 def _check_world(rank: int, size: int) -> None:
@@ -111,6 +118,8 @@ class MpiProcessGroup(PendingGroup):
         ValueError: The sizes of this rank's own arguments do not fit together.
         UnusableError: The group was destroyed.
     """
+
+    _waits: Waits
 
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions) -> None:
         types = ("cpu", "cuda") if is_available() else ("cpu",)
@@ -173,6 +182,11 @@ class MpiProcessGroup(PendingGroup):
         self._closed = True
         if not MPI.Is_finalized():
             self._waits.give_up("it has called abort()")
+
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
+        if not MPI.Is_finalized():
+            release({} if self._messages.is_used else self._mpi.communicators(), self._waits, exchange)
 
     monitoredBarrier = monitored_barrier
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from ppe_ddp.backends.mpi.mpi_datatypes import byte_buffer, reduction_of, typed_buffer
+from ppe_ddp.backends.mpi.mpi_datatypes import reduction_of
+from ppe_ddp.backends.mpi.nonblocking_calls import NonblockingCalls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,26 +22,29 @@ class MpiLink:
 
     Args:
         comm: A communicator of these ranks.
-        progress: Keeps what is under way when the link is closed, which cannot be cancelled.
+        progress: Keeps what is under way when the link is given up, which cannot be cancelled.
+
+    Attributes:
+        calls: The collectives of the communicator.
+        left: What was under way when the link was given up.
     """
 
     def __init__(self, comm: MPI.Intracomm, progress: ProgressEngine) -> None:
-        self.comm = comm
+        self.calls = NonblockingCalls(comm)
+        self.left: list[tuple[MPI.Request, tuple[Tensor, ...]]] = []
         self._progress = progress
         self._under_way: list[tuple[MPI.Request, tuple[Tensor, ...]]] = []
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MPI.Request:
         """Begin to reduce ``flat`` in place."""
         reduction = reduction_of(flat.dtype, kind)
-        request = self.comm.Iallreduce(MPI.IN_PLACE, typed_buffer(flat, reduction.datatype), reduction.op)
-        return self._noted(request, flat)
+        return self._noted(self.calls.all_reduce(flat, reduction.datatype, reduction.op), flat)
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> MPI.Request:
         """Begin to send parts of ``flat`` to the ranks, and to receive theirs."""
         size = flat.itemsize
-        send = [byte_buffer(flat)[0], [count * size for count in sending], MPI.BYTE]
-        receive = [byte_buffer(output)[0], [count * size for count in receiving], MPI.BYTE]
-        return self._noted(self.comm.Ialltoallv(send, receive), output, flat)
+        bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
+        return self._noted(self.calls.all_to_all(output, bytes_in, flat, bytes_out), output, flat)
 
     def _noted(self, request: MPI.Request, *memory: Tensor) -> MPI.Request:
         self._under_way = [one for one in self._under_way if one[0] != MPI.REQUEST_NULL]
@@ -51,7 +55,8 @@ class MpiLink:
         """Nothing: communicators are freed with that of the group."""
 
     def give_up(self) -> None:
-        """Keep the memory of what is under way; the communicator is never used again."""
+        """Keep the memory of what is under way."""
         for request, memory in self._under_way:
             self._progress.keep(request, memory)
+        self.left += self._under_way
         self._under_way.clear()

@@ -41,6 +41,8 @@ class MpiMessages:
         self._timeout = waits.timeout
         self._under_way: deque[MessageWork] = deque()  # a Work that its owner drops must not free what MPI still reads
         self._farthest_tag = tag_limit(comm) - 1
+        self.is_used = False
+        """Whether there was any message, which may not have been received."""
         waits.at_failure.append(self._keep)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
@@ -76,6 +78,7 @@ class MpiMessages:
         Raises:
             CommunicationError: A rank did not come in time. On rank 0 the message names it.
         """
+        self.is_used = True
         seconds = seconds if seconds > 0 else self._timeout
         tag = self._farthest_tag  # a user's messages cannot have it
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -103,6 +106,7 @@ class MpiMessages:
             self._comm.Isend(byte_buffer(nothing), peer, tag).Free()
 
     def _noted(self, message: MessageWork) -> MessageWork:
+        self.is_used = True
         while self._under_way and self._under_way[0].is_completed():
             self._under_way.popleft()
         self._under_way.append(message)

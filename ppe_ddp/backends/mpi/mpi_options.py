@@ -38,6 +38,10 @@ class MpiOptions:
     thread: bool = False
     gpu_aware: bool = False
 
+    def agreed(self) -> MpiOptions:
+        """What of them must be the same on every rank; the rest as it is by default."""
+        return replace(self, thread=False, gpu_aware=False)
+
     def for_buckets(self) -> MpiOptions:
         """The same for a group whose messages lie in memory that it has allocated."""
         return replace(self, shared_parts=True)

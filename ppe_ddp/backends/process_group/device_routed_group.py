@@ -6,7 +6,7 @@ other devices by then is dropped, and the rest is never made. So ours holds a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,6 +47,7 @@ class DeviceRoutedGroup(PythonGroup):
         backend_name: The name that the backend is registered under.
         makers: What makes the group for each kind of device, such as "cuda"; the first has the barriers that
             name no device.
+        made: Those of them that are there from the beginning, on every rank.
         kind_of: The kind of device of a tensor.
     """
 
@@ -58,11 +59,13 @@ class DeviceRoutedGroup(PythonGroup):
         backend_name: str,
         *,
         makers: Mapping[str, Callable[[], Any]],
+        made: Sequence[PythonGroup] = (),
         kind_of: Callable[[Tensor], str] = lambda tensor: tensor.device.type,
     ) -> None:
         super().__init__(rank, size, arguments, backend_name, tuple(makers))
         self._makers = dict(makers)
         self._made: dict[str, Any] = {}
+        self._made_first = made
         self._kind_of = kind_of
 
     allreduce = _routed("allreduce")
@@ -116,6 +119,11 @@ class DeviceRoutedGroup(PythonGroup):
         for group in self._made.values():
             group.abort()
 
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Give back what those that are there on every rank have."""
+        for group in self._made_first:
+            group.release(exchange)
+
     def _group_for(self, arguments: tuple[Any, ...], name: str) -> Any:
         tensor = next(tensors_in(arguments), None)
         if tensor is None:
@@ -146,4 +154,4 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
         kind: (lambda: own) if backend == name else partial(group_over, backend, arguments)
         for kind, backend in backends.items()
     }
-    return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers)
+    return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers, made=(own,))

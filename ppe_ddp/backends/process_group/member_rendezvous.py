@@ -5,12 +5,13 @@ A store's own ``wait()`` names nobody and lets stand still what other groups of 
 
 from __future__ import annotations
 
-from os import getpid
+import json
+import os
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, DisagreementError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _ASK_SECONDS = 0.001
 
 
-def await_members(arguments: Any, ranks: Sequence[int]) -> int:
+def await_members(arguments: Any, ranks: Sequence[int], options: object) -> int:
     """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
 
     Keeps going what is under way on other groups, which a rank may need to get here.
@@ -26,17 +27,25 @@ def await_members(arguments: Any, ranks: Sequence[int]) -> int:
     Args:
         arguments: torch's ``_DistributedBackendOptions``.
         ranks: Of the world, in the order of the group.
+        options: What they must all make it with; compared by its text, as is whether collectives are compared.
 
     Returns:
         How many groups of this name there have been, with this one: keys in the store of those before are still there.
 
     Raises:
         CommunicationError: Some have not come within the group's timeout; names them.
+        DisagreementError: On every rank: not all have the same options.
     """
     store, place, seconds = arguments.store, arguments.group_rank, arguments.timeout.total_seconds()
     turn = _first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
     keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
-    store.set(keys[place], "1")
+    differing = f"ppe_ddp/options/{turn}/differing"
+    with_what = f"{options} and PPE_DDP_DEBUG={os.environ.get('PPE_DDP_DEBUG', '')}"
+    own = json.dumps([ranks[place], with_what])
+    first = store.compare_set(f"ppe_ddp/options/{turn}", "", own)  # that of whoever came first
+    if json.loads(first)[1] != with_what:
+        store.set(differing, own)
+    store.set(keys[place], "1")  # last: when all have come, all have compared
     start = monotonic()
 
     def is_made(outcome: str) -> bool:
@@ -62,7 +71,13 @@ def await_members(arguments: Any, ranks: Sequence[int]) -> int:
             "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
         )
 
-    progress_engine(getpid()).wait_until(arrived, look)
+    progress_engine(os.getpid()).wait_until(arrived, look)
+    if store.check([differing]):
+        (one, its), (other, others) = sorted([json.loads(first), json.loads(store.get(differing))])
+        raise DisagreementError(
+            f"group {arguments.group_id!r} of ranks {list(ranks)}: rank {one} makes it with {its}, and rank {other} "
+            f"with {others}. Give the same on every rank"
+        )
     return turn
 
 

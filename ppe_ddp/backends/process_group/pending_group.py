@@ -6,9 +6,12 @@ the check that the group is good.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.backends.process_group.collective_comparison import CollectiveComparison
 from ppe_ddp.backends.process_group.combined_work import CombinedWork
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.python_group import CollectiveGroup
 from ppe_ddp.errors import UnusableError
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, device, dtype
     from torch.distributed import Work
 
+    from ppe_ddp.backends.group_internals import Store
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.python_work import PythonWork
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
@@ -43,6 +47,12 @@ class PendingGroup(CollectiveGroup):
         super().__init__(rank, size, arguments, backend_name, device_types)
         self._coalesced: list[Any] | None = None
         self._closed = False
+        self._comparison: CollectiveComparison | None = None
+
+    def compare_collectives(self, store: Store) -> None:
+        """Compare every collective across the ranks before it runs, from now on; on all ranks together."""
+        progress = progress_engine(os.getpid())
+        self._comparison = CollectiveComparison(store, self.rank(), self.size(), self._waits, progress)
 
     def supports_tensor_alloc(self, device: device) -> bool:
         """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
@@ -78,8 +88,11 @@ class PendingGroup(CollectiveGroup):
         return work
 
     def _begin(self, calls: Sequence[tuple[Any, ...]], result: Any) -> PythonWork:
-        works = [call(*arguments) for call, *arguments in calls]
-        work: PythonWork = works[0] if len(works) == 1 else CombinedWork(works)
+        def begin() -> PythonWork:
+            works = [call(*arguments) for call, *arguments in calls]
+            return works[0] if len(works) == 1 else CombinedWork(works)
+
+        work = begin() if self._comparison is None else self._comparison.append(calls, begin)
         work.outputs = result
         return work
 

@@ -54,6 +54,10 @@ class FailableWaits(Protocol):
         """The same, by all ways in which a rank may have told."""
         ...
 
+    def error(self, what: str, reason: str) -> Exception:
+        """The error to raise where ``what`` has failed."""
+        ...
+
     def check(self, what: str) -> None:
         """Raise CommunicationError if a rank has given the group up."""
 

@@ -45,6 +45,7 @@ class ProgressEngine:
         """Held while anything is advanced."""
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
+        self._added: list[Advancing] = []  # while all were advanced
         self._is_advancing = False
         self.turns = 0
         """How often all was advanced."""
@@ -61,7 +62,9 @@ class ProgressEngine:
     def add(self, group: Advancing) -> None:
         """Advance ``group`` in every call until it has nothing left to do."""
         with self.lock:
-            if group not in self._groups:
+            if self._is_advancing:  # one of them has begun it; whether it stays in the list is not known yet
+                self._added.append(group)
+            elif group not in self._groups:
                 self._groups.append(group)
                 if self.at_begin is not None:
                     self.at_begin()
@@ -83,6 +86,9 @@ class ProgressEngine:
             self.turns += 1
             try:
                 self._groups = [group for group in self._groups if not group.advance()]
+                while self._added:
+                    if (added := self._added.pop()) not in self._groups:
+                        self._groups.append(added)
             finally:
                 self._is_advancing = False
 

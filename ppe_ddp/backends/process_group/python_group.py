@@ -156,6 +156,16 @@ class PythonGroup(ProcessGroup):
         """End them; what comes back stands for all."""
         return self._end_coalescing(device)
 
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Give back what ``abort()`` could not, as other ranks used the group; called when all ranks have aborted it.
+
+        Args:
+            exchange: Brings a word of each rank, as JSON can write it, under a name, to all ranks.
+
+        Raises:
+            CommunicationError: Not all ranks have come to exchange words.
+        """
+
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the transport orders the collectives itself."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.backends.group_internals import PrefixStore, backends_being_made
 from ppe_ddp.backends.process_group.background_progress import background_progress
+from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
@@ -55,6 +56,7 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout.
+        DisagreementError: The ranks have different options.
         TypeError: ``options`` are those of another backend.
         TorchChangedError: torch does not show which backends it makes the group over.
     """
@@ -62,8 +64,11 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
     wanted = backends_being_made()
     ranks = list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
-    turn = await_members(arguments, ranks)
-    own = ShmProcessGroup(arguments, options or ShmOptions(), PrefixStore(f"ppe_ddp/shm/{turn}", arguments.store))
+    options = options or ShmOptions()
+    turn = await_members(arguments, ranks, options)
+    own = ShmProcessGroup(arguments, options, PrefixStore(f"ppe_ddp/shm/{turn}", arguments.store))
+    if compares_collectives():
+        own.compare_collectives(PrefixStore(f"ppe_ddp/calls/{turn}", arguments.store))
     return beside_other_backends(own, wanted, arguments)
 
 

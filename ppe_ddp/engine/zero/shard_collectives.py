@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.engine.bucket_allocator import offers_memory
-from ppe_ddp.engine.groups import backends_of
+from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:

@@ -1,0 +1,200 @@
+"""Compares what the ranks call before it runs, if PPE_DDP_DEBUG=1: MPI, gloo and shared memory do not all see that.
+
+    rank 0 calls all_reduce(float32 x 10)    writes that to the store    all have written: the same? begin it
+    rank 1 calls all_reduce(float64 x 10)    writes that to the store    not the same: an error on every rank
+
+A call does not wait for it: the group's collectives are begun in turn, as the ranks are found to agree, whenever this
+process calls the backend. So the order of calls on different groups is as free as without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ppe_ddp.backends.process_group.member_rendezvous import paced
+from ppe_ddp.backends.process_group.pending_work import PendingWork
+from ppe_ddp.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ppe_ddp.backends.process_group.pending_work import FailableWaits
+    from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
+    from ppe_ddp.backends.process_group.python_work import PythonWork
+
+_COMMON = {
+    "all_reduce": (0, 1),
+    "reduce": (0, 1, 2),
+    "broadcast": (0, 1),
+    "all_gather": (0, 1),
+    "all_gather_list": (0,),
+    "reduce_scatter": (0, 1, 2),
+    "reduce_scatter_list": (1, 2),
+}
+"""Which arguments of a :class:`Transport`'s method are the same on every rank; of others the dtype and the root are."""
+
+
+def compares_collectives() -> bool:
+    """Whether the user wants them to be compared."""
+    return os.environ.get("PPE_DDP_DEBUG") == "1"
+
+
+class ComparedWork(PendingWork):
+    """A collective that is begun once all ranks have called the same.
+
+    Args:
+        what: It, with its arguments.
+        waits: Of its group.
+        begin: Begins it.
+        absent: Gives the ranks that have not called it, as far as is known.
+    """
+
+    def __init__(
+        self, what: str, waits: FailableWaits, begin: Callable[[], PythonWork], absent: Callable[[], Sequence[int]]
+    ) -> None:
+        super().__init__(what, waits)
+        self.what = what
+        self._begin = begin
+        self._ranks_absent = absent
+        self._work: PythonWork | None = None
+        self._reason: BaseException | None = None
+
+    def begin(self) -> None:
+        """Begin it."""
+        try:
+            self._work = self._begin()
+        except Exception as error:  # in its arguments
+            self.fail(error)
+
+    def fail(self, reason: BaseException) -> None:
+        """End it, before it has begun."""
+        self._reason = reason
+
+    def _has_ended(self) -> bool:
+        return self._reason is not None or (self._work is not None and self._work.is_completed())
+
+    def _absent(self) -> Sequence[int]:
+        return self._ranks_absent()
+
+    def _failure(self) -> BaseException | None:
+        return self._reason if self._work is None else self._work.exception()
+
+
+class CollectiveComparison:
+    """Compares the collectives of one group.
+
+    Args:
+        store: That the ranks share, for this alone.
+        rank: This one.
+        size: How many there are.
+        waits: Of the group.
+        progress: Advances the comparison.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, waits: FailableWaits, progress: ProgressEngine) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._waits = waits
+        self._progress = progress
+        self._number = 1  # of the collective that is compared next
+        self._written = 0
+        self._error: BaseException | None = None
+        self._queue: deque[ComparedWork] = deque()
+        self._are_here = paced(lambda: store.check(self._keys()))
+        waits.at_failure.append(self._give_up)
+
+    def append(self, calls: Sequence[tuple[Any, ...]], begin: Callable[[], PythonWork]) -> ComparedWork:
+        """Begin a call that all ranks make alike.
+
+        Args:
+            calls: Methods of a :class:`Transport` with their arguments.
+            begin: Begins them.
+        """
+        what = "; ".join(_described(call.__name__, arguments) for call, *arguments in calls)
+        work = ComparedWork(what, self._waits, begin, self._absent)
+        with self._progress.lock:
+            self._queue.append(work)
+            self._progress.add(self)
+        self._progress.progress()
+        return work
+
+    def advance(self) -> bool:
+        """Begin what all ranks have called; whether nothing is left to compare."""
+        while self._queue:
+            if self._error is not None:
+                self._fail_all(self._error)
+                break
+            self._write()
+            if not self._are_here():
+                return False
+            if self._store.check([self._key("differs")]):
+                self._error = self._disagreement()
+                continue
+            # All have written this one: so all have seen that they agree on the one before.
+            if self._number > 1:
+                self._store.delete_key(self._key(self._rank, -1))
+            self._number += 1
+            self._queue.popleft().begin()
+        return True
+
+    def _write(self) -> None:
+        """Say what this rank calls, and whether that is something else than what the first has called."""
+        if self._written == self._number:
+            return
+        own = self._queue[0].what
+        if self._store.compare_set(self._key("first"), "", own) != own.encode():
+            self._store.set(self._key("differs"), "1")
+        self._store.set(self._key(self._rank), own)
+        self._written = self._number
+
+    def _key(self, name: int | str, offset: int = 0) -> str:
+        return f"{self._number + offset}/{name}"
+
+    def _keys(self) -> list[str]:
+        return [self._key(rank) for rank in range(self._size)]
+
+    def _absent(self) -> list[int]:
+        return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
+
+    def _disagreement(self) -> DisagreementError:
+        ranks: dict[str, list[str]] = {}
+        for rank, key in enumerate(self._keys()):
+            ranks.setdefault(self._store.get(key).decode(), []).append(str(rank))
+        each = "; ".join(f"rank {', '.join(those)} has called {what}" for what, those in ranks.items())
+        return DisagreementError(
+            f"{self._waits.place}: the ranks have called different collectives, number {self._number} of this group: "
+            f"{each}. Nothing of it was sent (PPE_DDP_DEBUG=1)"
+        )
+
+    def _give_up(self) -> None:
+        self._fail_all(self._waits.error("a collective that was not begun", self._waits.failure))
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._progress.lock:
+            while self._queue:
+                self._queue.popleft().fail(error)
+
+
+def _described(name: str, arguments: Sequence[Any]) -> str:
+    if name in _COMMON:
+        words = [_word(arguments[place]) for place in _COMMON[name]]
+    else:
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        words = [str(one.dtype).removeprefix("torch.") for one in tensors[:1]]
+        words += [f"root {one}" for one in arguments if isinstance(one, int)]
+    return f"{name}({', '.join(words)})"
+
+
+def _word(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return f"{str(argument.dtype).removeprefix('torch.')} x {argument.numel()}"
+    if isinstance(argument, int):
+        return f"root {argument}"
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_word, argument))}]"
+    return str(argument.op).rpartition(".")[2]

@@ -1,0 +1,76 @@
+"""What all ranks must have in common is compared, and an error on all of them says what one has otherwise."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+
+from one_process import data, mlp, seeded
+from ppe_ddp import DisagreementError, DistributedDataParallel
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.compression import BF16, FP16
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+def square(model, rank=0):
+    model(data(5, 4, rank=rank)).pow(2).sum().backward()
+
+
+def buffer_hook(state, buffers):
+    return []
+
+
+PLUGS = {
+    "a hook": ((), (None, allreduce_hook), "gradients averaged by communication hook allreduce_hook"),
+    "another hook": (
+        (None, fp16_compress_hook),
+        (None, allreduce_hook),
+        "communication hook allreduce_hook .*rank 0 has .*fp16_compress_hook",
+    ),
+    "a compressor": ((), (BF16(),), r"rank 1 is at a comparison.*|gradients averaged by compressor BF16\(\)"),
+    "another compressor": ((FP16(),), (BF16(),), r"compressor BF16\(\) where rank 0 has .*FP16\(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", PLUGS)
+@on_two_ranks
+def test_one_rank_averages_by_something_else(kind):
+    ours, theirs, text = PLUGS[kind]
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+
+    def step():
+        if one := theirs if dist.get_rank() else ours:
+            wrapper.register_comm_hook(*one)
+        square(wrapper)
+
+    with pytest.raises(DisagreementError, match=text):
+        step()
+    square(DistributedDataParallel(seeded(mlp, 4, 2)))
+
+
+@on_two_ranks
+def test_one_rank_synchronizes_buffers_by_something_else():
+    wrapper = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
+    if dist.get_rank():
+        wrapper._register_buffer_comm_hook(None, buffer_hook)
+    with pytest.raises(DisagreementError, match="rank 1 has buffers synchronized by communication hook buffer_hook"):
+        square(wrapper)
+
+
+@pytest.mark.parametrize("option", ["init_sync", "shared_memory"])
+@on_three_ranks
+def test_one_rank_wraps_otherwise(option):
+    text = f"rank {dist.get_rank()}: {option} is not the same on all ranks: True on rank 0, False on rank 1, True on"
+    with pytest.raises(DisagreementError, match=text):
+        DistributedDataParallel(seeded(mlp, 4, 2), **{option: dist.get_rank() != 1})
+    square(DistributedDataParallel(seeded(mlp, 4, 2)))
+
+
+@on_three_ranks
+def test_one_rank_makes_a_group_with_other_options():
+    options = ShmOptions(shared_piece_bytes=1 << (20 + (dist.get_rank() == 1)))
+    with pytest.raises(DisagreementError, match=r"rank 1 .*piece_bytes=2097152.*Give the same on every rank"):
+        dist.new_group(backend="shm", pg_options=options)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group(backend="shm", pg_options=ShmOptions()))
+    assert total.item() == 3
