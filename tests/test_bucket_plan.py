@@ -137,6 +137,26 @@ def test_fixed_buckets_always_carry_the_same(situation):
     assert [bucket.index for bucket in whole.buckets] == list(range(len(whole.buckets)))
 
 
+@given(situations(fixed=False), st.data())
+def test_what_one_node_has_alone_is_sent_by_itself(situation, data):
+    present, specs, order, packing = situation
+    nodes = bytes(data.draw(st.integers(0, 2)) if here else 0 for here in present)
+    plan = make_plan(*situation, nodes)
+    for bucket in plan.buckets:
+        assert {nodes[i] for i in bucket.members} == {0 if bucket.node is None else 1 + bucket.node}
+    # The buckets of one kind are as if there were no others, apart from their numbers and turns.
+    for kind in set(nodes):
+        alone = bytes(here and nodes[i] == kind for i, here in enumerate(present))
+        wanted = [bucket.members for bucket in make_plan(alone, specs, order, packing).buckets]
+        assert sorted(b.members for b in plan.buckets if nodes[b.members[0]] == kind) == sorted(wanted)
+
+
+def test_fixed_buckets_know_no_nodes():
+    specs = [spec(1), spec(1)]
+    (bucket,) = make_plan(b"\1\1", specs, [0, 1], Packing(10**6, 10**6, fixed=True), b"\1\2").buckets
+    assert bucket.node is None
+
+
 def test_a_plan_by_example():
     specs = [spec(2), spec(1), spec(100), spec(3, torch.float64), spec(4, sparse=True), spec(2)]
     plan = make_plan(bytes([1, 1, 1, 1, 1, 0]), specs, [5, 4, 3, 2, 1, 0], Packing(bucket_bytes=8, adopt_bytes=100))
@@ -248,6 +268,9 @@ def test_a_plan_is_the_same_object_for_as_long_as_it_is_kept():
     assert len(ours) == 2
     assert ours.plan(first) is plan
     assert ours.plan(second).present == second
+    elsewhere = ours.plan(second, bytes([2, 0, 0, 0]))
+    assert [bucket.node for bucket in elsewhere.buckets if 0 in bucket.members] == [1]
+    assert ours.plan(second, bytes([2, 0, 0, 0])) is elsewhere
 
 
 def test_no_plan_survives_another_packing_or_order():

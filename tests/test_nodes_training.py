@@ -6,7 +6,9 @@ Every world is started once; `make test` has the smallest ones and a few scenari
 import itertools
 import json
 import logging
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,76 @@ def test_the_laws_hold_where_all_that_can_goes_through_two_levels(world, seed):
 def test_sums_of_every_kind_go_through_two_levels(world):
     for same in zip(*world.run(sums), strict=True):
         assert len(set(same)) == 1
+
+
+class Branches(torch.nn.Module):
+    """One of several layers, that which is asked for; each of half a mebibyte."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 256, bias=False) for _ in range(count))
+
+    def forward(self, x, index):
+        return self.layers[index](x)
+
+
+def sent_bytes():
+    """What this node has sent to the others so far."""
+    (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]
+    return int(line.split(":")[1].split()[8])
+
+
+def steps_with_own_branches(count):
+    """Each rank trains a branch of its own; the averages as bytes, and what its node has sent in each step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    wrapper = ppe_ddp.DistributedDataParallel(Branches(size))
+    sent, found = [], []
+    for step in range(count):
+        wrapper.zero_grad()
+        dist.barrier()
+        before = sent_bytes()
+        dist.barrier()
+        wrapper(torch.full((1, 512), rank + step + 1.0), rank).sum().backward()
+        dist.barrier()
+        sent.append(sent_bytes() - before)
+        gradients = [layer.weight.grad for layer in wrapper.module.layers]
+        for other, gradient in enumerate(gradients):
+            torch.testing.assert_close(gradient, torch.full((256, 512), (other + step + 1) / size))
+        found.append(b"".join(gradient.numpy().tobytes() for gradient in gradients))
+        dist.barrier()
+    return sent, found
+
+
+@pytest.mark.parametrize("world", worlds(*LAYOUTS, short=((1, 1), (2, 1))), indirect=True)
+def test_what_one_node_has_alone_is_sent_by_it_and_by_no_other(world):
+    """Half the bytes of a sum over the nodes, in which each sends as much as all of them have."""
+    layer, names = 4 * 256 * 512, world.run(socket.gethostname)
+    seen = world.run(steps_with_own_branches, 4)
+    assert len({tuple(found) for _, found in seen}) == 1
+    for name, (sent, _) in zip(names, seen, strict=True):
+        own = names.count(name) * layer
+        assert min(sent) > own
+        assert sorted(sent)[1] < 1.25 * own + layer // 4  # and what TCP and masks take
+
+
+def ends_by_itself():
+    """Whether a sum ends while this thread calls no backend."""
+    total = torch.ones(1 << 18)
+    group = dist.new_group()
+    work = group.allreduce([total])
+    end = time.monotonic() + 20
+    while not work._has_ended() and time.monotonic() < end:
+        time.sleep(0.001)
+    is_over = work._has_ended()
+    work.wait()
+    assert set(total.tolist()) == {dist.get_world_size()}
+    return is_over
+
+
+@pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"], short=((2, 1),)), indirect=True)
+def test_messages_move_while_no_backend_is_called(world):
+    assert world.run(ends_by_itself) == [True] * world.world_size
 
 
 def group_with(fields):

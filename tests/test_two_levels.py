@@ -72,6 +72,9 @@ class Link:
                 one.copy_(total)
         return self
 
+    def broadcast(self, flat, source):
+        return self.end(len(self.begun)).broadcast(flat, source)
+
     def Test(self):
         return len(self.begun) == self.size
 
@@ -81,11 +84,20 @@ class Link:
 
 
 class End:
-    """One end of a link, for exchanges."""
+    """One end of a link, for exchanges and broadcasts."""
 
     def __init__(self, link, place):
         self.link = link
         self.place = place
+
+    def broadcast(self, flat, source):
+        begun = self.link.begun
+        begun.append((self.place, flat))
+        if len(begun) == self.link.size:
+            sent = dict(begun)[source]
+            for _, one in begun:
+                one.copy_(sent)
+        return self.link
 
     def all_to_all(self, output, flat, receiving, sending):
         assert (output.numel(), flat.numel()) == (sum(receiving), sum(sending))
@@ -106,11 +118,17 @@ class End:
     st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.uint8]),
     st.sampled_from(sorted(KINDS)),
     st.integers(0, 255),
+    st.none() | st.integers(0, 7),
 )
-def test_all_ranks_have_the_same_sum(names, numel, dtype, kind, sharing):
+def test_all_ranks_have_the_same_sum(names, numel, dtype, kind, sharing, source):
+    """Also where the ranks of one node alone have something to sum, and the others' tensors are zero."""
     size = len(names)
     generator = torch.Generator().manual_seed(numel)
     values = [torch.randint(0, 20, (numel,), generator=generator).to(dtype) for _ in names]
+    if source is not None:
+        nodes = NodeLayout.of(names, 0).nodes
+        source %= len(nodes)
+        values = [value if rank in nodes[source] else 0 * value for rank, value in enumerate(values)]
     spaces = [mmap.mmap(-1, SPACE) for _ in names]
     layouts = [NodeLayout.of(names, rank) for rank in range(size)]
     memories = [WireMemory() for _ in names]
@@ -123,12 +141,14 @@ def test_all_ranks_have_the_same_sum(names, numel, dtype, kind, sharing):
         tensors[-1].copy_(value)
     for steps in zip(
         *(
-            two_level_all_reduce_steps(tensors[r], KINDS[kind], 256, layouts[r], is_shared=bool(sharing >> r & 1))
+            two_level_all_reduce_steps(
+                tensors[r], KINDS[kind], 256, layouts[r], source, is_shared=bool(sharing >> r & 1)
+            )
             for r in range(size)
         ),
         strict=True,
     ):
-        play(steps, layouts, spaces, memories)
+        play(steps, layouts, spaces, memories, ends=source is not None)
     stacked = torch.stack([value.double() for value in values])
     wanted = {"SUM": stacked.sum(0), "AVG": stacked.mean(0), "MAX": stacked.amax(0)}[kind]
     wanted = (wanted if dtype.is_floating_point else wanted.trunc()).to(dtype)

@@ -4,7 +4,9 @@
     order           5 3 2 0               those, as backward reaches them
     buckets         [5 3] [2] [0]         packed up to a size; a large one alone
 
-A plan depends on the mask, the order, the parameters' specifications and the packing, and on nothing else;
+On several nodes, gradients that exist on one of them only have buckets of their own, which that node sends.
+
+A plan depends on the mask, the nodes, the order, the parameters' specifications and the packing, and on nothing else;
 so ranks that agree on these compute the same plan and issue the same collectives.
 """
 
@@ -129,6 +131,7 @@ class BucketPlan:
         adopted: Whether the single member is alone because of its size.
         sparse: Whether the single member is sparse.
         row_major: Whether all members are.
+        node: The only node on which its gradients exist; None where several have some, or it is not known.
     """
 
     index: int
@@ -140,6 +143,7 @@ class BucketPlan:
     adopted: bool
     sparse: bool
     row_major: bool
+    node: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +168,9 @@ class Plan:
     last: int
 
 
-def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing) -> Plan:
+def make_plan(
+    present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing, nodes: bytes = b""
+) -> Plan:
     """Plan the buckets for the gradients in ``present``.
 
     Args:
@@ -172,30 +178,33 @@ def make_plan(present: bytes, specs: Sequence[ParameterSpec], order: Sequence[in
         specs: The parameters.
         order: All parameter indices, as backward is expected to reach them.
         packing: Sizes and policy.
+        nodes: One byte a parameter: 1 + the only node that has the gradient, else 0. Empty where nothing is known of
+            nodes, or it does not matter.
     """
     chosen = order if packing.fixed else [i for i in order if present[i]]
-    groups = _pack(chosen, specs, packing)
+    nodes = nodes if nodes and not packing.fixed else bytes(len(specs))
+    groups = _pack(chosen, specs, packing, nodes)
     buckets: list[BucketPlan] = []
     for index, members in enumerate(groups):
         if not any(present[i] for i in members):
             continue  # only a fixed bucket can be empty
-        buckets.append(_place(index, members, specs, packing))
+        buckets.append(_place(index, members, specs, packing, nodes[members[0]] - 1))
     bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
     last = max((k for k, bucket in enumerate(buckets) if bucket.numel and not bucket.sparse), default=-1)
     return Plan(present, tuple(buckets), bucket_of, last)
 
 
-def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packing) -> list[list[int]]:
+def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packing, nodes: bytes) -> list[list[int]]:
     """Group parameter indices; a group stands where its last member stands in ``chosen``."""
     groups: list[list[int]] = []
-    open_groups: OrderedDict[tuple[torch.dtype, torch.device], list[int]] = OrderedDict()
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_groups: OrderedDict[tuple[torch.dtype, torch.device, int], list[int]] = OrderedDict()
+    sizes: dict[tuple[torch.dtype, torch.device, int], int] = {}
     for i in chosen:
         spec = specs[i]
         if spec.sparse or spec.nbytes >= packing.adopt_bytes:
             groups.append([i])
             continue
-        key = (spec.dtype, spec.device)
+        key = (spec.dtype, spec.device, nodes[i])
         open_groups.setdefault(key, []).append(i)
         open_groups.move_to_end(key)
         size = sizes.get(key, 0) + spec.nbytes
@@ -212,8 +221,9 @@ def _place(
     members: list[int],
     specs: Sequence[ParameterSpec],
     packing: Packing,
+    node: int,
 ) -> BucketPlan:
-    """Give the members their offsets."""
+    """Give the members their offsets; ``node`` is -1 where they have none in common."""
     first = specs[members[0]]
     adopted = len(members) == 1 and not first.sparse and first.nbytes >= packing.adopt_bytes
     offsets, numel = [], 0
@@ -222,7 +232,16 @@ def _place(
         numel += specs[i].numel
     row_major = all(specs[i].is_row_major for i in members)
     return BucketPlan(
-        index, tuple(members), tuple(offsets), numel, first.dtype, first.device, adopted, first.sparse, row_major
+        index,
+        tuple(members),
+        tuple(offsets),
+        numel,
+        first.dtype,
+        first.device,
+        adopted,
+        first.sparse,
+        row_major,
+        node if node >= 0 else None,
     )
 
 
@@ -238,16 +257,16 @@ class Planner:
         # Backward reaches parameters roughly in the reverse of their registration, until we know better.
         self._set_order(list(range(len(self.specs)))[::-1])
 
-    def plan(self, present: bytes) -> Plan:
-        """The plan for ``present``, the same object as long as it is kept."""
-        plan = self._plans.get(present)
+    def plan(self, present: bytes, nodes: bytes = b"") -> Plan:
+        """The plan for ``present`` and ``nodes`` (:func:`make_plan`), the same object as long as it is kept."""
+        key = present + nodes
+        plan = self._plans.get(key)
         if plan is None:
-            plan = make_plan(present, self.specs, self.order, self.packing)
-            self._plans[present] = plan
+            plan = self._plans[key] = make_plan(present, self.specs, self.order, self.packing, nodes)
             if len(self._plans) > self._capacity:
                 self._plans.popitem(last=False)
         else:
-            self._plans.move_to_end(present)
+            self._plans.move_to_end(key)
         return plan
 
     def repack(self, packing: Packing) -> None:

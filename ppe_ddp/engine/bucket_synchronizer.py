@@ -124,9 +124,9 @@ class BucketSynchronizer(Synchronizer):
             self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction
         )
         # A function of the user's makes whole averages.
-        is_scattered = self.sharded_parameters is not None and self.reduction.is_plain_average
-        scattered = self.sharded_parameters.bucket if self.sharded_parameters is not None and is_scattered else None
-        return BucketCache(context, self.gradients.buffers, scattered)
+        shards = self.sharded_parameters if self.reduction.is_plain_average else None
+        self.negotiation.node_masks = self.reduction.node_masks() if shards is None else None
+        return BucketCache(context, self.gradients.buffers, None if shards is None else shards.bucket)
 
     def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
         """Reduce by ``reduction`` from the next backward on. All ranks must call this together."""
@@ -225,7 +225,7 @@ class BucketSynchronizer(Synchronizer):
             self._finite.look(bucket.expected, gradients)
             bucket.hold(gradients, views=views)
 
-        plan = self.negotiation.planner.plan(answer.mask)
+        plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
         backward.start_launching(schedule)
         return schedule

@@ -68,7 +68,7 @@ class DenseBucket(Bucket, ABC):
             is_last=is_last,
             division=self._division,
         )
-        self._pending = self._reduction.start(self._sent)
+        self._pending = self._reduction.start(self._sent, self.plan.node)
 
     def _tensors_for_function(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
         """The tensors to pass on: aliases or copies for a function of the user's, which may change their shapes."""

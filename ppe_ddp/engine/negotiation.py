@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -24,11 +24,26 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket_plan import Packing
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.mask_exchange import AgreedMask, MaskExchange
+    from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.node_masks import NodeMasks
     from ppe_ddp.engine.trace import Recorder
 
 _POSITIONS = 1_000_000
+
+
+class Agreement(NamedTuple):
+    """What all ranks know after an exchange.
+
+    Attributes:
+        mask: One byte a parameter: whether some rank has its gradient.
+        extra: The maximum over ranks of each further byte.
+        nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
+    """
+
+    mask: bytes
+    extra: bytes
+    nodes: bytes = b""
 
 
 class Negotiation:
@@ -56,6 +71,8 @@ class Negotiation:
         self._buffer_lines: list[str] = []
         self._count = 0
         self._generation = groups.generation
+        self.node_masks: NodeMasks | None = None
+        """Finds out on which node each gradient exists; None where that does not matter. The same on all ranks."""
 
     def use_module(self, module_state: ModuleState) -> None:
         """Negotiate on the parameters of ``module_state`` from now on."""
@@ -138,7 +155,11 @@ class Negotiation:
         statuses[groups.rank] = status
         current = self._digest if is_vote else self._current_digest(local, buffers or {})
         digest = fingerprint([current.hex(), self._place])
-        return self._exchanger.exchange(digest, local, bytes(statuses if is_vote else statuses + apart))
+        extra = bytes(statuses if is_vote else statuses + apart)
+        if self.node_masks is not None:
+            local, second = self.node_masks.written(local)
+            extra += second
+        return self._exchanger.exchange(digest, local, extra)
 
     def _restart(self) -> None:
         """Start over without the learned order: after a failure only some ranks may have learned it."""
@@ -147,16 +168,22 @@ class Negotiation:
         self._count = 0
         self.use_module(self._module_state)
 
-    def finish(self, exchange: MaskExchange, local: bytes | bytearray) -> AgreedMask:
+    def finish(self, exchange: MaskExchange, local: bytes | bytearray) -> Agreement:
         """Wait for the result of :meth:`start`.
 
         Raises:
             DisagreementError: On every rank, if their modules or options differ by now.
         """
-        agreement = exchange.result()
-        if not agreement.same:
+        agreed = exchange.result()
+        if not agreed.same:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
-        return agreement
+        if self.node_masks is None:
+            return Agreement(agreed.mask, agreed.extra)
+        specs = self._module_state.specs
+        sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
+        end = len(agreed.extra) - len(sizes)
+        mask, nodes = self.node_masks.read(agreed.mask, agreed.extra[end:], sizes)
+        return Agreement(mask, agreed.extra[:end], nodes)
 
     def learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new.

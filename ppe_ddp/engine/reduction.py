@@ -11,12 +11,13 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.backends.group_internals import backend_for, default_group
 from ppe_ddp.contracts import Division, is_waitable
 from ppe_ddp.engine.completion import ends_soon, probe
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
+from ppe_ddp.engine.node_masks import node_masks
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import name_of
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
     from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.node_masks import NodeMasks
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -82,10 +84,19 @@ class Reduction(ABC):
         """What of it has to be the same on all ranks; empty for a function, which may be another object on each."""
         return ""
 
-    def start(self, bucket: GradBucket) -> Waitable | None:
-        """Start the reduction of ``bucket``; None if it is done."""
+    def node_masks(self) -> NodeMasks | None:
+        """Finds out which gradients exist on one node only; None where that makes no difference."""
+        return None
+
+    def start(self, bucket: GradBucket, node: int | None = None) -> Waitable | None:
+        """Start the reduction of ``bucket``; None if it is done.
+
+        Args:
+            bucket: What to send.
+            node: The only one on which its gradients exist, where :meth:`node_masks` has found that out.
+        """
         try:
-            return self._call(bucket)
+            return self._call(bucket) if node is None else self._call_of_node(bucket, node)
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -121,6 +132,9 @@ class Reduction(ABC):
 
     @abstractmethod
     def _call(self, bucket: GradBucket) -> Waitable | None: ...
+
+    def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable | None:
+        raise AssertionError("has not asked for nodes")
 
     @abstractmethod
     def _accept(self, bucket: GradBucket, value: object) -> None: ...
@@ -162,6 +176,10 @@ class FunctionReduction(Reduction):
             return Division.BY_BACKEND
         return Division.DONE if self._takes_divided else Division.BY_FUNCTION
 
+    def node_masks(self) -> NodeMasks | None:
+        """Of the group, if its backend knows nodes: it averages as the default function does."""
+        return node_masks(self._groups.buckets, self._groups.rank) if self.is_plain_average else None
+
     @property
     def title(self) -> str:
         """The function's name."""
@@ -191,6 +209,12 @@ class FunctionReduction(Reduction):
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"
         )
+
+    def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable:
+        bucket.divide(self._groups.world_size)
+        backend = backend_for(self._groups.buckets, bucket.buffer().device)
+        work: Waitable = backend.sum_of_node(bucket.buffer(), node)
+        return work
 
     def _accept(self, bucket: GradBucket, value: object) -> None:
         """The result is in place, whatever the Work or Future holds."""

@@ -69,14 +69,24 @@ class MpiCollectives:
         self._links: dict[int, tuple[MpiLink, Sequence[int]]] = {}
         self.shared = self._shared_group()
 
-    def all_reduce(self, tensor: Tensor, op: Any) -> PendingWork:
-        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
+    def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> PendingWork:
+        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.
+
+        Args:
+            tensor: Changed in place.
+            op: The operation.
+            source: Of a sum, the only node on which ``tensor`` is not zero, where that is known; its number in
+                :attr:`SharedMemoryGroup.nodes`.
+        """
         reduction = reduction_of(tensor.dtype, op.op)
         is_small = tensor.nbytes < min(self._options.shared_bytes, self._options.piece_bytes)
         if is_small and reduction.is_direct and self._is_addressable(tensor):
             return self._begin("all_reduce", self._all_reduce_at_once(tensor, reduction))
         host = self.host_memory(tensor)
-        shared = self.shared.start("all_reduce", host, op)
+        shared = self.shared.start("all_reduce", host, op, source=source)
+        root = self.shared.only_rank(source)
+        if shared is None and root is not None:
+            return self.broadcast(tensor, root)
         return self._arriving(shared, tensor, host) or self._begin(
             "all_reduce", self._all_reduce_in_pieces(tensor, host, op, reduction)
         )

@@ -23,7 +23,7 @@ from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
 from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_waits import Waits
-from ppe_ddp.backends.mpi.progress_thread import progress_thread
+from ppe_ddp.backends.mpi.progress_thread import is_possible, progress_thread
 from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
@@ -100,10 +100,10 @@ class MpiProcessGroup(PendingGroup):
         pg_options: What it was made with, for groups that shall be like it.
 
     No call waits inside MPI. A collective with ``async_op=True``, and a message, is begun in the call and goes on in
-    every call and wait of this backend, on any group; with ``MpiOptions(thread=True)`` also in between, on a thread.
-    All ranks of a group make the same collectives in the same order, with the same sizes and dtypes; the order of
-    those on different groups is free. Not guaranteed: an error where sizes differ; MPI then computes wrong numbers, or
-    the wait ends at the timeout.
+    every call and wait of this backend, on any group; on several nodes, or with ``MpiOptions(thread=True)``, also in
+    between, on a thread. All ranks of a group make the same collectives in the same order, with the same sizes and
+    dtypes; the order of those on different groups is free. Not guaranteed: an error where sizes differ; MPI then
+    computes wrong numbers, or the wait ends at the timeout.
 
     Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
     (``abort()``, an error of MPI, a timeout). The group is of no use then. A wait that is interrupted (Ctrl-C) leaves
@@ -132,7 +132,8 @@ class MpiProcessGroup(PendingGroup):
         self._mpi = MpiCollectives(comm, self._waits, options)
         self._over = self._mpi
         self._shared = self._mpi.shared
-        self._thread = progress_thread(getpid()) if options.thread else None
+        has_thread = is_possible() and bool(self._shared.nodes) if options.thread is None else options.thread
+        self._thread = progress_thread(getpid()) if has_thread else None
         self._messages = MpiMessages(comm, self._mpi, self._waits)
         install_job_hooks().watch(self._call)
 

@@ -1,4 +1,4 @@
-"""Joins nodes by MPI: all-reduces among ranks of which each is on another node."""
+"""Joins nodes by MPI: collectives among ranks of which each is on another node."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class MpiLink:
         """Begin to reduce ``flat`` in place."""
         reduction = reduction_of(flat.dtype, kind)
         return self._noted(self.calls.all_reduce(flat, reduction.datatype, reduction.op), flat)
+
+    def broadcast(self, flat: Tensor, source: int) -> MPI.Request:
+        """Begin to overwrite ``flat`` by that of one rank."""
+        return self._noted(self.calls.broadcast(flat, source), flat)
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> MPI.Request:
         """Begin to send parts of ``flat`` to the ranks, and to receive theirs."""

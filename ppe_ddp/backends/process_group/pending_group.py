@@ -7,12 +7,12 @@ the check that the group is good.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ppe_ddp.backends.process_group.collective_comparison import CollectiveComparison
 from ppe_ddp.backends.process_group.combined_work import CombinedWork
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
-from ppe_ddp.backends.process_group.python_group import CollectiveGroup
+from ppe_ddp.backends.process_group.python_group import SUM, CollectiveGroup, Transport
 from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
 
 
+class TwoLevelTransport(Transport, Protocol):
+    """Collectives that may know of nodes."""
+
+    def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> Any:
+        """Reduce over the ranks, in place; ``source`` is the only node whose tensors are not zero, if that is known."""
+
+
 class PendingGroup(CollectiveGroup):
     """A group of which a subclass sets ``_over``, ``_waits`` and ``_shared``, and defines messages and the end.
 
@@ -40,6 +47,7 @@ class PendingGroup(CollectiveGroup):
         device_types: Whose tensors the group takes.
     """
 
+    _over: TwoLevelTransport
     _waits: FailableWaits
     _shared: SharedMemoryGroup
 
@@ -69,6 +77,23 @@ class PendingGroup(CollectiveGroup):
         if not self.supports_tensor_alloc(device):
             raise ValueError(f"{self._waits.place}: no shared memory for tensors on {device}")
         return self._shared.allocate(size, dtype)
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, where it makes a difference to :meth:`sum_of_node`; else none. The same on all."""
+        return self._shared.nodes
+
+    def sum_of_node(self, tensor: Tensor, node: int) -> Work:
+        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one node.
+
+        The same sum as an all-reduce makes; but what is large is sent from that node instead of being summed over the
+        nodes, which takes half the traffic. All ranks call it together, as any collective.
+
+        Args:
+            tensor: Of the same size and dtype everywhere; changed in place.
+            node: Which of :attr:`nodes`; the same everywhere.
+        """
+        return self._run("all_reduce", [(self._over.all_reduce, tensor, SUM, node)], [tensor])
 
     def progress(self) -> None:
         """Move all that is outstanding on all groups of this process, without waiting."""

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 _SPINS = 64  # between looks at the clock and at the transport
 _SPIN_SECONDS = 0.005  # before the core is given away ...
 _CROWDED_SECONDS = 0.0001  # ... where there are more ranks than cores
-_NAP_SECONDS = 50e-6
+# Of a long wait, as for a network, most is slept: the other ranks, and what moves the messages, need the core. It is
+# made so much longer at most.
+_NAP_PART = 1 / 32
+_SHORTEST_NAP_SECONDS = 50e-6
+_LONGEST_NAP_SECONDS = 0.0002  # in which no network goes idle that MPI moves in our calls
 
 
 class Advancing(Protocol):
@@ -104,18 +108,21 @@ class ProgressEngine:
             arrived: Whether the wait is over.
             look: Called now and then; lets the transport move its messages, and raises what ends the wait.
         """
-        start = 0.0
+        start = nap = 0.0
         for spins in itertools.count(1):
             self.progress()
             if arrived():
                 return
-            os.sched_yield()  # another rank may need this core to arrive
-            if spins % _SPINS == 0:
+            if nap:
+                time.sleep(nap)
+            else:
+                os.sched_yield()  # another rank may need this core to arrive
+            if nap or spins % _SPINS == 0:
                 look()
                 now = time.monotonic()
                 start = start or now
                 if now - start > self._patience:
-                    time.sleep(_NAP_SECONDS)
+                    nap = min(max(_SHORTEST_NAP_SECONDS, (now - start) * _NAP_PART), _LONGEST_NAP_SECONDS)
 
     def fence(self) -> None:
         """Let no memory access move across: a release followed by an acquire, on every processor."""

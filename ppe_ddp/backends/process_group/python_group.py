@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import Work
 
-__all__ = ["CollectiveGroup", "PythonGroup", "Transport", "op_of"]
+__all__ = ["SUM", "CollectiveGroup", "PythonGroup", "Transport", "op_of"]
 
-_SUM = ReduceOp(ReduceOp.SUM)
+SUM = ReduceOp(ReduceOp.SUM)
 
 
 class Transport(Protocol):
@@ -291,7 +291,7 @@ def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
 def op_of(opts: Any) -> ReduceOp:
     """The operation, from torch's options, or given as it is."""
     if opts is None:
-        return _SUM
+        return SUM
     op = getattr(opts, "reduceOp", opts)
     return op if isinstance(op, ReduceOp) else ReduceOp(op)
 

@@ -28,6 +28,18 @@ class NodeLink(Protocol):
         """
         ...
 
+    def broadcast(self, flat: Tensor, source: int) -> Testable:
+        """Begin to overwrite ``flat`` by that of one rank; its size in bytes is the same on all.
+
+        Args:
+            flat: 1-D and contiguous; changed in place. Must be left alone until it is over, and is kept alive.
+            source: Whose; its place among the ranks.
+
+        Returns:
+            As :meth:`all_reduce`.
+        """
+        ...
+
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Testable:
         """Begin to send parts of ``flat`` to the ranks, one after another, and to receive theirs into ``output``.
 

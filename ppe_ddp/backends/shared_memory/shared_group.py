@@ -52,6 +52,20 @@ class _Collective(NamedTuple):
     is_lasting: bool
 
 
+class _Connection(NamedTuple):
+    """How the ranks of a group are joined; the same on all of them.
+
+    Attributes:
+        nodes: The ranks of each node, where there are several; none where collectives cannot make use of it.
+        memory: The reservation of this process; None where the group shares no memory.
+        queue: Runs what goes through shared memory; None where nothing does.
+    """
+
+    nodes: tuple[tuple[int, ...], ...] = ()
+    memory: SharedMemory | None = None
+    queue: StepQueue | None = None
+
+
 class SharedMemoryGroup:
     """All-reduces, and where ``config.parts`` reduce-scatters and all-gathers, of large tensors on one node.
 
@@ -60,20 +74,20 @@ class SharedMemoryGroup:
     Args:
         link: The ranks of the group.
         config: Which collectives come here; the same on every rank.
+
+    Attributes:
+        nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
+            of its own; else none. The same on every rank.
     """
 
     def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
         self._link = link
         self._config = config
-        self._memory: SharedMemory | None = None
-        self._queue: StepQueue | None = None
         self._messages = 0
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
-        if link.size > 1 and config.is_enabled:
-            connected = _connect(link, config.piece_bytes)
-            if connected is not None:
-                self._memory, self._queue = connected
+        is_connected = link.size > 1 and config.is_enabled
+        self.nodes, self._memory, self._queue = _connect(link, config.piece_bytes) if is_connected else _Connection()
         self._smallest_bytes = config.smallest_bytes
         if self._queue is not None:
             if self._queue.spans_nodes:
@@ -122,48 +136,53 @@ class SharedMemoryGroup:
         """The ranks that have not begun the collective of this number, as far as shared memory shows it."""
         return [] if self._queue is None else self._queue.ranks_without_message(number)
 
-    def start(self, what: str, *arguments: Any) -> SharedMemoryWork | None:
+    def only_rank(self, node: int | None) -> int | None:
+        """The rank of one of :attr:`nodes`, if it has no other."""
+        return self.nodes[node][0] if node is not None and len(self.nodes[node]) == 1 else None
+
+    def start(self, what: str, *arguments: Any, source: int | None = None) -> SharedMemoryWork | None:
         """Begin a collective of addressable tensors.
 
         Args:
             what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
             *arguments: As a :class:`Transport` takes them.
+            source: Of an all-reduce: the only one of :attr:`nodes` whose tensors are not zero; None where several may.
 
         Returns:
             None where these tensors do not go through shared memory; nothing has happened then.
         """
-        collective = self._collective(what, arguments)
+        collective = self._collective(what, arguments, source)
         if collective is None:
             return None
         queue = self._queue
         assert queue is not None
         return SharedMemoryWork(self._link.waits, queue, queue.launch(collective.steps, arguments))
 
-    def _collective(self, what: str, arguments: tuple[Any, ...]) -> _Collective | None:
+    def _collective(self, what: str, arguments: tuple[Any, ...], source: int | None) -> _Collective | None:
         """The steps of a collective: kept ones where it came with the same memory before."""
         make = self._makers.get(what)
         if make is None:
             return None
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         operation = None if what == "all_gather" else arguments[-1].op
-        key = (what, operation, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
+        key = (what, operation, source, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
         kept = self._kept.get(key)
         if kept is not None:
             return kept
-        made = make(operation, *tensors)
+        made = make(operation, *tensors) if source is None else self._all_reduce(operation, tensors[0], source)
         if made is not None and made.is_lasting:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)), None)
             made = self._kept[key] = made._replace(steps=tuple(made.steps))
         return made
 
-    def _all_reduce(self, operation: Any, tensor: Tensor) -> _Collective | None:
+    def _all_reduce(self, operation: Any, tensor: Tensor, source: int | None = None) -> _Collective | None:
         if not self._admits(tensor, operation):
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
         assert self._queue is not None
-        steps = self._queue.all_reduce_steps(flat, operation, is_shared=is_shared)
+        steps = self._queue.all_reduce_steps(flat, operation, source, is_shared=is_shared)
         return _Collective(steps, is_lasting=is_shared)
 
     def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
@@ -220,12 +239,12 @@ class SharedMemoryGroup:
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
-def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueue] | None:
+def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
     """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group call this together.
 
     Returns:
-        None on all ranks where one does not reach those of its node, or where no node has several ranks, or nodes
-        cannot be joined; each says why at debug level.
+        Without memory on all ranks where one does not reach those of its node, or where no node has several ranks, or
+        nodes cannot be joined; each says why at debug level.
     """
     own: SharedMemory | None = None
     packed, reason = bytes(ADDRESS_BYTES), ""
@@ -241,13 +260,14 @@ def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueu
     if own is not None and not reason:
         spaces, reason = _attach(own, layout.local, [address for address, _ in local])
     reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
+    nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
     if not layout.shares_memory:
         reasons.append("every rank is alone on its node")
     elif len(layout.nodes) > 1 and link.join is None:
         reasons.append("the ranks are on several nodes")
     if own is None or reasons:
         logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, "; ".join(reasons))
-        return None
+        return _Connection(() if layout.shares_memory else nodes)
     controls = [
         memoryview(space)[start : start + CONTROL_BYTES].cast("q")
         for space, (_, start) in zip(spaces, local, strict=True)
@@ -258,7 +278,7 @@ def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueu
     links = []
     if len(layout.nodes) > 1 and link.join is not None:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
-    return own, StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+    return _Connection(nodes, own, StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes))
 
 
 def _attach(own: SharedMemory, ranks: Sequence[int], addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:

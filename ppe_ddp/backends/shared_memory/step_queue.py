@@ -137,10 +137,12 @@ class StepQueue:
         """Whether the group has several nodes."""
         return bool(self._links)
 
-    def all_reduce_steps(self, flat: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:
-        """The steps of an all-reduce of ``flat``, 1-D, in place."""
+    def all_reduce_steps(
+        self, flat: Tensor, kind: Any, source: int | None = None, *, is_shared: bool
+    ) -> Iterator[Step]:
+        """The steps of an all-reduce of ``flat``, 1-D, in place; ``source`` is the only node that has some of it."""
         if self._links:
-            return two_level_all_reduce_steps(flat, kind, self._piece_bytes, self._layout, is_shared=is_shared)
+            return two_level_all_reduce_steps(flat, kind, self._piece_bytes, self._layout, source, is_shared=is_shared)
         return all_reduce_steps(flat, kind, self._piece_bytes, is_shared=is_shared)
 
     def reduce_scatter_steps(self, result: Tensor, rows: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:

@@ -4,6 +4,10 @@
         all ranks of the node have published     sum own slices over the node     into memory of its own
         then                                     sum them over the nodes          NodeLink, under way by itself
         when that is over                        write them into the memory of all ranks of the node
+    the same, of what only one node has
+        all ranks of that node have published    sum own slices over the node     into memory of its own
+        then, on all nodes                       send them to the other nodes     NodeLink, half as many bytes
+        when that is over                        write them into the memory of all ranks of the node
     TwoLevelReduceScatterStep
         all ranks of the node have published     sum own row over the node, and the rows of the owners of the same
                                                  slices on the other nodes
@@ -136,25 +140,35 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         local: This rank's tensor, of the same size and dtype on every rank.
         kind: SUM, AVG or MAX.
         layout: The nodes.
+        source: The number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
+            over the nodes.
         is_shared: Whether ``local`` lies in shared memory.
     """
 
-    def __init__(self, local: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
+    def __init__(
+        self, local: Tensor, kind: Any, layout: NodeLayout, source: int | None = None, *, is_shared: bool
+    ) -> None:
         super().__init__(local, kind, is_shared=is_shared)
         self._layout = layout
+        self._source = source
         self._size = sum(map(len, layout.nodes))
 
     def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
-        """Sum this rank's slices over the node, and begin to sum them over the nodes."""
+        """Sum this rank's slices over the node, and begin to bring the sums to the other nodes."""
         sent = []
+        has_some = self._source is None or self._layout.nodes[self._source] == self._layout.local
         for views, link in zip(self._views, links, strict=False):
             own, *others = views
             if not own.numel():  # on all nodes
                 continue
             wire = memory.take(own.numel(), _WIRE.get(own.dtype, own.dtype))
-            _sum_up(wire, own, others, self.kind)
-            kind = _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM
-            sent.append(_Sent(views, (wire,), link.all_reduce(wire, kind)))
+            if has_some:
+                _sum_up(wire, own, others, self.kind)
+            if self._source is not None:
+                under_way = link.broadcast(wire, self._source)
+            else:
+                under_way = link.all_reduce(wire, _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM)
+            sent.append(_Sent(views, (wire,), under_way))
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
@@ -311,11 +325,11 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
 
 
 def two_level_all_reduce_steps(
-    flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
+    flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, source: int | None = None, *, is_shared: bool
 ) -> Iterator[TwoLevelAllReduceStep]:
-    """The steps of an all-reduce of ``flat``, 1-D, in place."""
+    """The steps of an all-reduce of ``flat``, 1-D, in place; ``source`` is the only node that has some of it."""
     for (piece,) in pieces(piece_bytes, flat):
-        yield TwoLevelAllReduceStep(piece, kind, layout, is_shared=is_shared)
+        yield TwoLevelAllReduceStep(piece, kind, layout, source, is_shared=is_shared)
 
 
 def two_level_reduce_scatter_steps(

@@ -1,4 +1,4 @@
-"""Joins nodes by gloo: all-reduces among ranks of which each is on another node, on gloo's own threads."""
+"""Joins nodes by gloo: collectives among ranks of which each is on another node, on gloo's own threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ class GlooLink:
     """See :class:`~ppe_ddp.backends.shared_memory.node_link.NodeLink`.
 
     Args:
-        gloo: A group of gloo of these ranks. The only reference: the connections end with it.
+        groups: Groups of gloo of these ranks. The only references: the connections end with them.
         ranks: Theirs in the group of several nodes, for errors.
     """
 
-    def __init__(self, gloo: ProcessGroup, ranks: Sequence[int]) -> None:
-        self._gloo: list[ProcessGroup] = [gloo]
+    # A group of gloo has two threads, each of which does one collective at a time. What one node sends must not wait
+    # for what it receives: they go in turn then, and use the network in one direction at a time.
+    GROUPS = 2
+
+    def __init__(self, groups: list[ProcessGroup], ranks: Sequence[int]) -> None:
+        self._gloo = groups
         self._ranks = ranks
 
     def all_reduce(self, flat: Tensor, kind: Any) -> GlooTest:
@@ -35,6 +39,13 @@ class GlooLink:
         made.reduceOp = dist.ReduceOp(kind)
         with torch.no_grad():
             return GlooTest(self._gloo[0].allreduce([flat], made), self._ranks)
+
+    def broadcast(self, flat: Tensor, source: int) -> GlooTest:
+        """Begin to overwrite ``flat`` by that of one rank; gloo keeps it alive."""
+        made = dist.BroadcastOptions()
+        made.rootRank = source
+        with torch.no_grad():
+            return GlooTest(self._gloo[source % self.GROUPS].broadcast([flat.view(torch.uint8)], made), self._ranks)
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> GlooTest:
         """Begin to send parts of ``flat`` to the ranks, and to receive theirs; as bytes, as gloo knows few dtypes."""

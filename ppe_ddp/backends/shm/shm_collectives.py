@@ -66,13 +66,23 @@ class ShmCollectives:
         """Drop the connections of gloo, after what this rank has under way there, which the others may have to join."""
         self._gloo.clear()
 
-    def all_reduce(self, tensor: Tensor, op: Any) -> PendingWork:
-        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere."""
+    def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> PendingWork:
+        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.
+
+        Args:
+            tensor: Changed in place.
+            op: The operation.
+            source: Of a sum, the only node on which ``tensor`` is not zero, where that is known; its number in
+                :attr:`SharedMemoryGroup.nodes`.
+        """
         reduction = gloo_reduction(tensor.dtype, op.op)
         host = self._host(tensor)
-        shared = self.shared.start("all_reduce", host, op)
+        shared = self.shared.start("all_reduce", host, op, source=source)
         if shared is not None:
             return self._home(shared, tensor, host)
+        root = self.shared.only_rank(source)
+        if root is not None:
+            return self.broadcast(tensor, root)
         return self._all_reduce("all_reduce", tensor, host, op, reduction, lands=True)
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> PendingWork:

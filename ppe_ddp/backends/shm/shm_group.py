@@ -198,13 +198,17 @@ class ShmProcessGroup(PendingGroup):
 
 def _join(arguments: Any, store: Store, rank: int, index: int, ranks: Sequence[int]) -> GlooLink:
     """Join this rank with those of other nodes that own the same slice."""
-    own = _with_more_time(arguments, PrefixStore(f"slice/{index}", store))
+    own = _with_more_time(arguments, store)
     own.timeout = arguments.timeout
     own.group_rank, own.group_size = ranks.index(rank), len(ranks)
     world = list(arguments.global_ranks_in_group)
     own.global_ranks_in_group = [world[one] for one in ranks] if world else list(ranks)
-    own.group_id = f"{arguments.group_id}/slice/{index}"
-    return GlooLink(group_over("gloo", own), ranks)
+    groups = []
+    for number in range(GlooLink.GROUPS):
+        own.group_id = f"{arguments.group_id}/slice/{index}/{number}"
+        own.store = PrefixStore(f"slice/{index}/{number}", store)
+        groups.append(group_over("gloo", own))
+    return GlooLink(groups, ranks)
 
 
 def _with_more_time(arguments: Any, store: Store) -> Any:

@@ -19,7 +19,8 @@ class ShmOptions:
             the output. gloo has a latency of 0.1 to 1 ms, shared memory of some microseconds, so: nothing.
         two_level_bytes: In a group of several nodes, all-reduces of at least so many bytes (and ``shared_bytes``) are
             summed within each node first, and each part of that between the nodes by one rank of each. All else goes
-            by gloo there.
+            by gloo there. On two nodes of two ranks at 1 Gbit/s both are as fast at 64 KB, one by one; of eight under
+            way at once two levels are faster at any size.
         shared_piece_bytes: What is larger goes through shared memory in pieces of this size. A tensor that lies
             elsewhere takes as much of it for each of two pieces.
     """

@@ -1,0 +1,61 @@
+"""Masks by node: what the maxima of all ranks' messages tell of where each gradient exists."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppe_ddp.engine.node_masks import NodeMasks, node_masks
+
+BYTE = st.integers(0, 1)
+
+
+def agreed(count, locals_by_rank, sizes):
+    """What all ranks read; each is given by its node and its mask."""
+    written = [NodeMasks(node, count).written(bytes(local)) for node, local in locals_by_rank]
+    maxima = [bytes(map(max, zip(*messages, strict=True))) for messages in zip(*written, strict=True)]
+    read = {NodeMasks(node, count).read(*maxima, sizes) for node in range(count)}
+    assert len(read) == 1
+    return read.pop()
+
+
+@given(st.integers(2, 6), st.integers(1, 5), st.data())
+def test_a_gradient_of_one_node_is_known_by_it(count, width, data):
+    ranks = [(node, data.draw(st.lists(BYTE, min_size=width, max_size=width))) for node in range(count)]
+    ranks += [(data.draw(st.integers(0, count - 1)), data.draw(st.lists(BYTE, min_size=width, max_size=width)))]
+    having = [{node for node, local in ranks if local[i]} for i in range(width)]
+    # The same size on every node: links are never busier than with sums.
+    present, nodes = agreed(count, ranks, [1] * width)
+    assert present == bytes(bool(found) for found in having)
+    only = bytes(1 + min(found) if len(found) == 1 else 0 for found in having)
+    assert nodes in (only, bytes(width))
+    if count == 2:
+        assert nodes == only
+
+
+@pytest.mark.parametrize("count", [2, 254])
+def test_each_node_is_told_from_the_others(count):
+    ranks = [(node, [int(i == node) for i in range(count)]) for node in range(count)]
+    assert agreed(count, ranks, [5] * count) == (bytes([1] * count), bytes(range(1, count + 1)))
+
+
+def test_where_it_makes_no_difference_nothing_is_said():
+    assert agreed(2, [(0, [1, 1]), (1, [0, 0])], [0, 8]) == (b"\1\1", b"\0\1")
+
+
+@pytest.mark.parametrize(("sizes", "gains"), [((6, 1, 1, 0), True), ((7, 1, 1, 0), False), ((1, 1, 1, 1), True)])
+def test_one_node_of_many_does_not_send_nearly_all(sizes, gains):
+    """Its link would be busier than with sums: of four nodes it sends to two others, the one to the next."""
+    ranks = [(node, [int(i == node) for i in range(4)]) for node in range(4)]
+    present, nodes = agreed(4, ranks, sizes)
+    assert present == b"\1\1\1\1"
+    assert any(nodes) == gains
+
+
+def test_a_group_that_knows_no_nodes_has_no_such_masks(two_ranks):
+    assert two_ranks.run(masks_of_the_default_group) == [True, True]
+
+
+def masks_of_the_default_group():
+    import torch.distributed as dist
+
+    return node_masks(dist.group.WORLD, dist.get_rank()) is None
