@@ -17,7 +17,7 @@ from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.backends.process_group.background_progress import BackgroundProgress
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.shared_memory import shared_reservation
-from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.shm import ShmOptions, store_waits
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.cases import Case
@@ -121,6 +121,40 @@ def test_the_background_thread_rests_where_nothing_is_under_way():
     dist.all_reduce(total, group=group)  # wakes it up
     assert engine.at_begin.__self__._work.is_set()
     assert total.unique().tolist() == [2.0]
+
+
+@on_two_ranks
+def test_on_one_node_memory_shows_who_has_given_up():
+    assert shm_group()._waits.sees_every_rank
+    assert not shm_group(shared_memory=False)._waits.sees_every_rank
+
+
+def test_the_store_is_hardly_asked_where_memory_shows_who_has_given_up(monkeypatch):
+    """Each look is a message to a process that may have to wait for a core, while this rank waits for it."""
+
+    class Store:
+        asked = 0
+
+        def check(self, keys):
+            self.asked += 1
+            return False
+
+    seconds = itertools.count()  # a second passes between looks
+    monkeypatch.setattr(store_waits, "monotonic", lambda: float(next(seconds)))
+    store = Store()
+    waits = store_waits.StoreWaits(store, 0, "rank 0 of 2", 60.0)
+
+    def asked(looks, look):
+        before = store.asked
+        assert not any([look() for _ in range(looks)])
+        return store.asked - before
+
+    assert asked(5, waits.is_over) == 5
+    waits.sees_every_rank = True
+    assert asked(9, waits.is_over) == 0
+    assert asked(2, waits.look_now) == 2
+    waits.is_closed_elsewhere = lambda: True
+    assert asked(1, waits.is_over) == 1
 
 
 @on_three_ranks

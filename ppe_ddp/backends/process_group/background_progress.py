@@ -2,7 +2,8 @@
 
 A rank may sit in a blocking call of another library (the user's own collective by gloo, a file that is read) while
 others wait for its part in shared memory, before they come to that call. The thread does that part. It naps: whoever
-waits in our own loop is quicker, and is left alone.
+waits in our own loop is quicker, and is left alone. The naps are long as long as this process comes by itself, since
+each end of one takes the interpreter from it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import time
 
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
-_NAP_SECONDS = 0.002
-_QUIET_NAPS = 50  # before it sleeps until it is woken, which costs the main thread more than a nap does
+_LONG_NAP_SECONDS = 0.01
+_SHORT_NAP_SECONDS = 0.002  # while nobody else advances what is under way
+_QUIET_NAPS = 10  # long ones, before it sleeps until it is woken, which costs the main thread more than a nap does
 
 
 class BackgroundProgress:
@@ -37,12 +39,15 @@ class BackgroundProgress:
     def _run(self) -> None:
         while not self._is_ending:
             self._work.wait()
-            quiet = 0
+            quiet, nap = 0, _LONG_NAP_SECONDS
             while quiet < _QUIET_NAPS and not self._is_ending:
                 turns = self._progress.turns
-                time.sleep(_NAP_SECONDS)
-                quiet = quiet + 1 if self._progress.is_idle else 0
-                if self._progress.turns == turns:
+                time.sleep(nap)
+                is_idle = self._progress.is_idle
+                quiet = quiet + 1 if is_idle else 0
+                is_left = self._progress.turns == turns and not is_idle
+                nap = _SHORT_NAP_SECONDS if is_left else _LONG_NAP_SECONDS
+                if is_left:
                     self._progress.progress()
             self._work.clear()
             if not self._progress.is_idle:  # begun before that

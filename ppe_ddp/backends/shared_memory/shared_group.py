@@ -101,6 +101,11 @@ class SharedMemoryGroup:
         """Whether collectives go through shared memory: whether every rank reaches that of the others of its node."""
         return self._queue is not None
 
+    @property
+    def shows_every_rank(self) -> bool:
+        """Whether :meth:`is_closed_elsewhere` knows of all ranks: whether all are on this node."""
+        return self._queue is not None and not self._queue.spans_nodes
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Shared memory for a tensor of zeros."""
         assert self._memory is not None

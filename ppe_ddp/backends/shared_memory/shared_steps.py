@@ -40,7 +40,7 @@ _Kind: Any = ReduceOp.RedOpType
 _KINDS = (_Kind.SUM, _Kind.AVG, _Kind.MAX)
 _NAMES = ("all_reduce", "reduce_scatter", "all_gather")
 
-_CHUNK_BYTES = 1 << 20  # stays in the cache between the sum and its way back
+_CHUNK_BYTES = 1 << 18  # stays in a core's own cache, beside the other ranks', between the sum and its way back
 _LINE_BYTES = 64
 
 

@@ -126,6 +126,7 @@ class ShmProcessGroup(PendingGroup):
             progress.expect(size)
             background_progress(self._pid)
             self._waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
+            self._waits.sees_every_rank = self._shared.shows_every_rank
         self._collectives = ShmCollectives(gloo, rank, size, self._waits, self._shared)
         self._over = self._collectives
         self._waits.at_failure.append(partial(_close_later, self._collectives))

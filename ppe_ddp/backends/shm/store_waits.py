@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.group_internals import Store
 
 _KEY = "given up"
-_LOOK_SECONDS = 0.1  # between looks at the store, each of which may be a message
+_LOOK_SECONDS = 0.1  # between looks at the store: each is a message, and waits until a busy core serves it
+_RARE_LOOK_SECONDS = 10.0  # ... where memory shows when it is time
 
 
 class StoreWaits(PollingWaits):
@@ -29,23 +31,25 @@ class StoreWaits(PollingWaits):
     Attributes:
         is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
             is in the store then.
+        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
     """
 
     def __init__(self, store: Store, rank: int, place: str, timeout: float) -> None:
         super().__init__(place, timeout, "shm")
         self.is_closed_elsewhere: Callable[[], bool] = bool
+        self.sees_every_rank = False
         self._store = store
         self._rank = rank
-        self._looked = 0.0
+        self._looked = -math.inf
 
     def look_now(self) -> bool:
         """Whether a rank has given the group up; asks the store in any case."""
-        self._looked = 0.0
+        self._looked = -math.inf
         return self.is_over()
 
     def _notice(self) -> str:
         now, is_closed = monotonic(), self.is_closed_elsewhere()
-        if not is_closed and now - self._looked < _LOOK_SECONDS:
+        if not is_closed and now - self._looked < (_RARE_LOOK_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
             return ""
         self._looked = now
         with suppress(RuntimeError):  # the store may be gone

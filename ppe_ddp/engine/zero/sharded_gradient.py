@@ -74,10 +74,15 @@ class GradientShard:
 
     def add(self, average: Tensor) -> None:
         """Add an average: 1-D, and owned by this object from here on."""
-        if isinstance(self._weight, Tensor):
-            average = average.to(self._weight.dtype)
-        value = self.value
-        self.value = average if value is None else value.add_(average)
+        weight = self._weight
+        if isinstance(weight, Tensor) and average.dtype is not weight.dtype:
+            average = average.to(weight.dtype)
+        value = weight.grad
+        weight.grad = average if value is None else value.add_(average)
+
+    def drop(self) -> None:
+        """Free both."""
+        self._weight.grad = self.local = None
 
     def accumulate(self, gradient: Tensor) -> None:
         """Add a whole gradient of this rank, not averaged."""
@@ -184,8 +189,9 @@ class GradientSlot:
 
     def release(self) -> None:
         """Free the memory of an average that was cleared."""
-        if not self.exists:
-            self._content.value = self._content.local = None
+        gradient = self._parameter.grad  # not by `exists`: this is called for every parameter, several times a step
+        if type(gradient) is not ShardedGradient or gradient.content is not self._content:
+            self._content.drop()
 
     def add(self, average: Tensor) -> None:
         """Add an average, 1-D and owned by this object from here on, to what was not cleared."""
@@ -199,7 +205,7 @@ class GradientSlot:
         gradient = self._parameter.grad
         if set_to_none:
             self._parameter.grad = None
-            self.release()
+            self._content.drop()
         elif gradient is not None:
             gradient.detach_().zero_()
 

@@ -125,7 +125,8 @@ class ShardedParameters(ShardedModel):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
                 average = self._cut(k, average)
-            scale(average, average, factor)
+            if factor != 1.0:
+                scale(average, average, factor)
             self._gradients[k].add(average)
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
@@ -160,6 +161,11 @@ class ShardedParameters(ShardedModel):
         Raises:
             RuntimeError: Some gradients were never averaged.
         """
+        self._free_cleared()
+        return [gradient.value for gradient in self._gradients]
+
+    def _free_cleared(self) -> None:
+        """Free what was cleared, once all has been averaged; raises where it was not."""
         for gradient in self._gradients:
             if not gradient.is_synchronized:
                 raise RuntimeError(
@@ -168,11 +174,10 @@ class ShardedParameters(ShardedModel):
                     "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
                 )
         self.release()
-        return [gradient.value for gradient in self._gradients]
 
     def assign_gradients(self) -> list[bool]:
         """Free what was cleared; averages are written to ``.grad`` of the weights as they arrive."""
-        self.gradients()
+        self._free_cleared()
         return [gradient.exists for gradient in self._gradients]
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
