@@ -33,6 +33,7 @@ from ppe_ddp.testing import (
 )
 from ppe_ddp.testing.cases import Variant
 from ppe_ddp.testing.laws import breaches, observe_all
+from ppe_ddp.tracing.timeline import record
 from random_training import differences, train
 from subprocesses import needs_mpirun
 
@@ -120,6 +121,28 @@ def test_the_laws_hold_where_all_that_can_goes_through_two_levels(world, seed):
 def test_sums_of_every_kind_go_through_two_levels(world):
     for same in zip(*world.run(sums), strict=True):
         assert len(set(same)) == 1
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+def test_a_timeline_tells_what_is_on_the_wire(world):
+    for kinds, sent, wires in world.run(recorded):
+        assert {"node", "wire"} <= kinds
+        assert 0 < wires <= sent
+
+
+def recorded():
+    """The kinds of the parts of two steps, and their bytes on the wire and in the node."""
+    torch.manual_seed(0)
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(256, 256), shared_memory=True)
+    with record() as recording:
+        for _ in range(2):
+            model(torch.randn(2, 256)).sum().backward()
+    spans = recording.result().spans
+    nbytes = [sum(span.nbytes for span in spans if span.kind == kind) for kind in ("node", "wire")]
+    result = {span.kind for span in spans}, *nbytes
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
 
 
 def group_with(fields):

@@ -3,6 +3,7 @@
     computes     forward, backward, optimizer; wait: nothing but waiting for messages
     engine       pack, encode, decode, write: this rank's own work for messages
     messages     mask, vote, bucket, gather: on their way
+    parts        node: this rank's sums in the memory of its node; wire: what is under way between nodes
 
 Pure: what was recorded goes in, spans come out.
 """
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 COMPUTES = ("forward", "backward", "optimizer", "wait")
 ENGINE = ("pack", "encode", "decode", "write")
 MESSAGES = ("mask", "vote", "bucket", "gather")
-KINDS = COMPUTES + ENGINE + MESSAGES
+PARTS = ("node", "wire")
+KINDS = COMPUTES + ENGINE + MESSAGES + PARTS
 
 Interval = tuple[int, int]
 
