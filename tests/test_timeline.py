@@ -22,7 +22,7 @@ from ppe_ddp.tracing import clock_offset
 from ppe_ddp.tracing.clock_offset import ClockOffset, measure_offset
 from ppe_ddp.tracing.presence_picture import group_names
 from ppe_ddp.tracing.rank_record import RankRecord
-from ppe_ddp.tracing.spans import length, overlap, union, without
+from ppe_ddp.tracing.spans import length, merged, overlap, union, without
 from ppe_ddp.tracing.timeline import record
 from ppe_ddp.tracing.timeline_folder import read_records
 from ppe_ddp.tracing.timeline_summary import summarize
@@ -49,6 +49,11 @@ def test_lengths_are_those_of_sets_of_moments():
         assert overlap(ones, others) == len(left & right)
         assert length(without((10, 40), ones)) == len(set(range(10, 40)) - left)
         assert all(a[1] < b[0] for a, b in zip(union(ones), union(ones)[1:], strict=False))
+
+
+def test_parts_that_overlap_are_drawn_as_one():
+    spans = [Span("wire", "2", 40, 50, 3), Span("wire", "0", 10, 30, 1), Span("wire", "1", 20, 25, 2)]
+    assert merged(spans) == [Span("wire", "0", 10, 30, 3), Span("wire", "2", 40, 50, 3)]
 
 
 def rank_record(*spans, backwards, rank=0, ranks=1, error=0):

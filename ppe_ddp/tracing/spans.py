@@ -105,6 +105,18 @@ def without(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
     return left
 
 
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans of one kind, those that overlap as one, in order."""
+    together: list[Span] = []
+    for span in sorted(spans, key=lambda one: one.begin):
+        if together and span.begin <= together[-1].end:
+            last = together[-1]
+            together[-1] = last._replace(end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
+        else:
+            together.append(span)
+    return together
+
+
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """The spans in as few rows as it takes for none to overlap another of its row."""
     rows: list[list[Span]] = []

@@ -3,7 +3,7 @@
 computes     forward, backward, optimizer; red where the rank waits
 packs        this rank's own work for messages
 sends        the messages, side by side where several are under way
-in the node, on the wire    their parts, where memory is shared and they take long enough to be seen
+in the node, on the wire    what of that was where, if memory is shared and it takes long enough to be seen
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, length, without
+from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, merged, without
 from ppe_ddp.tracing.timeline_summary import step_times, summarize
 
 if TYPE_CHECKING:
@@ -175,10 +175,9 @@ class _Drawing:
         for k, row in enumerate(rows):
             self._add_row("" if k else "sends", row)
         for kind, name in (("node", "in the node"), ("wire", "on the wire")):
-            parts = [span for span in spans if span.kind == kind]
-            if length((span.begin, span.end) for span in parts) > _SEEN * (self.end - self.begin):
-                for k, row in enumerate(lanes(parts)):
-                    self._add_row("" if k else name, row)
+            parts = merged(span for span in spans if span.kind == kind)
+            if sum(span.end - span.begin for span in parts) > _SEEN * (self.end - self.begin):
+                self._add_row(name, parts)
         self.height += _GAP
 
     def _add_row(self, name: str, spans: list[Span]) -> None:
