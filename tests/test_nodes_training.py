@@ -133,10 +133,10 @@ def test_a_timeline_tells_what_is_on_the_wire(world):
 def recorded():
     """The kinds of the parts of two steps, and their bytes on the wire and in the node."""
     torch.manual_seed(0)
-    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(256, 256), shared_memory=True)
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(512, 512))
     with record() as recording:
         for _ in range(2):
-            model(torch.randn(2, 256)).sum().backward()
+            model(torch.randn(2, 512)).sum().backward()
     spans = recording.result().spans
     nbytes = [sum(span.nbytes for span in spans if span.kind == kind) for kind in ("node", "wire")]
     result = {span.kind for span in spans}, *nbytes
