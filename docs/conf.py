@@ -6,7 +6,7 @@ project = "ppe_ddp"
 author = "The ppe_ddp authors"
 copyright = author
 version = release = ppe_ddp.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 html_theme = "furo"
 html_title = "ppe_ddp"
 html_copy_source = False
@@ -16,7 +16,7 @@ html_static_path = ["pictures"]
 # Pictures have a white ground, in the dark as well.
 html_css_files = []
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"

@@ -46,8 +46,8 @@ class HookedWrapper(ModuleWrapper):
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
 
-    def _packing(self, *, fixed: bool = False) -> Packing:
-        return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed)
+    def _packing(self, *, fixed: bool = False, measured: bool = False) -> Packing:
+        return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed, measured=measured)
 
     def _use_hooks(self) -> None:
         if self._reducer is None:

@@ -159,9 +159,11 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             check_finite=self._options.check_for_nan_in_grad,
             agreed=self._agreed(),
         )
+        reduction = FunctionReduction(self._reduce_function, groups)
+        packing = self._packing(measured=reduction.is_plain_average)
         self._reducer = Reducer(
             groups,
-            BucketSynchronizer(groups, FunctionReduction(self._reduce_function, groups), self._packing(), policy),
+            BucketSynchronizer(groups, reduction, packing, policy),
             overlap=policy.overlap,
             wrapper=weakref.ref(self),
             sync_hooks=self._hooks.sync,

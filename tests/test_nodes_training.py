@@ -35,6 +35,7 @@ from ppe_ddp.testing import (
 )
 from ppe_ddp.testing.cases import Variant
 from ppe_ddp.testing.laws import breaches, observe_all
+from ppe_ddp.tracing.timeline import record
 from random_training import differences, train
 from subprocesses import needs_mpirun
 
@@ -192,6 +193,28 @@ def ends_by_itself():
 @pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"], short=((2, 1),)), indirect=True)
 def test_messages_move_while_no_backend_is_called(world):
     assert world.run(ends_by_itself) == [True] * world.world_size
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+def test_a_timeline_tells_what_is_on_the_wire(world):
+    for kinds, sent, wires in world.run(recorded):
+        assert {"node", "wire"} <= kinds
+        assert 0 < wires <= sent
+
+
+def recorded():
+    """The kinds of the parts of two steps, and their bytes on the wire and in the node."""
+    torch.manual_seed(0)
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(512, 512))
+    with record() as recording:
+        for _ in range(2):
+            model(torch.randn(2, 512)).sum().backward()
+    spans = recording.result().spans
+    nbytes = [sum(span.nbytes for span in spans if span.kind == kind) for kind in ("node", "wire")]
+    result = {span.kind for span in spans}, *nbytes
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
 
 
 def group_with(fields):

@@ -13,6 +13,7 @@ from torch import nn
 
 import ppe_ddp
 from ppe_ddp import megatron
+from ppe_ddp.backends.shared_memory.step_parts import StepParts
 from ppe_ddp.cli import main
 from ppe_ddp.compression import Int8
 from ppe_ddp.engine.event_log import EventLog, Span
@@ -21,7 +22,7 @@ from ppe_ddp.tracing import clock_offset
 from ppe_ddp.tracing.clock_offset import ClockOffset, measure_offset
 from ppe_ddp.tracing.presence_picture import group_names
 from ppe_ddp.tracing.rank_record import RankRecord
-from ppe_ddp.tracing.spans import length, overlap, union, without
+from ppe_ddp.tracing.spans import length, merged, overlap, union, without
 from ppe_ddp.tracing.timeline import record
 from ppe_ddp.tracing.timeline_folder import read_records
 from ppe_ddp.tracing.timeline_summary import summarize
@@ -48,6 +49,11 @@ def test_lengths_are_those_of_sets_of_moments():
         assert overlap(ones, others) == len(left & right)
         assert length(without((10, 40), ones)) == len(set(range(10, 40)) - left)
         assert all(a[1] < b[0] for a, b in zip(union(ones), union(ones)[1:], strict=False))
+
+
+def test_parts_that_overlap_are_drawn_as_one():
+    spans = [Span("wire", "2", 40, 50, 3), Span("wire", "0", 10, 30, 1), Span("wire", "1", 20, 25, 2)]
+    assert merged(spans) == [Span("wire", "0", 10, 30, 3), Span("wire", "2", 40, 50, 3)]
 
 
 def rank_record(*spans, backwards, rank=0, ranks=1, error=0):
@@ -93,6 +99,24 @@ def test_no_bucket_arrives_before_every_rank_has_launched_it():
     assert [s.kind for s in own.spans if s.kind in ("forward", "backward")] == ["forward", "backward"] * 3
     assert len([s for s in own.spans if s.kind == "mask"]) == 3
     assert sum(presence.local == ["1" * 8] * 3 for presence in own.presence) == 1
+
+
+@on_two_ranks
+def test_what_ranks_of_a_node_sum_in_memory_is_a_part_of_its_bucket():
+    model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
+    model(torch.randn(3, 64)).sum().backward()
+    assert StepParts.listener is None
+    with record() as recording:
+        for _ in range(3):
+            model(torch.randn(3, 64)).sum().backward()
+    buckets, parts = spans_of(recording, "bucket"), spans_of(recording, "node")
+    for bucket in buckets:
+        inside = [part for part in parts if bucket.begin <= part.begin <= part.end <= bucket.end]
+        assert bucket.nbytes in [part.nbytes for part in inside]
+    assert spans_of(recording, "wire") == []
+    model(torch.randn(3, 64)).sum().backward()
+    assert StepParts.listener is None
+    assert len(spans_of(recording, "node")) == len(parts)
 
 
 @on_two_ranks

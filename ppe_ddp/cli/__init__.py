@@ -54,6 +54,11 @@ COMMANDS: tuple[Command, ...] = (
         "ppe_ddp.benchmarks.bench_nodes",
     ),
     Command(
+        ("bench", "scaling"),
+        "a model of a step, checked on nodes and drawn to 10,000 ranks",
+        "ppe_ddp.benchmarks.bench_scaling",
+    ),
+    Command(
         ("bench", "timeline"),
         "draws a step of ppe_ddp below one of torch DDP",
         "ppe_ddp.benchmarks.bench_timeline",

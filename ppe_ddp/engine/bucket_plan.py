@@ -90,27 +90,35 @@ class Packing:
         fixed: Whether a bucket always has the same parameters and is sent whole if any of them has a
             gradient. Costs bytes; needed by hooks that keep state by bucket index.
         first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that are launched first.
+        measured: Whether ``bucket_bytes`` is to be replaced by what is best by the first steps (``bucket_size.py``).
     """
 
     bucket_bytes: int
     adopt_bytes: int
     fixed: bool = False
     first_bytes: tuple[int, ...] = ()
+    measured: bool = False
 
     @classmethod
     def of(
-        cls, caps_mb: Sequence[float] | None, specs: Sequence[ParameterSpec] = (), *, fixed: bool = False
+        cls,
+        caps_mb: Sequence[float] | None,
+        specs: Sequence[ParameterSpec] = (),
+        *,
+        fixed: bool = False,
+        measured: bool = False,
     ) -> Packing:
         """The packing for buckets of these sizes in MiB, in launch order, the last one for all further ones.
 
-        None is the default, which depends on where parameters are.
+        None is the default, which depends on where parameters are; on CPUs, what is ``measured`` may replace it.
         """
+        on_gpu = any(spec.device.type == "cuda" for spec in specs)
+        measured = measured and caps_mb is None and not on_gpu and not fixed
         if caps_mb is None:
-            on_gpu = any(spec.device.type == "cuda" for spec in specs)
             caps_mb = (_GPU_BUCKET_CAP_MB if on_gpu else _BUCKET_CAP_MB,)
         *first_bytes, bucket_bytes = (int(cap * 2**20) for cap in caps_mb)
         largest = max(bucket_bytes, *first_bytes, 0)
-        return cls(bucket_bytes, _ADOPTED_FROM * largest, fixed, tuple(first_bytes))
+        return cls(bucket_bytes, _ADOPTED_FROM * largest, fixed, tuple(first_bytes), measured)
 
     def capacity(self, index: int) -> int:
         """The size at which the bucket that is launched as number ``index`` is closed."""

@@ -276,7 +276,7 @@ class BucketSynchronizer(Synchronizer):
             yield from self._repair(backward, outcome.mask)
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         arrivals = [] if backward.silent else backward.arrivals
-        yield from self.negotiation.learn_order(arrivals, backward.recorder)
+        yield from self.negotiation.learn(arrivals, backward.recorder)
         yield from self._broadcast_buffers(backward)
         if any(statuses) and not backward.aborted:
             self.put_back(backward)

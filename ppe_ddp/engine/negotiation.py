@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import distributed as dist
 
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_plan import Planner, fingerprint
+from ppe_ddp.engine.bucket_size import BucketSizeMeasurement
 from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
@@ -62,7 +64,8 @@ class Negotiation:
     ) -> None:
         self._groups = groups
         self._exchanger = MaskExchanger(groups)
-        self._packing = packing
+        self._default = self._packing = packing
+        self._bucket_size = BucketSizeMeasurement(groups)
         self._negotiate = negotiate
         self._with_buffers = with_buffers
         self._place = "start"
@@ -82,6 +85,10 @@ class Negotiation:
 
     def repack(self, packing: Packing) -> None:
         """Pack buckets by ``packing`` from now on."""
+        self._default = packing
+        self._repack(packing)
+
+    def _repack(self, packing: Packing) -> None:
         self._packing = packing
         self.planner.repack(packing)
         self._digest = fingerprint(self._lines())
@@ -162,10 +169,12 @@ class Negotiation:
         return self._exchanger.exchange(digest, local, extra)
 
     def _restart(self) -> None:
-        """Start over without the learned order: after a failure only some ranks may have learned it."""
+        """Start over without the learned order and size: after a failure only some ranks may have learned them."""
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
         self._count = 0
+        self._packing = self._default
+        self._bucket_size = BucketSizeMeasurement(self._groups)
         self.use_module(self._module_state)
 
     def finish(self, exchange: MaskExchange, local: bytes | bytearray) -> Agreement:
@@ -185,11 +194,18 @@ class Negotiation:
         mask, nodes = self.node_masks.read(agreed.mask, agreed.extra[end:], sizes)
         return Agreement(mask, agreed.extra[:end], nodes)
 
-    def learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
-        """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new.
+    def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
+        """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""
+        yield from self._learn_order(arrivals, recorder)
+        if self._packing.measured and self._groups.world_size > 1:
+            yield from self._bucket_size.after_step(recorder)
+            speed = self._bucket_size.speed
+            if speed is not None:
+                chosen = speed.best_bucket_bytes(self._packing.bucket_bytes)
+                self._repack(replace(self._packing, bucket_bytes=chosen, measured=False))
 
-        All ranks must do so after every backward.
-        """
+    def _learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
+        """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new."""
         self._count += 1
         count = len(self._module_state.specs)
         if self._count & (self._count - 1) or self._groups.world_size == 1:
@@ -216,6 +232,7 @@ class Negotiation:
             "order": [names[i] for i in self.planner.order],
             "learned": [names[i] for i in self.planner.learned],
             "count": self._count,
+            "bucket_bytes": None if self._packing == self._default else self._packing.bucket_bytes,
         }
 
     def load_order_state(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +245,10 @@ class Negotiation:
         order = [index.pop(name) for name in state["order"] if name in index]
         self.planner.restore([*order, *index.values()], learned)
         self._count = int(state["count"])
-        self._digest = fingerprint(self._lines())
+        chosen = state.get("bucket_bytes")
+        if chosen is not None and self._packing.measured:
+            self._packing = replace(self._packing, bucket_bytes=chosen, measured=False)
+        self._repack(self._packing)
 
     def _current_digest(self, local: bytes | bytearray, buffers: Mapping[str, Tensor]) -> bytes:
         lines = _buffer_lines(buffers)
@@ -248,7 +268,8 @@ class Negotiation:
         lines = [f"parameter {spec.described()}" for spec in self._module_state.specs]
         lines.append(
             f"bucket_cap_mb {caps} (alone from {packing.adopt_bytes} bytes, "
-            f"fixed {packing.fixed}), negotiate_grads {self._negotiate}, broadcast_buffers {self._with_buffers}"
+            f"fixed {packing.fixed}, by measurement {packing.measured}), negotiate_grads {self._negotiate}, "
+            f"broadcast_buffers {self._with_buffers}"
         )
         lines.append(f"order of arrival {self.planner.order}")
         lines.extend(self._options)

@@ -43,6 +43,9 @@ def _events(record: RankRecord, first: int) -> Iterator[dict[str, Any]]:
     rows.append(("engine", [span for span in record.spans if span.kind in ENGINE]))
     messages = lanes(span for span in record.spans if span.kind in MESSAGES)
     rows += [(f"messages {k}", row) for k, row in enumerate(messages)]
+    for kind, name in (("node", "in the node"), ("wire", "on the wire")):
+        parts = lanes(span for span in record.spans if span.kind == kind)
+        rows += [(f"{name} {k}", row) for k, row in enumerate(parts)]
     for thread, (name, spans) in enumerate(rows):
         yield _about("thread_name", rank, thread, {"name": name})
         yield _about("thread_sort_index", rank, thread, {"sort_index": thread})

@@ -3,6 +3,7 @@
     computes     forward, backward, optimizer; wait: nothing but waiting for messages
     engine       pack, encode, decode, write: this rank's own work for messages
     messages     mask, vote, bucket, gather: on their way
+    parts        node: this rank's sums in the memory of its node; wire: what is under way between nodes
 
 Pure: what was recorded goes in, spans come out.
 """
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 COMPUTES = ("forward", "backward", "optimizer", "wait")
 ENGINE = ("pack", "encode", "decode", "write")
 MESSAGES = ("mask", "vote", "bucket", "gather")
-KINDS = COMPUTES + ENGINE + MESSAGES
+PARTS = ("node", "wire")
+KINDS = COMPUTES + ENGINE + MESSAGES + PARTS
 
 Interval = tuple[int, int]
 
@@ -101,6 +103,18 @@ def without(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
             left.append((begin, min(start, whole[1])))
         begin = max(begin, end)
     return left
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans of one kind, those that overlap as one, in order."""
+    together: list[Span] = []
+    for span in sorted(spans, key=lambda one: one.begin):
+        if together and span.begin <= together[-1].end:
+            last = together[-1]
+            together[-1] = last._replace(end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
+        else:
+            together.append(span)
+    return together
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:

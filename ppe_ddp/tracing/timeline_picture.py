@@ -1,8 +1,9 @@
-"""The picture of a timeline: one step, three rows a rank, what each bar is written on it or beside it.
+"""The picture of a timeline: one step, some rows a rank, what each bar is written on it or beside it.
 
 computes     forward, backward, optimizer; red where the rank waits
 packs        this rank's own work for messages
 sends        the messages, side by side where several are under way
+in the node, on the wire    what of that was where, if memory is shared and it takes long enough to be seen
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, lanes, without
+from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, merged, without
 from ppe_ddp.tracing.timeline_summary import step_times, summarize
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _COLOURS = {
     "gather": "#17a2a2",
     "mask": "#9a9a9a",
     "vote": "#9a9a9a",
+    "node": "#a5d6a7",
+    "wire": "#1b5e44",
 }
 _WORDS = {
     "forward": "forward",
@@ -49,12 +52,15 @@ _WORDS = {
     "bucket": "bucket under way",
     "gather": "parameters",
     "mask": "mask, vote",
+    "node": "its sums in the node",
+    "wire": "on the wire",
 }
-_DARK = {"backward", "wait", "optimizer", "bucket", "gather"}
+_DARK = {"backward", "wait", "optimizer", "bucket", "gather", "wire"}
 _INCHES, _DPI, _FONT = 8.6, 170, 9.0
 _SMALL = ("mask", "vote")
 _MOST_RANKS = 8
 _LANE, _GAP = 1.0, 0.7
+_SEEN = 0.01  # of the width: parts that are shorter altogether have no row
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class _Drawing:
         for record, (begin, end) in zip(shown, steps, strict=True):
             # Neighbouring steps would only puzzle, but for messages, which this one may wait for.
             own = [span for span in record.spans if begin <= span.begin < end]
-            older = [span for span in record.spans if span.begin < begin < span.end and span.kind in MESSAGES]
+            older = [span for span in record.spans if span.begin < begin < span.end and span.kind in MESSAGES + PARTS]
             self._add_rank(record, [*older, *own])
         self.spans = [span for _, _, row in self._rows for span in row]
 
@@ -168,6 +174,10 @@ class _Drawing:
             row.append(one)
         for k, row in enumerate(rows):
             self._add_row("" if k else "sends", row)
+        for kind, name in (("node", "in the node"), ("wire", "on the wire")):
+            parts = merged(span for span in spans if span.kind == kind)
+            if sum(span.end - span.begin for span in parts) > _SEEN * (self.end - self.begin):
+                self._add_row(name, parts)
         self.height += _GAP
 
     def _add_row(self, name: str, spans: list[Span]) -> None:
@@ -192,7 +202,7 @@ class _Drawing:
     def _draw_bar(self, axis: Any, span: Span, top: float, longest_ms: float, covers: list[Interval]) -> None:
         begin = (max(span.begin, self.begin) - self.begin) / 1e6
         end = (min(span.end, self.end) - self.begin) / 1e6
-        height = 0.9 if span.kind in COMPUTES or span.kind in MESSAGES else 0.75
+        height = 0.9 if span.kind in COMPUTES + MESSAGES else 0.75
         edge = "white" if end - begin > longest_ms / 300 else "none"
         axis.barh(top + 0.45, end - begin, height, left=begin, color=_COLOURS[span.kind], edgecolor=edge, linewidth=0.6)
         free = max(without((span.begin, span.end), covers), key=lambda part: part[1] - part[0], default=(0, 0))
@@ -227,6 +237,10 @@ def _texts(span: Span) -> list[str]:
         return [f"waits {span.name}", "waits"]
     if span.kind == "mask":
         return [f"mask: {span.name}", "mask"]
+    if span.kind == "wire":
+        return [megabytes]
+    if span.kind == "node":
+        return []
     if span.kind in ENGINE:
         return [span.name] if span.kind != "write" else []
     return [span.kind]

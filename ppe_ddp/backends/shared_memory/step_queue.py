@@ -30,6 +30,7 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     describe_record,
     reduce_scatter_steps,
 )
+from ppe_ddp.backends.shared_memory.step_parts import StepParts
 from ppe_ddp.backends.shared_memory.two_level_steps import (
     TwoLevelStep,
     WireMemory,
@@ -70,9 +71,10 @@ class LaunchedStep:
         is_staged: Whether its tensor is to be copied into shared memory, and the result back.
         error: What is wrong with it; empty while nothing is known.
         crossing: What is under way between nodes.
+        crossed_at: Since when; 0 where nobody asks.
     """
 
-    __slots__ = ("crossing", "error", "is_staged", "number", "step", "tensors")
+    __slots__ = ("crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
 
     def __init__(self, step: Step, number: int, tensors: Any) -> None:
         self.step = step
@@ -81,6 +83,7 @@ class LaunchedStep:
         self.is_staged = step.shared is None
         self.error = ""
         self.crossing: Crossing | None = None
+        self.crossed_at = 0
 
 
 @dataclass(frozen=True)
@@ -357,6 +360,7 @@ class StepQueue:
         return is_open
 
     def _compute(self, launched: LaunchedStep) -> None:
+        begin = StepParts.begin()
         step, record = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
         records = [page[record : record + _WIDTH].tolist() for page in self._controls]
         if records != step.records:
@@ -370,13 +374,18 @@ class StepQueue:
             step.records = records
         if isinstance(step, TwoLevelStep):
             launched.crossing = step.cross(self._links, self._wires)
+            launched.crossed_at = StepParts.begin()
         else:
             step.act(self._scratch)
+        StepParts.end("node", launched.number, begin, step.local.nbytes)
 
     def _spread(self, launched: LaunchedStep) -> None:
         assert isinstance(launched.step, TwoLevelStep)
-        assert launched.crossing is not None
-        launched.step.spread(launched.crossing, self._wires)
+        crossing, begin = launched.crossing, StepParts.begin()
+        assert crossing is not None
+        StepParts.end("wire", launched.number, launched.crossed_at, crossing.nbytes)
+        launched.step.spread(crossing, self._wires)
+        StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
 
     def _mismatch(self, records: list[list[int]]) -> str:
         named = zip(self._layout.local, records, strict=True)

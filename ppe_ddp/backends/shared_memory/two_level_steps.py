@@ -111,6 +111,11 @@ class Crossing(NamedTuple):
     sent: list[_Sent]
     own: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is under way."""
+        return sum(wire.nbytes for one in self.sent for wire in one.wires)
+
     def is_over(self) -> bool:
         """Whether all has arrived; moves it."""
         return all([one.under_way.Test() for one in self.sent])

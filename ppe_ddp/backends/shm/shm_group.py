@@ -118,7 +118,7 @@ class ShmProcessGroup(PendingGroup):
                 is_enabled=options.shared_memory,
                 parts=options.shared_parts,
                 smallest_bytes=options.shared_bytes,
-                two_level_bytes=options.two_level_bytes,
+                two_level_bytes=options.two_levels_from(size),
                 piece_bytes=options.shared_piece_bytes,
             ),
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+_MANY_RANKS = 64
+
 
 @dataclass(frozen=True)
 class ShmOptions:
@@ -19,8 +21,9 @@ class ShmOptions:
             the output. gloo has a latency of 0.1 to 1 ms, shared memory of some microseconds, so: nothing.
         two_level_bytes: In a group of several nodes, all-reduces of at least so many bytes (and ``shared_bytes``) are
             summed within each node first, and each part of that between the nodes by one rank of each. All else goes
-            by gloo there. On two nodes of two ranks at 1 Gbit/s both are as fast at 64 KB, one by one; of eight under
-            way at once two levels are faster at any size.
+            by gloo there: a message of a few bytes passes a ring of few ranks sooner. On two nodes of two ranks at
+            1 Gbit/s both are about as fast at 64 KB, one by one; of eight under way at once two levels are faster from
+            4 KB on. From 64 ranks on, all take two levels: a ring has two rounds a rank, one after another.
         shared_piece_bytes: What is larger goes through shared memory in pieces of this size. A tensor that lies
             elsewhere takes as much of it for each of two pieces.
     """
@@ -30,6 +33,10 @@ class ShmOptions:
     shared_bytes: int = 0
     two_level_bytes: int = 64 << 10
     shared_piece_bytes: int = 4 << 20
+
+    def two_levels_from(self, size: int) -> int:
+        """The fewest bytes that take two levels in a group of so many ranks on several nodes."""
+        return 0 if size >= _MANY_RANKS else self.two_level_bytes
 
     def for_buckets(self) -> ShmOptions:
         """The same for a group whose messages lie in memory that it has allocated."""

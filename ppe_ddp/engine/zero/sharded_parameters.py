@@ -75,7 +75,7 @@ class ShardedParameters(ShardedModel):
         """How to pack the gradients that are scattered, where they were packed in this way to be averaged."""
         if packing.fixed:
             return packing  # for hooks, which average all of it
-        return replace(packing, adopt_bytes=min(packing.adopt_bytes, _ALONE_BYTES))
+        return replace(packing, adopt_bytes=min(packing.adopt_bytes, _ALONE_BYTES), measured=False)
 
     # ------------------------------------------------------------------ what the engine calls
 

@@ -1,0 +1,239 @@
+"""A model of one training step over nodes: latencies and bandwidths go in, seconds come out. Pure.
+
+    forward | backward: gradients, packed and summed in the node | waiting | spread    what a rank does
+            | mask ------->                                      | vote ->             the small messages
+                           | piece 0 -----> | piece 1 -----> | ...                     between the nodes
+
+An all-reduce of n bytes takes alpha + beta n in the memory of a node. Between N nodes a ring, as gloo's, takes
+2 (N - 1) rounds and 2 (N - 1) / N n bytes on every link; recursive doubling, as in MPICH, log2 N rounds of n bytes, and
+two more where N is no power of two. No bucket goes before the mask is known, which is noticed when the next gradient
+arrives, and no more than two pieces are under way at a time. MPI moves what is under way only while it is called:
+nothing much during backward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ppe_ddp.backends.shm import ShmOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "Cluster",
+    "Constants",
+    "Load",
+    "PredictedStep",
+    "all_reduce_seconds",
+    "mask_bytes",
+    "mask_seconds",
+    "noticed",
+    "predict",
+]
+
+_HEADER_BYTES = 32  # two digests; see mask_exchange.py
+_UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is measured.
+
+    Attributes:
+        node_latency: Seconds of the smallest all-reduce among the ranks of a node.
+        node_per_byte: Seconds that each further byte adds there.
+        wire_latency: Seconds of one round between nodes.
+        wire_per_byte: Seconds that a byte takes on a node's link.
+        pack_per_byte: Seconds that a rank needs to copy a byte of gradients into a bucket.
+        algorithm: Between the nodes: ``"ring"`` as in gloo, which has threads; ``"doubling"`` as in MPI.
+    """
+
+    node_latency: float
+    node_per_byte: float
+    wire_latency: float
+    wire_per_byte: float
+    pack_per_byte: float = 0.0
+    algorithm: Literal["ring", "doubling"] = "ring"
+
+    @property
+    def moves_during_backward(self) -> bool:
+        """Whether messages are on their way while a rank computes."""
+        return self.algorithm == "ring"
+
+    def rounds(self, nodes: int) -> int:
+        """How often an all-reduce waits for a message from another node."""
+        if self.algorithm == "ring":
+            return 2 * (nodes - 1)
+        powers = nodes.bit_length() - 1
+        return powers if nodes == 1 << powers else powers + 2
+
+    def volume(self, nodes: int) -> float:
+        """How often the bytes of an all-reduce go over the link of a node, in each direction."""
+        return 2 * (nodes - 1) / nodes if self.algorithm == "ring" else float(self.rounds(nodes))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with as many ranks each.
+
+    Attributes:
+        nodes: How many.
+        ranks: On each.
+        is_flat: Whether ranks send to one another wherever they are, in one ring, instead of in two levels.
+    """
+
+    nodes: int
+    ranks: int
+    is_flat: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks
+
+
+@dataclass(frozen=True)
+class Load:
+    """One step of a model whose gradients come evenly during backward.
+
+    Attributes:
+        nbytes: Of the gradients that exist on some rank.
+        parameters: Of the model, all of one size.
+        forward: Seconds.
+        backward: Seconds.
+        bucket_bytes: The size of a bucket.
+        piece_bytes: What is larger goes through shared memory in pieces of this size.
+    """
+
+    nbytes: int
+    parameters: int
+    forward: float
+    backward: float
+    bucket_bytes: int = 4 << 20
+    piece_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """What comes out, in seconds.
+
+    Attributes:
+        step: From the begin of forward to the last average.
+        exposed: What the step takes beyond forward and backward.
+        mask: From the begin of backward until the mask has arrived.
+        mask_delay: How long the first bucket was complete before that was noticed.
+    """
+
+    step: float
+    exposed: float
+    mask: float
+    mask_delay: float
+
+
+def mask_bytes(load: Load, cluster: Cluster) -> int:
+    """The size of the mask: digests, a byte a parameter and a byte a rank."""
+    return _HEADER_BYTES + load.parameters + cluster.world_size
+
+
+def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
+    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds."""
+    if cluster.world_size == 1:
+        return 0.0
+    has_many_ranks = ShmOptions().two_levels_from(cluster.world_size) == 0
+    in_levels = cluster.nodes == 1 or (constants.algorithm == "ring" and has_many_ranks)
+    way = cluster if in_levels else replace(cluster, is_flat=True)
+    return all_reduce_seconds(mask_bytes(load, cluster), way, constants)
+
+
+def all_reduce_seconds(nbytes: float, cluster: Cluster, constants: Constants) -> float:
+    """The time of one all-reduce that nothing else is beside."""
+    return _in_node(nbytes, cluster, constants) + _latency(cluster, constants) + _on_wire(nbytes, cluster, constants)
+
+
+def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep:
+    """The times of one step."""
+    mask = mask_seconds(load, cluster, constants)
+    now = load.forward  # on the rank's own thread
+    known = now + (noticed(mask, load) if mask < load.backward else mask)
+    first_ready = now + load.backward * min(1.0, load.bucket_bytes / load.nbytes)
+    begin = 0.0 if constants.moves_during_backward else load.forward + load.backward
+    wire, waiting = _Wire(cluster, constants, begin), []
+    for nbytes in _parts(load.nbytes, load.bucket_bytes):
+        now += load.backward * nbytes / load.nbytes
+        waiting.append(nbytes)
+        if now >= known:
+            now = _launch(waiting, now, load, wire)
+    if waiting:
+        now = _launch(waiting, max(now, known), load, wire)
+    last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
+    arrived = wire.over + _in_node(last, cluster, constants) / 2 if wire.over else now
+    voted = now + mask  # it is sent beside the last bucket
+    end = max(now, arrived, voted)
+    return PredictedStep(end, end - load.forward - load.backward, mask, max(0.0, known - first_ready))
+
+
+def noticed(mask: float, load: Load) -> float:
+    """When a mask that takes so long is noticed, from the begin of backward: when the next gradient arrives."""
+    interval = load.backward / load.parameters
+    return math.ceil(mask / interval) * interval if interval else mask
+
+
+class _Wire:
+    """The links between the nodes, which all carry the same."""
+
+    def __init__(self, cluster: Cluster, constants: Constants, begin: float) -> None:
+        self.cluster, self.constants = cluster, constants
+        self._free = begin  # when the last byte so far has left
+        self._arrivals: list[float] = []
+
+    @property
+    def over(self) -> float:
+        """When all has arrived."""
+        return max(self._arrivals, default=0.0)
+
+    def send(self, nbytes: int, now: float) -> None:
+        """One more piece may go from ``now`` on."""
+        if self.cluster.nodes == 1:
+            return
+        earlier = sorted(self._arrivals)[-_UNDER_WAY] if len(self._arrivals) >= _UNDER_WAY else 0.0
+        start = max(now, earlier)
+        self._free = max(start, self._free) + _on_wire(nbytes, self.cluster, self.constants)
+        self._arrivals.append(max(self._free, start) + _latency(self.cluster, self.constants))
+
+
+def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
+    """Launch the buckets that wait; when the rank has done its part."""
+    for nbytes in waiting:
+        now += nbytes * wire.constants.pack_per_byte
+        for piece in _parts(nbytes, load.piece_bytes):
+            now += _in_node(piece, wire.cluster, wire.constants)
+            wire.send(piece, now)
+    waiting.clear()
+    return now
+
+
+def _parts(nbytes: int, size: int) -> Iterator[int]:
+    for start in range(0, nbytes, size):
+        yield min(size, nbytes - start)
+
+
+def _in_node(nbytes: float, cluster: Cluster, constants: Constants) -> float:
+    if cluster.ranks == 1 or (cluster.is_flat and cluster.nodes > 1):
+        return 0.0
+    return constants.node_latency + nbytes * constants.node_per_byte
+
+
+def _members(cluster: Cluster) -> int:
+    """How many take part between the nodes."""
+    return cluster.world_size if cluster.is_flat else cluster.nodes
+
+
+def _latency(cluster: Cluster, constants: Constants) -> float:
+    return 0.0 if cluster.nodes == 1 else constants.rounds(_members(cluster)) * constants.wire_latency
+
+
+def _on_wire(nbytes: float, cluster: Cluster, constants: Constants) -> float:
+    return 0.0 if cluster.nodes == 1 else constants.volume(_members(cluster)) * nbytes * constants.wire_per_byte

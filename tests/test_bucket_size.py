@@ -1,0 +1,146 @@
+"""`bucket_cap_mb=None`: the size of buckets is chosen by what the first steps have measured, alike on every rank."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ppe_ddp
+from ppe_ddp.engine.bucket_plan import Packing
+from ppe_ddp.engine.bucket_size import MEASURED_STEPS, MeasuredSpeed
+
+MIB = 1 << 20
+DEFAULT = 4 * MIB
+
+
+def speed(backward, nbytes, latency, per_byte):
+    return MeasuredSpeed(backward, nbytes, latency, per_byte).best_bucket_bytes(DEFAULT)
+
+
+def test_where_nothing_is_gained_the_default_stays():
+    assert speed(0.04, 32 * MIB, 1e-4, 5e-11) == DEFAULT  # two ranks of one node
+    assert speed(0.04, 32 * MIB, 4e-4, 8e-9) == DEFAULT  # 1 Gbit/s: all that counts is the bytes
+    assert speed(0.0, 0, 0.0, 0.0) == DEFAULT
+
+
+def test_the_slower_the_link_behind_a_long_backward_the_smaller_the_last_bucket():
+    assert speed(0.25, 16 * MIB, 4e-4, 8e-9) <= MIB
+
+
+def test_the_longer_the_latency_the_larger_the_buckets():
+    assert speed(0.3, 64 * MIB, 0.1, 1e-10) >= 16 * MIB
+
+
+def test_what_a_user_has_named_or_a_hook_holds_on_to_stays():
+    assert Packing.of(None, measured=True).measured
+    assert not Packing.of([4.0], measured=True).measured
+    assert not Packing.of(None, measured=True, fixed=True).measured
+
+
+class Net(nn.Module):
+    """Eight layers of 0.25 MiB; backward may fail in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]) for _ in range(2))
+
+    def forward(self, x, fails=False):
+        middle = self.first(x)
+        if fails:
+            middle.register_hook(fail)
+        return self.last(middle)
+
+
+def fail(_gradient):
+    raise RuntimeError("oh")
+
+
+def packing_of(model):
+    return model._reducer.synchronizer.negotiation._packing
+
+
+@contextmanager
+def chosen(size):
+    """Let every measurement end in this choice, whatever this machine is busy with."""
+    before, MeasuredSpeed.best_bucket_bytes = MeasuredSpeed.best_bucket_bytes, lambda self, default: size
+    try:
+        yield
+    finally:
+        MeasuredSpeed.best_bucket_bytes = before
+
+
+def train(model, steps, start=0):
+    for step in range(start, start + steps):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model.zero_grad()
+        model(torch.randn(4, 256)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def choose_after_first_steps():
+    torch.manual_seed(0)
+    with chosen(MIB // 2):
+        model = ppe_ddp.DistributedDataParallel(Net())
+        plain = ppe_ddp.DistributedDataParallel(Net(), bucket_cap_mb=4)
+        plain.load_state_dict(model.state_dict())
+        train(model, MEASURED_STEPS - 1)
+        assert packing_of(model).measured
+        assert packing_of(model).bucket_bytes == DEFAULT
+        train(model, 1)
+        assert len(model.trace().buckets) == 1
+        found = train(model, 3)
+        assert len(model.trace().buckets) >= 3
+        expected = train(plain, 3)
+        assert not packing_of(plain).measured
+    again = ppe_ddp.DistributedDataParallel(Net())
+    again.load_comm_state_dict(model.comm_state_dict())
+    assert packing_of(again) == packing_of(model)
+    return packing_of(model), all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_all_ranks_change_the_size_after_the_same_step(two_ranks):
+    for packing, is_same in two_ranks.run(choose_after_first_steps):
+        assert packing.bucket_bytes == MIB // 2
+        assert is_same
+
+
+def measure():
+    model = ppe_ddp.DistributedDataParallel(Net())
+    train(model, MEASURED_STEPS)
+    return model._reducer.synchronizer.negotiation._bucket_size.speed
+
+
+def test_the_slowest_rank_counts_on_all(two_ranks):
+    first, second = two_ranks.run(measure)
+    assert first == second
+    assert first.nbytes == 8 * (256 * 256 + 256) * 4
+    assert first.backward > 0
+    assert first.latency > 0
+
+
+def fail_in_between(rank_that_fails, step_that_fails):
+    with chosen(MIB // 2):
+        model = ppe_ddp.DistributedDataParallel(Net())
+        train(model, step_that_fails)
+        with pytest.raises(RuntimeError, match=r"oh|rank 1 failed in the"):
+            model(torch.randn(4, 256), fails=dist.get_rank() == rank_that_fails).sum().backward()
+        train(model, MEASURED_STEPS - 1)
+        before = packing_of(model).bucket_bytes
+        train(model, 1)
+        return before, packing_of(model).bucket_bytes
+
+
+@pytest.mark.parametrize("step", [3, MEASURED_STEPS + 2])
+def test_after_a_failure_all_ranks_measure_again(two_ranks, step):
+    assert two_ranks.run(fail_in_between, 1, step) == [(DEFAULT, MIB // 2)] * 2
+
+
+def differ():
+    ppe_ddp.DistributedDataParallel(Net(), bucket_cap_mb=None if dist.get_rank() else 4)
+
+
+def test_a_rank_that_alone_has_a_size_is_named(two_ranks):
+    with pytest.raises(Exception, match=r"by measurement True.* where rank 0 has .*by measurement False"):
+        two_ranks.run(differ)
