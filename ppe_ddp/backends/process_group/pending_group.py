@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.python_work import PythonWork
+    from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 
 DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
@@ -59,6 +60,11 @@ class PendingGroup(CollectiveGroup):
         if not self.supports_tensor_alloc(device):
             raise ValueError(f"{self._waits.place}: no shared memory for tensors on {device}")
         return self._shared.allocate(size, dtype)
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        """For reductions in two levels, where ranks of several nodes share memory; the same answer on all ranks."""
+        return self._shared.hierarchy
 
     def progress(self) -> None:
         """Move all that is outstanding on all groups of this process, without waiting."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.process_group.tensor_memory import overlap
+from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import supports
@@ -67,13 +68,15 @@ class SharedMemoryGroup:
         self._config = config
         self._memory: SharedMemory | None = None
         self._queue: StepQueue | None = None
+        self.hierarchy: Hierarchy | None = None
+        """For reductions whose part between the nodes is the caller's; None where there is one node, or no memory."""
         self._messages = 0
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         if link.size > 1 and config.is_enabled:
             connected = _connect(link, config.piece_bytes)
             if connected is not None:
-                self._memory, self._queue = connected
+                self._memory, self._queue, self.hierarchy = connected
         self._smallest_bytes = config.smallest_bytes
         if self._queue is not None:
             if self._queue.spans_nodes:
@@ -104,6 +107,8 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """End the connections with other nodes."""
+        if self.hierarchy is not None:
+            self.hierarchy.close()
         if self._queue is not None:
             self._queue.close_links()
 
@@ -220,7 +225,7 @@ class SharedMemoryGroup:
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
-def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueue] | None:
+def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueue, Hierarchy | None] | None:
     """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group call this together.
 
     Returns:
@@ -255,10 +260,13 @@ def _connect(link: SharedLink, piece_bytes: int) -> tuple[SharedMemory, StepQueu
     link.waits.ended_ranks = lambda: [
         rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
     ]
-    links = []
+    links, links_for_callers = [], []
     if len(layout.nodes) > 1 and link.join is not None:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
-    return own, StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+        links_for_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
+    queue = StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+    hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
+    return own, queue, hierarchy
 
 
 def _attach(own: SharedMemory, ranks: Sequence[int], addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:
