@@ -362,6 +362,53 @@ def test_a_compressor_that_raises_is_named_and_the_next_step_works():
 
 
 @on_two_ranks
+def test_a_warm_up_goes_on_after_a_failed_step():
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
+    wrapper.register_comm_hook(WarmUp(Sign(block=64), 4, before=Failing(1)))
+    for step in range(6):
+        expected = mean_gradients(module, walk(step))
+        wrapper.zero_grad()
+        if step == 1:
+            with pytest.raises(KeyError if dist.get_rank() == 1 else RuntimeError, match="between two rounds"):
+                walk(step)(wrapper, dist.get_rank())
+            continue
+        walk(step)(wrapper, dist.get_rank())
+        assert_same_on_all_ranks(module)
+        found = [(p.grad, expected[name]) for name, p in module.named_parameters() if p.grad is not None]
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in found) == (step < 4), step
+
+
+@on_two_ranks
+def test_a_step_that_a_scaler_skips_leaves_what_was_kept():
+    module = seeded(Routes)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(number, factor=1.0):
+        optimizer.zero_grad()
+        loss = (factor * wrapper(data(5, 16, step=number), [0, 1])).pow(2).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return copy.deepcopy((module.state_dict(), wrapper.comm_state_dict()["parameters"]))
+
+    weights, kept = step(0)
+    skipped_weights, still_kept = step(1, float("inf") if dist.get_rank() else 1.0)
+    assert scaler.get_scale() == 2.0
+    for name, value in weights.items():
+        assert torch.equal(value, skipped_weights[name]), name
+        if "residual" in kept.get(name, {}):
+            assert torch.equal(kept[name]["residual"], still_kept[name]["residual"]), name
+    weights, _ = step(2)
+    assert all(value.isfinite().all() for value in weights.values())
+    assert any(not torch.equal(value, skipped_weights[name]) for name, value in weights.items())
+    assert_same_on_all_ranks(module)
+
+
+@on_two_ranks
 def test_what_is_not_finite_shows_and_the_next_step_is_right():
     module = seeded(lambda: mlp(4, 40, 4))
     wrapper = DistributedDataParallel(module)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.groups import Groups
 
-_GENERATION = 1 << 32  # steps; ranks that have failed in one may have counted a different number until then
 _BUCKETS = 1 << 20  # more than a step has
 _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can be added to them
 
@@ -127,7 +126,7 @@ def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
 
 
 def _count(groups: Groups) -> int:
-    return groups.generation * _GENERATION + groups.step
+    return groups.step  # the ranks agree on it anew when they connect again after a failure
 
 
 def _own(value: Any, device: torch.device) -> Any:
