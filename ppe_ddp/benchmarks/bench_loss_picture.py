@@ -16,7 +16,7 @@ _MEAN_OF = 10  # losses
 # Torch's own wrapper and hooks are grey, and dashed where we have the same method.
 _COLOURS = {
     "none": "#333333",
-    "BF16": "#2e6fb0",
+    "FP16": "#2e6fb0",
     "Int8": "#17a2a2",
     "Sign": "#9467bd",
     "TopK(0.01)": "#e69f00",
