@@ -39,7 +39,7 @@ class TrainingLine:
         task: The task.
         name: The method.
         ranks: The number of ranks.
-        nbytes: What a rank sends in a step, in bytes of an all-reduce, on average; None for torch's wrapper.
+        nbytes: What a rank sends in a step, in bytes of an all-reduce, on average; None for torch's wrapper and hooks.
         whole_nbytes: The bytes of all parameters.
         step_seconds: The median time of a step.
         target: The loss to reach, as the mean of ten steps.
@@ -193,7 +193,7 @@ class _Run:
             task=self._task.name,
             name=name,
             ranks=size,
-            nbytes=None if self._method.is_torchs else float(sent) / steps,
+            nbytes=None if "torch" in name else float(sent) / steps,
             whole_nbytes=sum(parameter.nbytes for parameter in self._module.parameters()),
             step_seconds=median(seconds.tolist()),
             target=self._task.target,
