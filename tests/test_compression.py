@@ -363,7 +363,7 @@ def test_a_compressor_that_raises_is_named_and_the_next_step_works():
 
 @on_two_ranks
 def test_a_warm_up_goes_on_after_a_failed_step():
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
     wrapper.register_comm_hook(WarmUp(Sign(block=64), 4, before=Failing(1)))
     for step in range(6):
@@ -381,7 +381,7 @@ def test_a_warm_up_goes_on_after_a_failed_step():
 
 @on_two_ranks
 def test_a_step_that_a_scaler_skips_leaves_what_was_kept():
-    module = seeded(Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module)
     wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

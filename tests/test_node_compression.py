@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import test_compression as flat
-from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
+from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.compression import Compressor, PowerSGD, Sign, TopK, Uncompressed
 from ppe_ddp.engine.bucket_plan import ParameterSpec
@@ -97,7 +97,7 @@ def test_what_is_sent_and_what_is_kept_is_what_was_given(world, name):
 
 
 def exact(compressor):
-    module = seeded(flat.Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = wrapped(module, compressor, bucket_cap_mb=2e-3)
     for step in range(4):
         expected = mean_gradients(module, flat.walk(step))
@@ -149,7 +149,7 @@ def test_each_node_sends_each_gradient_once(world):
 
 
 def layout_of():
-    wrapper = wrapped(seeded(flat.Routes), Seen())
+    wrapper = wrapped(seeded(Routes, 16, 6), Seen())
     return hierarchy_of(wrapper._ready().groups.buckets).layout.nodes
 
 
@@ -160,7 +160,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world, name):
 
 
 def of_other_nodes():
-    wrapper = wrapped(seeded(flat.Routes), Sign())
+    wrapper = wrapped(seeded(Routes, 16, 6), Sign())
     flat.walk(0)(wrapper, dist.get_rank())
     state = wrapper.comm_state_dict()
     with pytest.raises(ValueError, match=r"of nodes \[\], and here it is \[\[0, 1\], \[2\]\]"):
@@ -179,7 +179,7 @@ def test_a_state_is_that_of_ranks_on_these_nodes(world):
 
 
 def of_one_rank(rank):
-    module = seeded(flat.Routes)
+    module = seeded(Routes, 16, 6)
     wrapper = wrapped(module, PowerSGD(16, min_compression=0))
     own = dist.get_rank() == rank
 
