@@ -58,7 +58,7 @@ class HookedWrapper(ModuleWrapper):
             reduction = HookReduction(*self._hooks.comm, groups)
             synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
         if self._hooks.compressor is not None:
-            self._hooks.comm_state.begin(groups)
+            self._hooks.comm_state.begin(groups, self._module_state.specs)
             compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
             synchronizer.use_reduction(compressing, self._packing())
         if self._hooks.buffers is not None:

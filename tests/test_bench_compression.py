@@ -6,8 +6,9 @@ from unittest import mock
 import pytest
 
 from ppe_ddp import cli
-from ppe_ddp.benchmarks import bench_ranks
+from ppe_ddp.benchmarks import bench_compression, bench_ranks
 from ppe_ddp.benchmarks.bench_compression import METHODS
+from ppe_ddp.benchmarks.bench_training import CONTESTANTS, reached_at
 from reports import report_in
 
 
@@ -44,3 +45,42 @@ def test_a_slow_link_pays(report):
     for name in ("Int8", "TopK(0.01)", "PowerSGD(4)"):
         assert lines[name]["pays_below"] > 1
         assert lines[name]["ratio"] < 0.35
+
+
+def trained(two_ranks, tmp_path, *words):
+    file = tmp_path / "result.json"
+    with mock.patch.object(bench_compression, "Ranks", return_value=nullcontext(two_ranks)):
+        assert cli.main(["bench", "compression", "--json", str(file), *words]) == 0
+    return report_in(file.read_text())["training"]
+
+
+def test_a_task_is_trained_by_each_method_and_drawn(two_ranks, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
+    picture = tmp_path / "loss.png"
+    words = ["--task", "trees", "--steps", "20", "--out", str(picture)]
+    lines = trained(two_ranks, tmp_path, *words, *(f"--method={name}" for name in ("torch DDP", "none", "Int8")))
+    assert [line["name"] for line in lines] == ["torch DDP", "none", "Int8"]
+    for line in lines:
+        assert (line["task"], line["ranks"], len(line["losses"])) == ("trees", 2, 20)
+        assert sum(line["losses"][-5:]) < 0.8 * sum(line["losses"][:5])
+        assert line["seconds"] == sorted(line["seconds"])
+        assert 0.2 < line["accuracy"] <= 1
+    torchs, ours, int8 = lines
+    assert ours["losses"] == pytest.approx(torchs["losses"], rel=1e-3)
+    assert torchs["nbytes"] is None
+    assert 0 < int8["nbytes"] < 0.3 * ours["nbytes"] < 0.3 * ours["whole_nbytes"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_every_method_trains(two_ranks, tmp_path):
+    lines = trained(two_ranks, tmp_path, "--task", "digits", "--steps", "40")
+    assert [line["name"] for line in lines] == list(CONTESTANTS)
+    for line in lines:
+        assert sum(line["losses"][-10:]) < 0.5 * sum(line["losses"][:10]), line["name"]
+
+
+def test_a_loss_is_reached_when_the_mean_of_ten_is():
+    losses = [2.0] * 10 + [1.0] * 10
+    assert reached_at(losses, 1.5) == 14
+    assert reached_at(losses, 2.0) == 9
+    assert reached_at(losses, 0.9) is None

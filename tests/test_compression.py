@@ -56,14 +56,16 @@ def walk(step):
 
 
 def residuals(wrapper):
-    """The mean over the ranks of what they have kept, by name."""
+    """The mean of what is kept, by name: by every rank, or by one of each node."""
     found = {}
     state = wrapper.comm_state_dict()["parameters"]
     for name, parameter in wrapper.module.named_parameters():
         kept = state.get(name, {}).get("residual")
+        number = torch.tensor(float(kept is not None))
         kept = torch.zeros_like(parameter) if kept is None else kept.view_as(parameter)
         dist.all_reduce(kept)
-        found[name] = kept / dist.get_world_size()
+        dist.all_reduce(number)
+        found[name] = kept / max(1.0, number.item())
     return found
 
 
@@ -132,9 +134,9 @@ def train(wrapper, optimizer, steps):
         optimizer.step()
 
 
-@each_method
-@on_two_ranks
-def test_a_resumed_run_equals_an_uninterrupted_one(name):
+def check_resumed(name):
+    """Train without and with an interruption."""
+
     def made():
         wrapper = DistributedDataParallel(seeded(Routes, 16, 6), bucket_cap_mb=2e-3)
         wrapper.register_comm_hook(METHODS[name])
@@ -158,6 +160,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name):
         other.load_state_dict(saved[1])
         train(forgetful, other, range(7, 14))
         assert any(not torch.equal(value, forgetful.state_dict()[key]) for key, value in wrapper.state_dict().items())
+
+
+@each_method
+@on_two_ranks
+def test_a_resumed_run_equals_an_uninterrupted_one(name):
+    check_resumed(name)
 
 
 @on_two_ranks
@@ -327,13 +335,13 @@ class Failing(Compressor):
 
     def average(self, gradients, link):
         yield from link.all_reduce(torch.ones(3))
-        if gradients.step == self.step and link.rank == 1:
+        if gradients.step == self.step and dist.get_rank() == 1:
             raise KeyError("between two rounds")
         yield from Uncompressed().average(gradients, link)
 
 
-@on_two_ranks
-def test_a_compressor_that_raises_is_named_and_the_next_step_works():
+def check_a_compressor_that_raises():
+    """One rank's compressor raises between two rounds; the steps after that are right."""
     module = seeded(Routes, 16, 6)
     wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
     wrapper.register_comm_hook(Failing(1))
@@ -346,6 +354,58 @@ def test_a_compressor_that_raises_is_named_and_the_next_step_works():
         wrapper.zero_grad()
         walk(step)(wrapper, dist.get_rank())
         assert_gradients(module, expected)
+
+
+@on_two_ranks
+def test_a_compressor_that_raises_is_named_and_the_next_step_works():
+    check_a_compressor_that_raises()
+
+
+@on_two_ranks
+def test_a_warm_up_goes_on_after_a_failed_step():
+    module = seeded(Routes, 16, 6)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-3)
+    wrapper.register_comm_hook(WarmUp(Sign(block=64), 4, before=Failing(1)))
+    for step in range(6):
+        expected = mean_gradients(module, walk(step))
+        wrapper.zero_grad()
+        if step == 1:
+            with pytest.raises(KeyError if dist.get_rank() == 1 else RuntimeError, match="between two rounds"):
+                walk(step)(wrapper, dist.get_rank())
+            continue
+        walk(step)(wrapper, dist.get_rank())
+        assert_same_on_all_ranks(module)
+        found = [(p.grad, expected[name]) for name, p in module.named_parameters() if p.grad is not None]
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in found) == (step < 4), step
+
+
+@on_two_ranks
+def test_a_step_that_a_scaler_skips_leaves_what_was_kept():
+    module = seeded(Routes, 16, 6)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(number, factor=1.0):
+        optimizer.zero_grad()
+        loss = (factor * wrapper(data(5, 16, step=number), [0, 1])).pow(2).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return copy.deepcopy((module.state_dict(), wrapper.comm_state_dict()["parameters"]))
+
+    weights, kept = step(0)
+    skipped_weights, still_kept = step(1, float("inf") if dist.get_rank() else 1.0)
+    assert scaler.get_scale() == 2.0
+    for name, value in weights.items():
+        assert torch.equal(value, skipped_weights[name]), name
+        if "residual" in kept.get(name, {}):
+            assert torch.equal(kept[name]["residual"], still_kept[name]["residual"]), name
+    weights, _ = step(2)
+    assert all(value.isfinite().all() for value in weights.values())
+    assert any(not torch.equal(value, skipped_weights[name]) for name, value in weights.items())
+    assert_same_on_all_ranks(module)
 
 
 @on_two_ranks

@@ -9,17 +9,24 @@ step with this method is shorter than one that sends everything, by the time
 that the bytes take on the link and the processor time; "a step" is the ratio of
 the two at the speed that --mbit names.
 
+With --task each method trains to a loss instead, on ranks of this machine, or
+on --nodes of it that are joined by links of --mbit (as root), beside torch's
+wrapper and its hooks; --out draws the losses over time (needs matplotlib).
+
   python -m ppe_ddp bench compression --mbit 100
   mpirun -n 2 python -m ppe_ddp bench compression --json result.json
+  python -m ppe_ddp bench compression --task gpt --nodes 2 --out loss.png
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import process_time
 from typing import TYPE_CHECKING, Any, TextIO
@@ -31,11 +38,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.benchmarks.bench_loss_picture import draw_losses
 from ppe_ddp.benchmarks.bench_ranks import DEFAULT_RANKS, measure_on_ranks
 from ppe_ddp.benchmarks.bench_table import print_table, table_of
+from ppe_ddp.benchmarks.bench_tasks import TASKS
+from ppe_ddp.benchmarks.bench_training import CONTESTANTS, TrainingLine, train
 from ppe_ddp.cli.arguments import count, output
 from ppe_ddp.cli.machine import machine_facts, over_mpi, versions, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
+from ppe_ddp.testing import JobStarter, Nodes, NodesError, Ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -45,6 +56,7 @@ __all__ = ["METHODS", "CompressionLine", "add_arguments", "measure", "run"]
 _WIDTH = 1024
 _WARM_UP = 3
 _FASTEST = 1e6  # Mbit/s: above any link
+_SECONDS = 3600.0
 
 METHODS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "none": lambda: (Uncompressed(),),
@@ -101,14 +113,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mbit", type=count, default=100, metavar="N", help="speed of the link (default: 100)")
     parser.add_argument("--repeats", type=count, default=11, metavar="N", help="steps of each (default: 11)")
     parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    training = parser.add_argument_group("training to a loss")
+    training.add_argument("--task", action="append", choices=TASKS, metavar="NAME", help=f"{', '.join(TASKS)}")
+    training.add_argument("--nodes", type=count, metavar="N", help="make so many nodes, and spread the ranks over them")
+    methods = f"only this one, repeatable ({'; '.join(CONTESTANTS)})"
+    training.add_argument("--method", action="append", choices=CONTESTANTS, metavar="NAME", help=methods)
+    training.add_argument("--steps", type=count, metavar="N", help="fewer than the task has: a first look")
+    training.add_argument("--out", type=output, metavar="FILE", help="draw losses over time: .png, .svg or .pdf")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints what came out on rank 0.
 
     Returns:
-        0; 2 if the ranks that there are, are not as many as were asked for.
+        0; 2 if the ranks that there are, are not as many as were asked for, or nodes cannot be made.
     """
+    if arguments.task:
+        return _train(arguments)
     asked = (arguments.width, arguments.mbit, arguments.repeats)
     return measure_on_ranks(measure, asked, partial(_publish, arguments), ranks=arguments.ranks)
 
@@ -197,6 +218,60 @@ def _pays_below(saved_nbytes: int, lost_seconds: float) -> float | None:
     if saved_nbytes <= 0:
         return None
     return min(_link_seconds(saved_nbytes, 1.0) / max(lost_seconds, 1e-9), _FASTEST)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    names = arguments.method or list(CONTESTANTS)
+    lines: list[TrainingLine] = []
+    try:
+        with ExitStack() as stack:
+            ranks = _ranks(arguments, stack)
+            for task in dict.fromkeys(arguments.task):
+                lines += ranks.run(train, task, names, arguments.steps)[0]
+    except (ImportError, NodesError) as error:
+        print(f"ppe_ddp: {error}", file=sys.stderr)
+        return 2
+    where = f"{arguments.nodes} nodes, {arguments.mbit:g} Mbit/s" if arguments.nodes else "one machine"
+    _print_training(lines, where, sys.stderr if arguments.json == "-" else sys.stdout)
+    if arguments.json is not None:
+        used = {"nodes": arguments.nodes or 1, "mbit": arguments.mbit if arguments.nodes else None}
+        write_report(arguments.json, "bench compression", settings=used, training=[asdict(line) for line in lines])
+    if arguments.out is not None:
+        draw_losses(lines, Path(arguments.out), f"{lines[0].ranks} ranks on {where}")
+    return 0
+
+
+def _ranks(arguments: argparse.Namespace, stack: ExitStack) -> Ranks:
+    if arguments.nodes is None:
+        return stack.enter_context(Ranks(arguments.ranks or DEFAULT_RANKS, timeout=_SECONDS, group_timeout=300))
+    nodes = stack.enter_context(Nodes(arguments.nodes, mbit=arguments.mbit))
+    each = -(-(arguments.ranks or arguments.nodes) // arguments.nodes)
+    starter = JobStarter(nodes, "torchrun", (each,) * arguments.nodes)
+    return stack.enter_context(Ranks(each * arguments.nodes, starter=starter, timeout=_SECONDS))
+
+
+def _print_training(lines: Sequence[TrainingLine], where: str, file: TextIO) -> None:
+    caption = f"{lines[0].ranks} ranks on {where}, torch {versions()['torch']}, {machine_facts()['cores']} cores; "
+    caption += "parts are those of torch DDP; loss: of the last ten steps"
+    headings = ["method", "MB a step", "ms a step", "part", "s to loss", "part", "loss", "right"]
+    table = table_of("Training to a loss", caption, headings)
+    for task in dict.fromkeys(line.task for line in lines):
+        own = [line for line in lines if line.task == task]
+        table.add_row(f"[bold]{task}[/bold], {own[0].whole_nbytes / 1e6:.1f} MB, to {own[0].target:g}")
+        for line in own:
+            reached, first = line.seconds_to_target, own[0].seconds_to_target
+            table.add_row(
+                f"  {line.name}",
+                "-" if line.nbytes is None else f"{line.nbytes / 1e6:.3f}",
+                f"{line.step_seconds * 1e3:.0f}",
+                f"{line.step_seconds / own[0].step_seconds:.2f}",
+                "-" if reached is None else f"{reached:.1f}",
+                "-" if reached is None or first is None else f"{reached / first:.2f}",
+                f"{sum(line.losses[-10:]) / len(line.losses[-10:]):.2f}",
+                f"{100 * line.accuracy:.1f} %",
+            )
+        table.add_section()
+    print_table(table, file)
 
 
 def _publish(arguments: argparse.Namespace, lines: list[CompressionLine]) -> None:

@@ -3,6 +3,7 @@
 ``ddp.register_comm_hook(ErrorFeedback(TopK(0.01)))``. Each method is in the file of its name, with its paper.
 """
 
+from ppe_ddp.compression.adviser import Advice, Forecast, advise
 from ppe_ddp.compression.bf16 import BF16
 from ppe_ddp.compression.block_codec import BlockCodec
 from ppe_ddp.compression.by_parameter import ByParameter
@@ -24,6 +25,7 @@ from ppe_ddp.compression.warm_up import WarmUp
 __all__ = [
     "BF16",
     "FP16",
+    "Advice",
     "BlockCodec",
     "ByParameter",
     "Compressor",
@@ -31,6 +33,7 @@ __all__ = [
     "ErrorFeedback",
     "Exchange",
     "FlatGradients",
+    "Forecast",
     "Int8",
     "Link",
     "LocalSGD",
@@ -41,4 +44,5 @@ __all__ = [
     "TopK",
     "Uncompressed",
     "WarmUp",
+    "advise",
 ]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _SECOND = 1 << 31  # apart from the seeds of the first encoding, in the 32 bits that generators look at
 
+_CACHED = 1 << 18  # elements: fewer cost more calls than they save
+
 
 class BlockCodec(Compressor):
     """A compressor with :meth:`encode` and :meth:`decode`; both must be pure, and the same on every rank.
@@ -109,11 +111,20 @@ class BlockCodec(Compressor):
             kept[mine].add_(lost, alpha=link.size)  # that of all ranks, which none of them has kept
 
     def _mean(self, received: Tensor, mean: Tensor) -> Tensor:
-        """The mean of what ``received``, ``(size, number, any)``, stands for, in ``mean``."""
-        self.decode(received[0], mean)
-        for codes in received[1:]:
-            mean.add_(self._decoded(codes, mean))
-        return mean.mul_(1.0 / len(received))
+        """The mean of what ``received``, ``(size, number, any)``, stands for, in ``mean``.
+
+        Some blocks at a time, as many as stay in the cache: fresh memory for a whole bucket costs three times a copy.
+        """
+        rows = max(1, _CACHED // self.block)
+        scratch = torch.empty_like(mean[:rows])
+        for codes, part in zip(received.split(rows, dim=1), mean.split(rows), strict=True):
+            self.decode(codes[0], part)
+            for one in codes[1:]:
+                other = scratch[: len(part)]
+                self.decode(one, other)
+                part.add_(other)
+            part.mul_(1.0 / len(received))
+        return mean
 
     def _decoded(self, codes: Tensor, like: Tensor) -> Tensor:
         values = torch.empty_like(like)

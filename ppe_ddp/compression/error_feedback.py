@@ -30,7 +30,8 @@ class ErrorFeedback(Compressor):
 
     Takes memory for it, of the size of the gradients (of halves: in float32). A parameter that is in no bucket keeps
     its residual; one that only other ranks have in a step sends it. Where an average is not finite, the residuals stay
-    as they were before: an optimizer has to leave out such a step.
+    as they were before: an optimizer has to leave out such a step. With a ``GradScaler`` they are residuals of scaled
+    gradients, which count for twice or half as much, once, when the scale has changed.
 
     Attributes:
         compressor: Any but another ErrorFeedback.

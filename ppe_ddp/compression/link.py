@@ -28,7 +28,7 @@ class Link:
     All ranks must start the same collectives in the same order, with the same sizes.
 
     Args:
-        group: Where to communicate: all ranks of the wrapper, or one rank a node, where nodes sum by other means.
+        group: Where to communicate; None for a subclass that communicates otherwise.
         rank: This process in the group.
         size: The number of ranks.
         device: Where the tensors are.
@@ -41,7 +41,7 @@ class Link:
             with the bytes of the gradients whatever the collectives are.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device) -> None:
         self._group = group
         self.rank = rank
         self.size = size

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class WarmUp(Compressor):
     """Compresses by ``compressor`` after ``steps`` synchronized backwards.
 
-    A failure of a rank ends the warm-up, since the ranks may have counted a different number of steps until then.
+    All that begin count: also one that has failed on some rank, and one whose optimizer step a ``GradScaler`` skips.
 
     Attributes:
         compressor: From then on.

@@ -7,23 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ppe_ddp.engine.node_compression import hierarchy_of
+from ppe_ddp.engine.slice_owners import SliceOwners
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from ppe_ddp.compression.compressor import Compressor
+    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.groups import Groups
 
-_GENERATION = 1 << 32  # steps; ranks that have failed in one may have counted a different number until then
 _BUCKETS = 1 << 20  # more than a step has
 _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can be added to them
 
 
 class CommState:
-    """The state of one wrapper's compressor."""
+    """The state of one wrapper's compressor.
+
+    Attributes:
+        owners: Where it lies, on several nodes whose ranks share memory.
+    """
 
     def __init__(self) -> None:
+        self.owners = SliceOwners()
         self._of: dict[str, dict[str, Any]] = {}
         self._steps = 0
         self._offset: int | None = None
@@ -32,8 +40,16 @@ class CommState:
         """What is remembered of the parameter ``name``: always the same dict, to be changed in place."""
         return self._of.setdefault(name, {})
 
-    def begin(self, groups: Groups) -> None:
-        """Count steps in ``groups`` from here on; go on counting where this is a copy."""
+    def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
+        """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together.
+
+        Args:
+            groups: Those of the wrapper.
+            specs: Of the parameters.
+        """
+        hierarchy = hierarchy_of(groups.buckets)
+        if hierarchy is not None:
+            self.owners.add(specs, hierarchy.layout.slices)
         if self._offset is None:
             self._offset = self._steps - _count(groups)
 
@@ -54,7 +70,12 @@ class CommState:
     def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
         """A copy of everything, of tensors and plain values."""
         parameters = copy.deepcopy(self._of)
-        return {**_identity(compressor, groups), "steps": self.steps(groups), "parameters": parameters}
+        return {
+            **_identity(compressor, groups),
+            "steps": self.steps(groups),
+            "slices": self.owners.state_dict(),
+            "parameters": parameters,
+        }
 
     def load_state_dict(
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, devices: Mapping[str, torch.device]
@@ -68,14 +89,14 @@ class CommState:
             devices: Those of the parameters, by name.
 
         Raises:
-            ValueError: It is that of another compressor, of another rank or number of ranks, or has a parameter that is
-                not among ``devices``.
+            ValueError: It is that of another compressor, of another rank, of other numbers of ranks or nodes, or has a
+                parameter that is not among ``devices``.
         """
         for key, here in _identity(compressor, groups).items():
-            if state.get(key) != here:
+            if state.get(key, []) != here:
                 raise ValueError(
                     f"rank {groups.rank}: the state of communication is of {key} {state.get(key)!r}, and here it is "
-                    f"{here!r}: each rank loads its own, with the same compressor and the same number of ranks. "
+                    f"{here!r}: each rank loads its own, with the same compressor and as many ranks on each node. "
                     "Without it training goes on, less what had not been sent yet"
                 )
         unknown = sorted(set(state["parameters"]) - set(devices))
@@ -84,6 +105,7 @@ class CommState:
                 f"rank {groups.rank}: the state of communication has parameter {unknown[0]!r}, which the module does "
                 "not have: load the state of the same module"
             )
+        self.owners.load_state_dict(state.get("slices", {}))
         self._offset = int(state["steps"]) - _count(groups)
         for name in self._of.keys() - state["parameters"].keys():
             self._of[name].clear()
@@ -98,11 +120,13 @@ class CommState:
 
 
 def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
-    return {"rank": groups.rank, "world_size": groups.world_size, "compressor": repr(compressor)}
+    hierarchy = hierarchy_of(groups.buckets)
+    nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
+    return {"rank": groups.rank, "world_size": groups.world_size, "nodes": nodes, "compressor": repr(compressor)}
 
 
 def _count(groups: Groups) -> int:
-    return groups.generation * _GENERATION + groups.step
+    return groups.step  # the ranks agree on it anew when they connect again after a failure
 
 
 def _own(value: Any, device: torch.device) -> Any:

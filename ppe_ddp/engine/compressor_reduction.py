@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ppe_ddp.compression.compressor import AllPending
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
-from ppe_ddp.compression.link import Exchange, Link
-from ppe_ddp.engine.exchange_queue import ExchangeQueue, PendingExchange
+from ppe_ddp.compression.link import Link
+from ppe_ddp.engine.exchange_queue import Delivered, ExchangeQueue, PendingExchange
+from ppe_ddp.engine.node_compression import CrossNodeLinks, average_between_nodes, hierarchy_of
 from ppe_ddp.engine.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -74,26 +76,42 @@ class CompressorReduction(Reduction):
         return pending.nbytes if isinstance(pending, PendingExchange) else None
 
     def _call(self, bucket: GradBucket) -> PendingExchange:
-        groups = self._groups
-        link = Link(groups.buckets, groups.rank, groups.world_size, bucket.buffer().device)
-        return self._queue.start(self._average(bucket, link), link, str(bucket.index()))
+        groups, device, name = self._groups, bucket.buffer().device, str(bucket.index())
+        hierarchy = hierarchy_of(groups.buckets) if device.type == "cpu" else None
+        if hierarchy is not None:
+            links = CrossNodeLinks(hierarchy)
+            return self._queue.start(self._average_between_nodes(bucket, links), links, name)
+        link = Link(groups.buckets, groups.rank, groups.world_size, device)
+        return self._queue.start(self._average(bucket, link), link, name)
 
-    def _average(self, bucket: GradBucket, link: Link) -> Exchange:
+    def _average(self, bucket: GradBucket, link: Link) -> Delivered:
+        gradients = self._gradients(bucket)
+        plain = gradients.given
+        wide = plain.to(_WIDE.get(plain.dtype, plain.dtype))
+        yield from self.compressor.average(replace(gradients, given=wide, average=wide), link)
+        if wide is not plain:
+            plain.copy_(wide)
+        return None
+
+    def _average_between_nodes(self, bucket: GradBucket, links: CrossNodeLinks) -> Delivered:
+        gradients, state, slices = self._gradients(bucket), self._state, links.hierarchy.layout.slices
+        owners = [state.owners.of(segment.name) for segment in gradients.segments]
+        seeds = [state.seed(self._groups, bucket.index() * slices + index) for index in range(slices)]
+        return average_between_nodes(self.compressor, gradients, owners, seeds, links)
+
+    def _gradients(self, bucket: GradBucket) -> FlatGradients:
+        """Those of ``bucket``, in their own dtype."""
         flat = bucket.buffer()
         plain = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        wide = plain.to(_WIDE.get(plain.dtype, plain.dtype))
-        gradients = FlatGradients(
-            given=wide,
-            average=wide,
+        return FlatGradients(
+            given=plain,
+            average=plain,
             segments=self._segments(bucket),
             keeps=False,
             dtype=plain.dtype,
             step=self._state.step(self._groups),
             seed=self._state.seed(self._groups, bucket.index()),
         )
-        yield from self.compressor.average(gradients, link)
-        if wide is not plain:
-            plain.copy_(wide)
 
     def _segments(self, bucket: GradBucket) -> tuple[Segment, ...]:
         """Those of the members of ``bucket``; made once, as long as the same layout comes along."""

@@ -11,16 +11,22 @@ start the same collectives in the same order. So the order follows from the numb
 In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the second
 round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they need; who
 does not want to wait asks first.
+
+Where ranks of a node average different parameters, one rank may be through with a bucket some rounds before another.
+So what an exchange returns, which other ranks of the node have to do their part for, is waited for when nothing is left
+to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others for them, wait for.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ppe_ddp.compression.compressor import is_completed
+from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -28,10 +34,25 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ppe_ddp.compression.link import Exchange, Link
-    from ppe_ddp.contracts import Waitable
+Delivered = Generator[Waitable, None, Waitable | None]
+"""An exchange; returns what its result still waits for when nothing more is to be sent, or None."""
 
 _DISTANCE = 2  # turns from a round to the next of the same bucket
+
+
+class CountedLink(Protocol):
+    """Where an exchange communicates.
+
+    Attributes:
+        device: Where the tensors are.
+    """
+
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """What was sent so far, see :attr:`Link.nbytes`."""
+        ...
 
 
 class ExchangeQueue:
@@ -46,7 +67,7 @@ class ExchangeQueue:
         self._turn = 0
         self._running: deque[_Running] = deque()
 
-    def start(self, exchange: Exchange, link: Link, name: str = "") -> PendingExchange:
+    def start(self, exchange: Delivered, link: CountedLink, name: str = "") -> PendingExchange:
         """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
 
         Args:
@@ -74,9 +95,16 @@ class ExchangeQueue:
         self._running.clear()
 
     def advance_until(self, entry: _Running, *, may_wait: bool) -> None:
-        """Take turns until ``entry`` is over, or until one of them would have to wait."""
+        """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
         while not entry.is_over and (may_wait or self.is_ready()):
             self._advance()
+        if entry.delivery is None:
+            return
+        while self._running and (may_wait or self.is_ready()):
+            self._advance()
+        if not self._running and (may_wait or is_completed(entry.delivery)):
+            self._wait(entry.delivery, entry.link.device)
+            entry.delivery = None
 
     def _due(self) -> list[_Running]:
         return [entry for entry in self._running if entry.due == self._turn + 1]
@@ -102,14 +130,16 @@ class _Running:
         name: What timelines call it.
         due: The turn in which it goes on.
         pending: What it waits for.
+        delivery: What its result still waits for when it has ended.
         is_over: Whether it has ended.
     """
 
-    exchange: Exchange
-    link: Link
+    exchange: Delivered
+    link: CountedLink
     name: str
     due: int
     pending: Waitable | None = field(default=None)
+    delivery: Waitable | None = field(default=None)
     is_over: bool = False
 
     def is_ready(self) -> bool:
@@ -123,7 +153,8 @@ class _Running:
         begin, before = perf_counter_ns(), self.link.nbytes
         try:
             self.pending = next(self.exchange)
-        except StopIteration:
+        except StopIteration as end:
+            self.delivery = end.value
             self.is_over = True
         if (log := EventLog.current) is not None:
             log.add("decode" if before else "encode", self.name, begin)
@@ -151,7 +182,7 @@ class PendingExchange:
     def done(self) -> bool:
         """Whether the average is there; takes the turns that need not wait."""
         self._queue.advance_until(self._entry, may_wait=False)
-        return self._entry.is_over
+        return self._entry.is_over and self._entry.delivery is None
 
     def wait(self) -> None:
         """Take turns until the average is there."""

@@ -77,7 +77,7 @@ class ReductionGroup:
         negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
         negotiation.use_module(module_state)
         comm_state = CommState()
-        comm_state.begin(groups)
+        comm_state.begin(groups, module_state.specs)
         reduction = _reduction(function, comm_state, groups)
         negotiation.use_plug("gradients averaged by", reduction.agreed)
         return cls(

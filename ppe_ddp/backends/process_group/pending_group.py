@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.group_internals import Store
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.python_work import PythonWork
+    from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 
 DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
@@ -94,6 +95,11 @@ class PendingGroup(CollectiveGroup):
             node: Which of :attr:`nodes`; the same everywhere.
         """
         return self._run("all_reduce", [(self._over.all_reduce, tensor, SUM, node)], [tensor])
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        """For reductions in two levels, where ranks of several nodes share memory; the same answer on all ranks."""
+        return self._shared.hierarchy
 
     def progress(self) -> None:
         """Move all that is outstanding on all groups of this process, without waiting."""

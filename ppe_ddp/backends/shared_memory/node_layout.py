@@ -55,6 +55,11 @@ class NodeLayout:
         return sorted(rank for node in self.nodes for rank in node if self.rank not in node)
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
     def shares_memory(self) -> bool:
         """Whether any node has several ranks."""
         return self.slices > 1

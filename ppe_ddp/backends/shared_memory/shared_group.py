@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.process_group.tensor_memory import overlap
+from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import supports
@@ -59,11 +60,13 @@ class _Connection(NamedTuple):
         nodes: The ranks of each node, where there are several; none where collectives cannot make use of it.
         memory: The reservation of this process; None where the group shares no memory.
         queue: Runs what goes through shared memory; None where nothing does.
+        hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
     nodes: tuple[tuple[int, ...], ...] = ()
     memory: SharedMemory | None = None
     queue: StepQueue | None = None
+    hierarchy: Hierarchy | None = None
 
 
 class SharedMemoryGroup:
@@ -78,6 +81,7 @@ class SharedMemoryGroup:
     Attributes:
         nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
             of its own; else none. The same on every rank.
+        hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
     def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
@@ -87,7 +91,8 @@ class SharedMemoryGroup:
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         is_connected = link.size > 1 and config.is_enabled
-        self.nodes, self._memory, self._queue = _connect(link, config.piece_bytes) if is_connected else _Connection()
+        connection = _connect(link, config.piece_bytes) if is_connected else _Connection()
+        self.nodes, self._memory, self._queue, self.hierarchy = connection
         self._smallest_bytes = config.smallest_bytes
         if self._queue is not None:
             if self._queue.spans_nodes:
@@ -123,6 +128,8 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """End the connections with other nodes."""
+        if self.hierarchy is not None:
+            self.hierarchy.close()
         if self._queue is not None:
             self._queue.close_links()
 
@@ -280,10 +287,13 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
     link.waits.ended_ranks = lambda: [
         rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
     ]
-    links = []
+    links, links_for_callers = [], []
     if len(layout.nodes) > 1 and link.join is not None:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
-    return _Connection(nodes, own, StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes))
+        links_for_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
+    queue = StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+    hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
+    return _Connection(nodes, own, queue, hierarchy)
 
 
 def _attach(own: SharedMemory, ranks: Sequence[int], addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:

@@ -38,7 +38,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _HALVES = (torch.float16, torch.bfloat16)
 _Kind: Any = ReduceOp.RedOpType
 _KINDS = (_Kind.SUM, _Kind.AVG, _Kind.MAX)
-_NAMES = ("all_reduce", "reduce_scatter", "all_gather")
+_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce between nodes")
 
 _CHUNK_BYTES = 1 << 18  # stays in a core's own cache, beside the other ranks', between the sum and its way back
 _LINE_BYTES = 64

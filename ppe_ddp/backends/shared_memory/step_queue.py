@@ -284,18 +284,23 @@ class StepQueue:
             if launched.number - _PLACES > self._finished:  # whose record is still to be read
                 break
             if launched.is_staged:
-                stage = self._free_stage()
+                stage = self._free_stage(launched)
                 if stage is None:
                     break
                 launched.step.stage(stage, self._rank, self._size)
-                self._stages.append((launched.number, stage))
             self._publish(self._waiting.popleft())
         return len(self._waiting) < count
 
-    def _free_stage(self) -> Tensor | None:
-        if len(self._stages) < _STAGES:
-            return self._memory.allocate(self._piece_bytes, torch.uint8)
-        return self._stages.popleft()[1] if self._stages[0][0] <= self._finished else None
+    def _free_stage(self, launched: LaunchedStep) -> Tensor | None:
+        nbytes = launched.step.local.nbytes
+        if nbytes > self._piece_bytes:  # it could not be cut
+            return self._memory.allocate(nbytes, torch.uint8)
+        if len(self._stages) == _STAGES and self._stages[0][0] > self._finished:
+            return None
+        is_new = len(self._stages) < _STAGES
+        stage = self._memory.allocate(self._piece_bytes, torch.uint8) if is_new else self._stages.popleft()[1]
+        self._stages.append((launched.number, stage))
+        return stage
 
     def _act_on_arrived(self) -> bool:
         """Do this rank's part of what all have published; whether there was something."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _Kind: Any = ReduceOp.RedOpType
 # Halves are rounded once, at the end; of int16 no transport need know anything.
-_WIRE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+WIRE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
 
 _UNIT_BYTES = 1 << 16
 _MOST_FREE = 8  # pieces, of which few are under way at a time
@@ -86,7 +86,7 @@ class WireMemory:
             del self._free[:-_MOST_FREE]
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """What is under way between the nodes for one of this rank's slices.
 
     Attributes:
@@ -108,7 +108,7 @@ class Crossing(NamedTuple):
         own: What this rank has summed over its node for itself, if that is apart.
     """
 
-    sent: list[_Sent]
+    sent: list[Sent]
     own: Tensor | None = None
 
     @property
@@ -166,14 +166,14 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
             own, *others = views
             if not own.numel():  # on all nodes
                 continue
-            wire = memory.take(own.numel(), _WIRE.get(own.dtype, own.dtype))
+            wire = memory.take(own.numel(), WIRE.get(own.dtype, own.dtype))
             if has_some:
-                _sum_up(wire, own, others, self.kind)
+                sum_up(wire, own, others, self.kind)
             if self._source is not None:
                 under_way = link.broadcast(wire, self._source)
             else:
                 under_way = link.all_reduce(wire, _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM)
-            sent.append(_Sent(views, (wire,), under_way))
+            sent.append(Sent(views, (wire,), under_way))
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
@@ -225,10 +225,10 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         """Sum own row and those of others over the node, and begin to send these."""
         if not self._views:
             return Crossing([])
-        dtype = _WIRE.get(self.local.dtype, self.local.dtype)
+        dtype = WIRE.get(self.local.dtype, self.local.dtype)
         width, views = self.local.shape[1], iter(self._views)
         own = memory.take(width, dtype)
-        _sum_up(own, *_first(next(views)), self.kind)
+        sum_up(own, *_first(next(views)), self.kind)
         sent = []
         for count, (link, targets) in enumerate(zip(links, self._targets, strict=True)):
             owners = self._layout.owners(self._layout.own_slices[count])
@@ -236,9 +236,9 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
             receiving = [int(count == 0 and owner != self._layout.rank) for owner in owners]
             wire, come = memory.take(width * sum(sending), dtype), memory.take(width * sum(receiving), dtype)
             for part in wire.view(-1, width) if any(sending) else ():
-                _sum_up(part, *_first(next(views)), self.kind)
+                sum_up(part, *_first(next(views)), self.kind)
             under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
-            sent.append(_Sent((), (come, wire), under_way))
+            sent.append(Sent((), (come, wire), under_way))
         return Crossing(sent, own)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
@@ -302,7 +302,7 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
             wire = memory.take(width * sum(sending), self._share.dtype)
             wire.view(-1, width).copy_(self._share.expand(sum(sending), width))
             under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
-            sent.append(_Sent((), (come, wire), under_way))
+            sent.append(Sent((), (come, wire), under_way))
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
@@ -362,7 +362,8 @@ def _divide(total: Tensor, kind: Any, size: int) -> None:
         total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
-def _sum_up(wire: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
+def sum_up(wire: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
+    """Reduce ``own`` and ``others`` into ``wire``, which may be wider."""
     combine = torch.maximum if kind == _Kind.MAX else torch.add
     for total, mine, *theirs in columns(wire, own, *others):
         if theirs and total.dtype is mine.dtype:

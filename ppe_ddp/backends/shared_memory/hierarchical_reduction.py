@@ -1,0 +1,242 @@
+"""A reduction over several nodes in three parts: a sum within each node, what its caller does between them, and back.
+
+    start()      ranks of a node publish their tensors
+    summed       what this rank owns is summed over its node                  shared memory
+                 the caller makes of the sums what all ranks shall have       SliceLink: messages to the other nodes
+    deliver()    ... and all ranks of the node have it                        shared memory
+
+Here, and not among the collectives, as torch knows nothing like it: compressors see each node as if it were one rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ReduceOp
+
+from ppe_ddp.backends.process_group.pending_work import PendingWork
+from ppe_ddp.backends.shared_memory.node_sum_step import NodeSumStep
+from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
+from ppe_ddp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from ppe_ddp.backends.process_group.pending_work import FailableWaits
+    from ppe_ddp.backends.process_group.progress_engine import ProgressEngine, Testable
+    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
+    from ppe_ddp.backends.shared_memory.node_link import NodeLink
+    from ppe_ddp.backends.shared_memory.shared_link import SharedLink
+    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
+    from ppe_ddp.backends.shared_memory.step_queue import LaunchedStep, StepQueue
+
+_Kind: Any = ReduceOp.RedOpType
+_SUM = _Kind.SUM
+
+
+class Hierarchy:
+    """The nodes of one group whose ranks share memory, and connections that are for these reductions alone.
+
+    Args:
+        layout: The nodes.
+        memory: The reservation of this process.
+        queue: Of the group.
+        links: One for each slice of this rank. Not those of the group's own collectives, which other ranks may begin
+            at other moments.
+        shared: The transport under the group.
+
+    Attributes:
+        layout: The same.
+        links: What goes between the nodes, for each slice of this rank.
+    """
+
+    def __init__(
+        self,
+        layout: NodeLayout,
+        memory: SharedMemory,
+        queue: StepQueue,
+        links: Sequence[NodeLink],
+        shared: SharedLink,
+    ) -> None:
+        self.layout = layout
+        self._memory = memory
+        self._queue = queue
+        self._links = links
+        self._waits = shared.waits
+        self._waits.at_failure.append(self._give_up)
+        self.links = [
+            SliceLink(link, layout.owners(index), layout.rank, shared.waits, shared.progress)
+            for index, link in zip(layout.own_slices, links, strict=True)
+        ]
+
+    def start(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> HierarchicalReduction:
+        """Begin to sum ``flat`` over the ranks of each node; all ranks of the group must call it together.
+
+        Args:
+            flat: 1-D and contiguous, of the same size and a floating dtype everywhere; to be left alone until it is
+                over. Changed in place.
+            ranges: Of each slice, where its elements begin and end, in ascending order; disjoint, the same everywhere.
+        """
+        return HierarchicalReduction(self._queue, self._waits, flat, self._step(flat, ranges))
+
+    def close(self) -> None:
+        """End the connections; what is still under way there is given up."""
+        for link in self._links:
+            link.give_up() if self._queue.is_crossing else link.close()
+
+    def _give_up(self) -> None:
+        for link in self._links:
+            link.give_up()
+
+    def _step(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> NodeSumStep:
+        is_shared = self._memory.position(flat) >= 0
+        local = self._memory.view_of(flat) if is_shared else flat.detach()
+        return NodeSumStep(local, _SUM, ranges, self.layout, is_shared=is_shared)
+
+
+class HierarchicalReduction:
+    """One reduction, under way.
+
+    Args:
+        queue: Of the group.
+        waits: Of the group.
+        flat: What lives until all ranks have done their part.
+        step: What is done with it.
+
+    Attributes:
+        summed: The first part.
+    """
+
+    def __init__(self, queue: StepQueue, waits: FailableWaits, flat: Tensor, step: NodeSumStep) -> None:
+        self._queue = queue
+        self._waits = waits
+        self._step = step
+        (self._launched,) = queue.launch([step], flat)
+        self.summed: PendingWork = _Summed(waits, queue, self._launched, step)
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """Of each slice of this rank, its ranges one after another, 1-D; to be changed in place. Once summed."""
+        assert self._step.sums is not None
+        return self._step.sums
+
+    def deliver(self) -> PendingWork:
+        """Begin to bring the sums, as they are now, to all ranks of the node; what it returns is to be waited for."""
+        self._step.is_over_nodes = True
+        self._waits.progress()
+        return SharedMemoryWork(self._waits, self._queue, [self._launched])
+
+
+class SliceLink:
+    """Messages among the owners of a slice, of which each is on another node; under way until they are waited for.
+
+    Args:
+        link: Joins them.
+        ranks: Theirs in the group.
+        rank: This one.
+        waits: Of the group.
+        progress: Advances the messages.
+
+    Attributes:
+        size: How many there are: the number of nodes.
+        rank: This one's place among them.
+    """
+
+    def __init__(
+        self, link: NodeLink, ranks: Sequence[int], rank: int, waits: FailableWaits, progress: ProgressEngine
+    ) -> None:
+        self._link = link
+        self._waits = waits
+        self._progress = progress
+        self._under_way: list[_Message] = []
+        self._elsewhere = [other for other in ranks if other != rank]
+        self.size = len(ranks)
+        self.rank = ranks.index(rank)
+
+    def all_reduce(self, flat: Tensor) -> PendingWork:
+        """Sum ``flat``, 1-D, contiguous, float32 or float64, in place."""
+        return self._message("all_reduce", partial(self._link.all_reduce, flat, _SUM))
+
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> PendingWork:
+        """See :meth:`NodeLink.all_to_all`."""
+        return self._message("all_to_all", partial(self._link.all_to_all, output, flat, receiving, sending))
+
+    def advance(self) -> bool:
+        """Move what is under way; whether nothing is left."""
+        self._under_way = [message for message in self._under_way if not message.is_over()]
+        return not self._under_way
+
+    def _message(self, what: str, start: Callable[[], Testable]) -> PendingWork:
+        self._waits.check(what)
+        with self._progress.lock:
+            message = _Message(f"{what} between nodes", self._waits, start(), self._elsewhere, self._progress.lock)
+            self._under_way.append(message)
+            self._progress.add(self)
+        return message
+
+
+class _Summed(PendingWork):
+    """The sum over a node: ended when it is there, though the step goes on."""
+
+    def __init__(self, waits: FailableWaits, queue: StepQueue, launched: LaunchedStep, step: NodeSumStep) -> None:
+        super().__init__(step.title, waits)
+        self._queue = queue
+        self._launched = launched
+        self._step = step
+
+    def _has_ended(self) -> bool:
+        return self._step.sums is not None or self._queue.is_left_alone(self._launched)
+
+    def _failure(self) -> BaseException | None:
+        if self._step.sums is not None:
+            return None
+        return CommunicationError(self._queue.failure_of(self._launched))
+
+    def _absent(self) -> Sequence[int]:
+        return self._queue.absent(self._launched)
+
+
+class _Message(PendingWork):
+    """A collective of the owners of a slice."""
+
+    def __init__(
+        self,
+        what: str,
+        waits: FailableWaits,
+        under_way: Testable,
+        others: Sequence[int],
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        super().__init__(what, waits)
+        self._under_way = under_way
+        self._others = others
+        self._lock_of_all = lock
+        self._is_over = False
+        self._reason = ""
+
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not; moves it. Under the lock of the progress engine."""
+        if not self._is_over:
+            try:
+                self._is_over = bool(self._under_way.Test())
+            except RuntimeError as error:
+                self._reason = str(error)
+                self._waits.give_up(f"{self._what} failed: {error}")
+            if not self._is_over and self._waits.failure:
+                self._reason = self._reason or self._waits.failure
+                self._is_over = True
+        return self._is_over
+
+    def _has_ended(self) -> bool:
+        with self._lock_of_all:
+            return self.is_over()
+
+    def _failure(self) -> BaseException | None:
+        return CommunicationError(f"{self._waits.place}: {self._reason}") if self._reason else None
+
+    def _absent(self) -> Sequence[int]:
+        return self._others
