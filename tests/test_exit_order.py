@@ -47,6 +47,41 @@ def test_connections_end_before_python(tmp_path, how):
             process.kill()
 
 
+INTERRUPTED = """
+import sys, torch, torch.distributed as dist
+from ppe_ddp import DistributedDataParallel
+
+def interrupt(gradient):
+    kept = model._reducer._backward.alive()
+    assert kept is not None
+    raise KeyboardInterrupt
+
+rank, meeting = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+if rank == "1":
+    model.module[0].weight.register_hook(interrupt)
+model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+def test_a_backward_that_ends_with_python_does_not_hold_it_up(tmp_path):
+    """The traceback of an error has kept it until then."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path / "meeting"], env=environment, **PIPES) for rank in range(2)
+    ]
+    try:
+        for process, error in zip(ranks, ("CommunicationError", "KeyboardInterrupt"), strict=True):
+            _, errors = process.communicate(timeout=30)
+            assert process.returncode != 0
+            assert error in errors
+    finally:
+        for process in ranks:
+            process.kill()
+
+
 class Refused(Exception):
     pass
 

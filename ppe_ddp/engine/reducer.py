@@ -9,6 +9,7 @@ Everything here is local; what is sent to the other ranks is in ``bucket_synchro
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from functools import partial
@@ -155,8 +156,7 @@ class Reducer(Generic[C]):
     @staticmethod
     def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
         """Called by autograd: the gradient of parameter ``index`` was accumulated in its ``.grad``."""
-        self = owner()
-        if self is None:
+        if (self := owner()) is None:
             return
         self._arrivals.note_stream(index)
         with self._lock:
@@ -395,6 +395,6 @@ class Reducer(Generic[C]):
 
 
 def _on_end_of_graph_task(owner: weakref.ref[Reducer[C]], end_callback: object) -> None:
-    self = owner()
-    if self is not None:
+    # Where a traceback has kept it until Python ends, a thread to tell the others by would never start.
+    if (self := owner()) is not None and not sys.is_finalizing():
         self._abort_if_unfinished(end_callback)
