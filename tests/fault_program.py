@@ -263,16 +263,20 @@ def _in_packing(training, loss, restored):
     loss.backward()
 
 
-def _with_another(change):
-    def spoil(training, loss, restored):
-        layer = training.model.module.layers[0]
-        weight = layer.weight
-        layer.weight = nn.Parameter(change(weight.detach()))
-        restored.callback(setattr, layer, "weight", weight)
-        training.optimizer.zero_grad()
-        training.model(data(5, layer.weight.shape[1], rank=training.rank).to(layer.weight.dtype)).sum().backward()
+def _of_another_shape(training, _loss, restored):
+    layer = training.model.module.layers[0]
+    weight = layer.weight
+    layer.weight = nn.Parameter(torch.zeros(weight.shape[0], weight.shape[1] + 1))
+    restored.callback(setattr, layer, "weight", weight)
+    training.optimizer.zero_grad()
+    training.model(data(5, layer.weight.shape[1], rank=training.rank)).sum().backward()
 
-    return spoil
+
+def _of_another_dtype(training, _loss, restored):
+    module = training.model.module.double()
+    restored.callback(module.float)
+    training.optimizer.zero_grad()
+    training.model(data(5, 8, rank=training.rank).double()).sum().backward()
 
 
 SPOILED = {
@@ -280,8 +284,8 @@ SPOILED = {
     "missing backward": _missing_backward,
     "NaN": _not_a_number,
     "out of memory": _in_packing,
-    "wrong shape": _with_another(lambda weight: torch.zeros(weight.shape[0], weight.shape[1] + 1)),
-    "wrong dtype": _with_another(lambda weight: weight.double()),
+    "wrong shape": _of_another_shape,
+    "wrong dtype": _of_another_dtype,
 }
 """Faults that are a step of another kind."""
 

@@ -398,7 +398,7 @@ TITLES = {
     "NaN": "has NaN in its gradients (`check_for_nan_in_grad`)",
     "full disk": "has no room on its disk when all save a checkpoint",
     "wrong shape": "has a parameter of another shape",
-    "wrong dtype": "has a parameter of another dtype",
+    "wrong dtype": "has parameters of another dtype",
     "extra backward": "runs one backward more (seen when it has ended)",
     "missing backward": "runs one backward less (seen when it has ended)",
     "SIGSTOP": "is stopped",

@@ -20,6 +20,7 @@ from mpi_check_kit import names_for as all_names_for
 from mpi_wrappers import on_two_ranks
 from ppe_ddp.backends.shm import ShmOptions
 
+OF_MPI = {"mpi_check_thread", "mpi_check_communicators", "mpi_check_debug"}  # the last: see test_debug_mode.py
 # What cannot be said of this backend, and why.
 LEFT_OUT = {
     "many_groups",  # gloo's connections are not few, but slow to make
@@ -28,8 +29,12 @@ LEFT_OUT = {
 
 
 def names_for(size):
-    of_threads = {name for name in CHECKS if name.startswith("thread_")}
-    return [name for name in all_names_for(size) if name not in LEFT_OUT | of_threads]
+    return [name for name in all_names_for(size) if name not in LEFT_OUT and module_of(name) not in OF_MPI]
+
+
+def module_of(name):
+    body = CHECKS[name][0]
+    return getattr(body, "func", body).__module__
 
 
 def run_checks(rank, size, meeting):
