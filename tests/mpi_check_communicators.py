@@ -88,6 +88,7 @@ CALLS = (
 
 
 def give_up(group):
+    dist.barrier()  # else the group might have ended before another rank has begun what it is to begin
     group.abort()
     turn = next(_turns)
     group.release(lambda what, word: exchange(dist.group.WORLD, f"communicators/{turn}/{what}", word))

@@ -27,5 +27,5 @@ def test_the_groups_of_one_name_are_numbered_and_soon_found():
     arguments = SimpleNamespace(store=store, group_rank=0, group_id="again", timeout=timedelta(seconds=20))
     for turn in range(1, 301):
         store.checks = 0
-        assert await_members(arguments, [0]) == turn
+        assert await_members(arguments, [0], None) == turn
         assert store.checks < 25

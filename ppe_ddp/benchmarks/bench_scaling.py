@@ -1,4 +1,4 @@
-"""Checks a model of a training step on emulated nodes, and draws it to 10,000 ranks.
+"""Checks a model of a training step on nodes, and draws it to 10,000 ranks.
 
 The constants of the model are measured on one node and on two; then it is asked
 for the steps of other layouts, and these are measured. The nodes are on this
@@ -7,7 +7,7 @@ that is trained sleeps where another computes, and more than twice as many ranks
 as there are cores measure the cores, not the network.
 
   python -m ppe_ddp bench scaling --out scaling.png
-  python -m ppe_ddp bench scaling --launcher torchrun --mbit 10000 --json result.json
+  python -m ppe_ddp bench scaling --launcher torchrun --json result.json
   python -m ppe_ddp bench scaling --read result.json --out scaling.png
 """
 

@@ -55,7 +55,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         ("bench", "scaling"),
-        "a model of a step, checked on nodes and drawn to 10,000 ranks",
+        "a model of a step: held to nodes, drawn to 10,000 ranks",
         "ppe_ddp.benchmarks.bench_scaling",
     ),
     Command(

@@ -266,6 +266,7 @@ class Negotiation:
         packing = self._packing
         caps = ", ".join(str(size / 2**20) for size in (*packing.first_bytes, packing.bucket_bytes))
         lines = [f"parameter {spec.described()}" for spec in self._module_state.specs]
+        lines.extend(f"{what} {title or 'a function'}" for what, title in self._plugs.items())
         lines.append(
             f"bucket_cap_mb {caps} (alone from {packing.adopt_bytes} bytes, "
             f"fixed {packing.fixed}, by measurement {packing.measured}), negotiate_grads {self._negotiate}, "
@@ -273,7 +274,6 @@ class Negotiation:
         )
         lines.append(f"order of arrival {self.planner.order}")
         lines.extend(self._options)
-        lines.extend(f"{what} {title}" for what, title in self._plugs.items() if title)
         lines.extend(self._buffer_lines)
         if not self._negotiate:
             lines.extend(
