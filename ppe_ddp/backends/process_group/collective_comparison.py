@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ppe_ddp.backends.process_group.member_rendezvous import paced
 from ppe_ddp.backends.process_group.pending_work import PendingWork
-from ppe_ddp.errors import DisagreementError
+from ppe_ddp.errors import CommunicationError, DisagreementError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
@@ -50,16 +51,16 @@ class ComparedWork(PendingWork):
         what: It, with its arguments.
         waits: Of its group.
         begin: Begins it.
-        absent: Gives the ranks that have not called it, as far as is known.
+        comparison: Of the group.
     """
 
     def __init__(
-        self, what: str, waits: FailableWaits, begin: Callable[[], PythonWork], absent: Callable[[], Sequence[int]]
+        self, what: str, waits: FailableWaits, begin: Callable[[], PythonWork], comparison: CollectiveComparison
     ) -> None:
         super().__init__(what, waits)
         self.what = what
         self._begin = begin
-        self._ranks_absent = absent
+        self._comparison = comparison
         self._work: PythonWork | None = None
         self._reason: BaseException | None = None
 
@@ -74,11 +75,26 @@ class ComparedWork(PendingWork):
         """End it, before it has begun."""
         self._reason = reason
 
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is complete.
+
+        Raises:
+            DisagreementError: The ranks have called different collectives.
+            CommunicationError: As :meth:`PendingWork.wait`.
+        """
+        try:
+            return super().wait(timeout)
+        except CommunicationError:  # another rank has found them different, and has given the group up
+            disagreement = self._comparison.disagreement()
+            if disagreement is None:
+                raise
+            raise disagreement from None
+
     def _has_ended(self) -> bool:
         return self._reason is not None or (self._work is not None and self._work.is_completed())
 
     def _absent(self) -> Sequence[int]:
-        return self._ranks_absent()
+        return self._comparison.absent()
 
     def _failure(self) -> BaseException | None:
         return self._reason if self._work is None else self._work.exception()
@@ -116,7 +132,7 @@ class CollectiveComparison:
             begin: Begins them.
         """
         what = "; ".join(_described(call.__name__, arguments) for call, *arguments in calls)
-        work = ComparedWork(what, self._waits, begin, self._absent)
+        work = ComparedWork(what, self._waits, begin, self)
         with self._progress.lock:
             self._queue.append(work)
             self._progress.add(self)
@@ -132,8 +148,8 @@ class CollectiveComparison:
             self._write()
             if not self._are_here():
                 return False
-            if self._store.check([self._key("differs")]):
-                self._error = self._disagreement()
+            self._error = self.disagreement()
+            if self._error is not None:
                 continue
             # All have written this one: so all have seen that they agree on the one before.
             if self._number > 1:
@@ -158,13 +174,20 @@ class CollectiveComparison:
     def _keys(self) -> list[str]:
         return [self._key(rank) for rank in range(self._size)]
 
-    def _absent(self) -> list[int]:
+    def absent(self) -> list[int]:
+        """The ranks that have not called the collective that is compared, as far as is known."""
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
-    def _disagreement(self) -> DisagreementError:
-        ranks: dict[str, list[str]] = {}
-        for rank, key in enumerate(self._keys()):
-            ranks.setdefault(self._store.get(key).decode(), []).append(str(rank))
+    def disagreement(self) -> DisagreementError | None:
+        """The error of ranks that have called different collectives; None if they have not, or not all have called."""
+        try:
+            if not self._store.check([*self._keys(), self._key("differs")]):
+                return None
+            ranks: dict[str, list[str]] = {}
+            for rank, key in enumerate(self._keys()):
+                ranks.setdefault(self._store.get(key).decode(), []).append(str(rank))
+        except RuntimeError:  # the store is gone, with the rank that has served it
+            return None
         each = "; ".join(f"rank {', '.join(those)} has called {what}" for what, those in ranks.items())
         return DisagreementError(
             f"{self._waits.place}: the ranks have called different collectives, number {self._number} of this group: "
@@ -172,7 +195,8 @@ class CollectiveComparison:
         )
 
     def _give_up(self) -> None:
-        self._fail_all(self._waits.error("a collective that was not begun", self._waits.failure))
+        left = self._waits.error("a collective that was not begun", self._waits.failure)
+        self._fail_all(self.disagreement() or left)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._progress.lock:
