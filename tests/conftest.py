@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from node_worlds import BACKENDS
 from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes_missing
 
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
@@ -102,7 +103,7 @@ def ranks_of(config, *layout):
         with Ranks(sum(layout)) as ranks:
             yield ranks
         return
-    backend = {"mpirun": "mpi4py", "torchrun": "gloo"}[launcher]
+    backend = BACKENDS[launcher]
     with (
         Nodes(len(layout)) as nodes,
         Ranks(sum(layout), backend=backend, starter=JobStarter(nodes, launcher, layout)) as ranks,
@@ -129,3 +130,13 @@ def four_ranks(request):
     """Four processes over gloo, as `two_ranks`."""
     with ranks_of(request.config, 2, 2) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def world(request):
+    """Ranks that a launcher has started on several nodes; its parameters are `node_worlds.worlds()`."""
+    launcher, layout = request.param
+    with Nodes(len(layout)) as nodes:
+        starter = JobStarter(nodes, launcher, layout)
+        with Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120) as ranks:
+            yield ranks

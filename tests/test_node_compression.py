@@ -8,38 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 import test_compression as flat
+from node_worlds import in_own_world, some, worlds
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.compression import Compressor, PowerSGD, Sign, TopK, Uncompressed
 from ppe_ddp.engine.bucket_plan import ParameterSpec
 from ppe_ddp.engine.node_compression import hierarchy_of
 from ppe_ddp.engine.slice_owners import SliceOwners
-from ppe_ddp.testing import JobStarter, Nodes, Ranks
-from subprocesses import needs_mpirun
-
-on_nodes = pytest.mark.nodes
-long_on_nodes = pytest.mark.nodes(long=True)
-BACKENDS = {"mpirun": "mpi4py", "torchrun": "gloo"}
-
-
-def worlds(*layouts, short):
-    """The parameters of the fixture `world`: each launcher with ranks on each node."""
-    made = []
-    for layout, launcher in itertools.product(layouts, BACKENDS):
-        marks = [on_nodes] + ([needs_mpirun] if launcher == "mpirun" else [])
-        marks += [] if (launcher, layout) in short else [long_on_nodes]
-        made.append(pytest.param((launcher, layout), marks=marks, id=f"{launcher}-{'+'.join(map(str, layout))}"))
-    return made
-
-
-@pytest.fixture(scope="module")
-def world(request):
-    launcher, layout = request.param
-    with Nodes(len(layout)) as nodes:
-        starter = JobStarter(nodes, launcher, layout)
-        with Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=60) as ranks:
-            yield ranks
-
 
 on_each = pytest.mark.parametrize(
     "world",
@@ -48,22 +23,9 @@ on_each = pytest.mark.parametrize(
 )
 
 
-def some(names, few):
-    """These names, of which `make test` has a few."""
-    return [pytest.param(name, marks=[] if name in few else [long_on_nodes]) for name in names]
-
-
 def call(world, function, *arguments):
     """Call `function` on each rank, in a world of its own: what it has made ends with it."""
-    return world.run(_in_own_world, function, *arguments)
-
-
-def _in_own_world(function, *arguments):
-    torch.manual_seed(dist.get_rank())
-    found = function(*arguments)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    return world.run(in_own_world, function, *arguments)
 
 
 def wrapped(module, compressor, **options):

@@ -22,11 +22,10 @@ import ppe_ddp
 import sharding_checks
 from law_scenarios import scenario
 from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
+from node_worlds import BACKENDS, in_own_world, long_on_nodes, some, worlds
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.testing import (
-    JobStarter,
     Nodes,
-    Ranks,
     World,
     check_backend,
     check_broadcast_function,
@@ -42,48 +41,13 @@ from subprocesses import needs_mpirun
 HERE = Path(__file__).parent
 SCENARIOS = 20
 pytestmark = pytest.mark.nodes
-long_on_nodes = pytest.mark.nodes(long=True)
-BACKENDS = {"mpirun": "mpi4py", "torchrun": "gloo"}
 LAYOUTS = [(1, 1), (2, 1), (2, 2)]
-
-
-def worlds(*layouts, launchers=tuple(BACKENDS), short=((1, 1),)):
-    """The parameters of the fixture `world`: each launcher with ranks on each node."""
-    made = []
-    for layout, launcher in itertools.product(layouts, launchers):
-        marks = [needs_mpirun] if launcher == "mpirun" else []
-        marks += [] if layout in short else [long_on_nodes]
-        made.append(pytest.param((launcher, layout), marks=marks, id=f"{launcher}-{'+'.join(map(str, layout))}"))
-    return made
 
 
 on_all = pytest.mark.parametrize("world", worlds(*LAYOUTS), indirect=True)
 on_pairs = pytest.mark.parametrize("world", worlds((1, 1)), indirect=True)
 on_four = pytest.mark.parametrize("world", worlds((2, 2)), indirect=True)
 over_mpi = pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"]), indirect=True)
-
-
-@pytest.fixture(scope="module")
-def world(request):
-    """Ranks that a launcher has started on two nodes."""
-    launcher, layout = request.param
-    with Nodes(len(layout)) as nodes:
-        starter = JobStarter(nodes, launcher, layout)
-        with Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120) as ranks:
-            yield ranks
-
-
-def some(count, few):
-    """The numbers up to `count`, of which `make test` has a few."""
-    return [pytest.param(number, marks=[] if number in few else [long_on_nodes]) for number in range(count)]
-
-
-def in_own_world(function, *arguments):
-    """Call a check as on ranks of its own: its groups, which have threads and sockets, end with it."""
-    torch.manual_seed(dist.get_rank())
-    function(*arguments)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- the laws
@@ -108,13 +72,13 @@ def assert_laws(world, seed, options=None):
 
 
 @on_all
-@pytest.mark.parametrize("seed", some(SCENARIOS, few=(0, 8, 13)))
+@pytest.mark.parametrize("seed", some(range(SCENARIOS), few=(0, 8, 13)))
 def test_the_laws_hold(world, seed):
     assert_laws(world, seed)
 
 
 @pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
-@pytest.mark.parametrize("seed", some(5, few=(1, 4)))
+@pytest.mark.parametrize("seed", some(range(5), few=(1, 4)))
 def test_the_laws_hold_where_all_that_can_goes_through_two_levels(world, seed):
     assert_laws(world, seed, {"shared_bytes": 16, "two_level_bytes": 16, "shared_piece_bytes": 4096})
 
