@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ppe_ddp.backends.mpi.communicator_release import UnderWay
     from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
 
 
@@ -31,9 +32,9 @@ class MpiLink:
 
     def __init__(self, comm: MPI.Intracomm, progress: ProgressEngine) -> None:
         self.calls = NonblockingCalls(comm)
-        self.left: list[tuple[MPI.Request, tuple[Tensor, ...]]] = []
+        self.left: list[UnderWay] = []
         self._progress = progress
-        self._under_way: list[tuple[MPI.Request, tuple[Tensor, ...]]] = []
+        self._under_way: list[UnderWay] = []
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MPI.Request:
         """Begin to reduce ``flat`` in place."""
