@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppe_ddp.engine.completion import probe
+from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.engine.torch_internals import BufferCommHookLocation, preserve_versions
 from ppe_ddp.functions import name_of
 
@@ -13,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
 
 
 class BufferHook:
@@ -42,7 +45,7 @@ class BufferHook:
         self._hook = hook
         self._is_before = location.name == "PRE_FORWARD"
         self._is_due = True
-        self._pending: list[Waitable] = []
+        self._pending: list[tuple[Waitable, torch.device]] = []
 
     @property
     def title(self) -> str:
@@ -65,13 +68,20 @@ class BufferHook:
             return
         # Autograd has saved some of them (batch norm's), and takes their versions for a sign that it must not use them.
         with torch.no_grad(), preserve_versions(list(buffers.values())):
-            self._pending += self._hook(self._state, buffers) or ()
+            started = self._hook(self._state, buffers) or ()
+        device = next(iter(buffers.values())).device
+        self._pending += [(future, device) for future in started]
 
-    def finish(self, _tensors: Sequence[Tensor], _group: ProcessGroup | None, /) -> None:
-        """Wait for what the hook has started; called in the place of the broadcast function."""
+    def finishing(self, groups: Groups) -> Steps:
+        """Wait for what the hook has started, step by step. It writes into the buffers themselves, until then."""
         pending, self._pending = self._pending, []
-        for future in pending:
-            future.wait()
+        try:
+            for future, device in pending:
+                yield probe(future)
+                groups.failures.wait(future, device)
+        except Exception as error:
+            annotate(error, f"in {self.title} on rank {groups.rank}")
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is in flight."""

@@ -62,7 +62,7 @@ class HookedWrapper(ModuleWrapper):
             compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
             synchronizer.use_reduction(compressing, self._packing())
         if self._hooks.buffers is not None:
-            synchronizer.use_broadcast(self._hooks.buffers.finish, self._hooks.buffers.title)
+            synchronizer.use_buffer_hook(self._hooks.buffers.finishing, self._hooks.buffers.title)
 
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.

@@ -170,17 +170,30 @@ def test_no_sync_of_a_copy_holds_from_its_first_forward():
 @pytest.mark.parametrize(
     ("location", "waits"),
     [
-        (_BufferCommHookLocation.PRE_FORWARD, False),
-        (_BufferCommHookLocation.POST_FORWARD, False),
-        (_BufferCommHookLocation.POST_FORWARD, True),
+        (_BufferCommHookLocation.PRE_FORWARD, "itself"),
+        (_BufferCommHookLocation.POST_FORWARD, "itself"),
+        (_BufferCommHookLocation.POST_FORWARD, "a future"),
+        (_BufferCommHookLocation.POST_FORWARD, "what writes at the end"),
     ],
 )
 @on_two_ranks
 def test_a_buffer_hook_takes_the_place_of_the_broadcast(location, waits):
+    class AllReduceInWait:
+        def __init__(self, tensor):
+            self.tensor = tensor
+            with torch.enable_grad():  # C++ has it too, as a Work of gloo has while it is in flight
+                self.graph = tensor * torch.ones(4, requires_grad=True)
+
+        def wait(self):
+            dist.all_reduce(self.tensor)
+
     def average_means(state, buffers):
         state.append(sorted(buffers))
-        work = dist.all_reduce(buffers["running_mean"].div_(2), async_op=True)
-        if not waits:
+        means = buffers["running_mean"].div_(2)
+        if waits == "what writes at the end":
+            return [AllReduceInWait(means)]
+        work = dist.all_reduce(means, async_op=True)
+        if waits == "itself":
             work.wait()
             return None
         return [work.get_future()]

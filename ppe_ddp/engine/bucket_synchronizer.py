@@ -6,7 +6,6 @@ its own graph does.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from operator import or_
 from time import perf_counter_ns
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.bucket_plan import Packing, Plan
@@ -66,9 +64,7 @@ class BucketSynchronizer(Synchronizer):
     """
 
     def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
-        self._groups = groups
-        self._policy = policy
-        self._packing = packing
+        self._groups, self._policy, self._packing = groups, policy, packing
         self.reduction = reduction
         self.negotiation = Negotiation(
             groups,
@@ -78,6 +74,7 @@ class BucketSynchronizer(Synchronizer):
             options=policy.agreed,
         )
         self._dropped_forwards = DroppedForwards(groups.rank)
+        self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
         self.sharded_parameters: ShardedParameters | None = None
@@ -136,10 +133,10 @@ class BucketSynchronizer(Synchronizer):
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
         self._buckets = self._bucket_cache()
 
-    def use_broadcast(self, function: BroadcastFunction, title: str) -> None:
-        """Broadcast buffers by ``function`` from now on, if they are broadcast. All ranks must call this together."""
+    def use_buffer_hook(self, finishing: Callable[[Groups], Steps], title: str) -> None:
+        """Let a hook change buffers in place of the broadcast, if there is one. All ranks must call this together."""
         if self._policy.broadcast_buffers is not None:
-            self._policy = replace(self._policy, broadcast_buffers=function)
+            self._finishing_buffers = finishing
             self.negotiation.use_plug("buffers synchronized by", title)
 
     def shard(self) -> ShardedParameters:
@@ -301,12 +298,14 @@ class BucketSynchronizer(Synchronizer):
         function = self._policy.broadcast_buffers
         if function is None or not backward.buffers:
             return
-        if backward.aborted:  # and this rank's module may be another since then
+        if self._finishing_buffers is not None:
+            yield from self._finishing_buffers(self._groups)
+        elif backward.aborted:  # and this rank's module may be another since then
             past = [buffer.clone() for buffer in backward.buffers.values()]
             yield from broadcasting(function, past, self._groups, source=backward.source)
-            return
-        backward.buffers = {}
-        yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
+        else:
+            backward.buffers = {}
+            yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
 
     def put_back(self, backward: Backward) -> None:
         """The step has failed: make ``.grad`` what this rank has computed, bit by bit.
