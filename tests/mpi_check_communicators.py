@@ -11,6 +11,7 @@ import failing
 import failing_shards
 from mpi_check_kit import check
 from ppe_ddp import DisagreementError
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.store_exchange import exchange
 
 _MOST = 2100  # MPICH has 2048; an MPI without such a limit passes
@@ -49,6 +50,19 @@ def failed_steps_give_their_communicators_back(way):
 def failed_steps_of_shards_give_their_communicators_back(way):
     with few_communicators():
         failing_shards.hold_optimizer(way, turns=8)
+
+
+@check(ranks=2)
+def groups_that_one_rank_has_closed_and_no_wrapper_uses_give_their_communicators_back():
+    rank, total = dist.get_rank(), torch.ones(1)
+    with few_communicators():
+        for culprit in [*range(dist.get_world_size())] * 6:
+            groups = Groups.duplicate(dist.group.WORLD)
+            dist.all_reduce(total, group=groups.buckets)
+            dist.barrier()
+            if rank == culprit:
+                groups.fail(RuntimeError("after all others were through"), "finish")
+            groups.release()
 
 
 def calls_on(group):

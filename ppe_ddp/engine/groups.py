@@ -35,6 +35,7 @@ from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates
 from ppe_ddp.engine.group_lifetime import close, destroy, release_all
+from ppe_ddp.engine.group_pool import GroupPool
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.store_exchange import exchange, progress_of
@@ -103,6 +104,7 @@ class Groups:
         self._attempts = 0  # to renew, since the last failure
         self._starts = 0
         self._releases: list[Release] = []  # of the duplicates that were closed
+        self._has_ended = False
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
 
@@ -129,22 +131,20 @@ class Groups:
                     'agree; make it by torch.distributed.new_group(ranks, backend="cpu:gloo,cuda:nccl")'
                 )
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
-        made = _made_from(parent)
-        made.calls += 1
+        pool = _pool_of(parent)
+        pool.calls += 1
         address = own_address()
         packed = None if address is None else address.packed()
-        idle = [groups.number for groups in made.idle if groups.shared_memory == shared_memory]
         wanted = {"shared_memory": shared_memory, "init_sync": init_sync}
-        known: list[Any] = exchange(parent, f"idle/{made.calls}", [wanted, idle, packed])
+        known: list[Any] = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
         check_wanted(rank, [there for there, *_ in known])
-        # Garbage is collected at different moments on different ranks, so they have to agree on what is idle.
-        common = set(idle).intersection(*(numbers for _, numbers, _ in known))
-        for groups in made.idle:
-            if common and groups.number == min(common):
-                made.idle.remove(groups)
-                return groups
-        made.count += 1
-        buckets, control = duplicates(parent, backends_of(parent), str(made.count), shared_memory=shared_memory)
+        numbers = [there for _, there, _ in known]
+        pool.end_closed(numbers)
+        groups = pool.take(numbers, shared_memory=shared_memory)
+        if groups is not None:
+            return groups
+        pool.count += 1
+        buckets, control = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
         processes = PeerProcesses(rank, address, [packed for *_, packed in known])
         return cls(
             parent,
@@ -153,7 +153,7 @@ class Groups:
             rank,
             world_size,
             os.getpid(),
-            made.count,
+            pool.count,
             processes=processes,
             shared_memory=shared_memory,
         )
@@ -198,7 +198,7 @@ class Groups:
             raise self.explained(error, "connecting the ranks again after a failure") from error
         try:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
-            self._release()
+            self._release(f"{self.generation}/{self._attempts}")
             if not reason:
                 self.generation += 1
                 name = f"{self.number}/{self.generation}"
@@ -217,9 +217,9 @@ class Groups:
         self._attempts = 0
         self.is_closed = False
 
-    def _release(self) -> None:
+    def _release(self, when: str) -> None:
         """Give back what the closed duplicates have, now that all ranks have closed theirs."""
-        name = f"released/{self.number}/{self.generation}/{self._attempts}"
+        name = f"released/{self.number}/{when}"
         release_all(self._releases, lambda what, word: exchange(self.parent, f"{name}/{what}", word))
 
     @property
@@ -315,11 +315,24 @@ class Groups:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
+        self._close()
+        return instead
+
+    def _close(self) -> None:
         self.is_closed = True
         ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
         self._releases = close(ours)
-        return instead
+
+    def end_together(self) -> None:
+        """Give back what these have, which no rank uses any more; every rank must call this together.
+
+        Raises:
+            CommunicationError: Not all ranks have come.
+        """
+        if not self.is_closed:
+            self._close()
+        self._release("unused")
 
     def _connect_failures(self) -> None:
         # a bare group has no store that could be asked for, and is never closed
@@ -329,20 +342,19 @@ class Groups:
         self.failures = Failures(store, name, self.rank, self._lost, self.timeout_seconds)
 
     def release(self) -> None:
-        """Let another wrapper over the same parent have them; call this when nothing is in flight in them."""
-        if (
-            self.is_duplicate
-            and not (self.is_closed or self._unusable)
-            and os.getpid() == self.pid
-            and not self._destroyed()
-        ):
-            _made_from(self.parent).idle.append(self)
+        """Let another wrapper over the same parent have them, or all ranks give back what they have.
+
+        To be called when nothing is in flight in them; nothing is sent before the next :meth:`duplicate`.
+        """
+        if self.is_duplicate and os.getpid() == self.pid and not (self._has_ended or self._destroyed()):
+            _pool_of(self.parent).put(self)
 
     def end(self) -> None:
         """End the connections of gloo, unless something may be in flight in them: that would be waited for.
 
         Those of the user's group end with the last reference to it, once the user has destroyed it.
         """
+        self._has_ended = True
         if os.getpid() == self.pid:
             self._lost.leave()
         user = self.user()
@@ -377,20 +389,5 @@ class Groups:
         return self.is_duplicate and not (is_registered(self.control) and is_registered(self.parent))
 
 
-@dataclass
-class _Made:
-    """The duplicates of one parent: how many there are, and those that no wrapper of this process uses.
-
-    Attributes:
-        calls: How often the ranks have asked one another for duplicates.
-        count: How many there are.
-        idle: Those that no wrapper of this process uses.
-    """
-
-    calls: int = 0
-    count: int = 0
-    idle: list[Groups] = field(default_factory=list)
-
-
-def _made_from(parent: ProcessGroup) -> _Made:
-    return kept_with(parent, _Made)
+def _pool_of(parent: ProcessGroup) -> GroupPool[Groups]:
+    return kept_with(parent, GroupPool)
