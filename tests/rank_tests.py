@@ -31,7 +31,7 @@ def _on(fixture, body):
     @functools.wraps(body)
     def test(**arguments):
         ranks = arguments.pop(fixture)
-        ranks.run(_call, body.__module__, body.__qualname__, arguments, timeout=40)
+        ranks.run(_call, body.__module__, body.__qualname__, arguments, timeout=120)
 
     own = inspect.signature(body)
     first = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -101,7 +101,7 @@ def forecast_and_truth():
 
 @pytest.mark.nodes
 def test_what_is_forecast_comes_true_on_nodes_with_a_slow_link():
-    with Nodes(2, mbit=50) as nodes, Ranks(2, starter=JobStarter(nodes, "torchrun", (1, 1)), timeout=60) as ranks:
+    with Nodes(2, mbit=50) as nodes, Ranks(2, starter=JobStarter(nodes, "torchrun", (1, 1)), timeout=150) as ranks:
         for best, forecast, truth in ranks.run(forecast_and_truth):
             assert best == Int8()
             assert truth < 0.6

@@ -334,7 +334,7 @@ def start_on_rank_0_only(way):
 @pytest.mark.parametrize("way", ["backward", "finish_grad_sync"])
 def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impatient_ranks, way):
     with pytest.raises(RankError) as caught:
-        impatient_ranks.run(start_on_rank_0_only, way, timeout=30, grace=10)
+        impatient_ranks.run(start_on_rank_0_only, way, timeout=90, grace=10)
     assert caught.value.ranks == {0: Outcome.RAISED}
     error = caught.value.exceptions[0]
     assert isinstance(error, CommunicationError)
@@ -355,7 +355,7 @@ def rank_1_exits():
 
 def test_a_rank_that_dies_ends_the_wait_of_the_others(impatient_ranks):
     with pytest.raises(RankError) as caught:
-        impatient_ranks.run(rank_1_exits, timeout=30, grace=10)
+        impatient_ranks.run(rank_1_exits, timeout=90, grace=10)
     assert caught.value.ranks[1] is Outcome.DIED
     error = caught.value.exceptions[0]
     assert isinstance(error, CommunicationError)
@@ -375,7 +375,7 @@ def reduce_with_an_error_on_rank_0():
 
 def test_a_function_that_raises_on_one_rank_only(impatient_ranks):
     with pytest.raises(RankError) as caught:
-        impatient_ranks.run(reduce_with_an_error_on_rank_0, timeout=30, grace=10)
+        impatient_ranks.run(reduce_with_an_error_on_rank_0, timeout=90, grace=10)
     assert caught.value.ranks == {0: Outcome.RAISED, 1: Outcome.RAISED}
     assert isinstance(caught.value.exceptions[0], KeyError)
     assert isinstance(caught.value.exceptions[1], RuntimeError)

@@ -12,7 +12,7 @@ def test_every_contestant_tells_what_it_sends_and_when_it_waits(two_ranks, tmp_p
     pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
     panels = []
     for name in ("torch DDP", "ppe_ddp", "ppe_ddp, int8"):
-        records = two_ranks.run(record_steps, name, "small", STEPS, timeout=60)
+        records = two_ranks.run(record_steps, name, "small", STEPS, timeout=150)
         panels.append(Panel(name, [one.on_one_clock() for one in records]))
     sent = []
     for panel in panels:

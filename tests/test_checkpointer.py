@@ -50,7 +50,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(("sharded", "compressed"), [(False, False), (True, False), (False, True)])
 def test_a_training_goes_on_bit_by_bit(three_ranks, folder, sharded, compressed):
-    three_ranks.run(go_on, folder, sharded, compressed, timeout=60)
+    three_ranks.run(go_on, folder, sharded, compressed, timeout=150)
 
 
 def go_on(folder, sharded, compressed):
@@ -73,7 +73,7 @@ def go_on(folder, sharded, compressed):
 
 
 def test_another_number_of_ranks_goes_on_with_model_and_optimizer(three_ranks, folder):
-    three_ranks.run(go_on_with_two, folder, timeout=60)
+    three_ranks.run(go_on_with_two, folder, timeout=150)
 
 
 def go_on_with_two(folder):
@@ -189,7 +189,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("fault", "rank"), [*((name, 0) for name in FAULTS), ("disk", 1), ("fsync_of_a_file", 1)])
 def test_a_failure_of_one_rank_is_known_to_all(two_ranks, folder, fault, rank):
-    two_ranks.run(fail_on_one, folder, fault, rank, timeout=60)
+    two_ranks.run(fail_on_one, folder, fault, rank, timeout=150)
 
 
 def fail_on_one(folder, fault, rank):
@@ -267,7 +267,7 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_last_checkpoint(folder)
         for moment in ("fsync", "rename"):
             ranks.run(save_one, folder)
             with pytest.raises(RankError) as caught:
-                ranks.run(save_and_die, folder, moment, timeout=20)
+                ranks.run(save_and_die, folder, moment, timeout=90)
             assert [type(error) for error in caught.value.exceptions.values()] == [CommunicationError]
             assert ranks.run(load_one, folder) == [1, 1]
 
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, name, damage):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_damage_of_one_file_is_known_to_all(two_ranks, folder, rank):
-    two_ranks.run(go_back, folder, rank, timeout=60)
+    two_ranks.run(go_back, folder, rank, timeout=150)
 
 
 def go_back(folder, rank):

@@ -46,7 +46,7 @@ def run_page(name, parts, folder):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
 def test_snippets_run_on_two_ranks(page, two_ranks, tmp_path):
-    two_ranks.run(run_page, page.name, snippets(page), str(tmp_path), timeout=60)
+    two_ranks.run(run_page, page.name, snippets(page), str(tmp_path), timeout=150)
 
 
 def test_most_snippets_are_run():

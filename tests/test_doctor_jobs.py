@@ -18,7 +18,7 @@ def routes(job):
 
 @needs_mpirun
 def test_in_a_job_on_one_node_its_own_ranks_are_examined():
-    code, output, errors = run([MPIRUN, "-n", "2", *DOCTOR, "--json", "-"], timeout=60)
+    code, output, errors = run([MPIRUN, "-n", "2", *DOCTOR, "--json", "-"], timeout=150)
     assert code == 0, errors
     job = report_in(output)["job"]
     assert (job["launcher"], job["backend"], job["problems"]) == ("mpirun", "mpi4py", [])
@@ -32,7 +32,7 @@ def test_in_a_job_on_one_node_its_own_ranks_are_examined():
 @needs_mpirun
 def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
     with Nodes(2) as nodes:
-        done = nodes.launch("mpirun", [*DOCTOR, "--json", "-"], ranks=(2, 1), timeout=60)
+        done = nodes.launch("mpirun", [*DOCTOR, "--json", "-"], ranks=(2, 1), timeout=150)
     assert done.code == 0, done.errors
     job = report_in(done.output)["job"]
     assert job["nodes"] == [["n0", [0, 1]], ["n1", [2]]]
@@ -49,7 +49,7 @@ def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
 @pytest.mark.nodes(long=True)
 def test_under_torchrun_on_two_nodes():
     with Nodes(2) as nodes:
-        done = nodes.launch("torchrun", [*DOCTOR, "--json", "-"], ranks=(1, 1), timeout=60)
+        done = nodes.launch("torchrun", [*DOCTOR, "--json", "-"], ranks=(1, 1), timeout=150)
     assert done.code == 0, done.errors
     assert report_in(done.output)["job"]["nodes"] == [["n0", [0]], ["n1", [1]]]
 

@@ -40,7 +40,7 @@ def test_connections_end_before_python(tmp_path, how):
     ]
     try:
         for process in ranks:
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=150)
             assert (process.returncode, output.split(), errors) == (0, ["ended", str(how == "leave")], "")
     finally:
         for process in ranks:

@@ -49,7 +49,7 @@ def test_all_ranks_end(launcher, how, tmp_path):
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             else:
                 process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=150)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

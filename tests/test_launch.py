@@ -396,6 +396,6 @@ def test_a_real_torchrun(tmp_path):
         "script.py",
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "ppe_ddp: 2 ranks by torchrun, backend cpu:gloo, device cpu\n" in done.stderr

@@ -375,7 +375,7 @@ def test_one_script_under_every_launcher(tmp_path, launcher, how):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with Nodes(2) as nodes:
-        done = nodes.launch(launcher, [sys.executable, str(script)], ranks=(2, 1), timeout=60)
+        done = nodes.launch(launcher, [sys.executable, str(script)], ranks=(2, 1), timeout=150)
     assert done.code == 0, done.errors
     where = ["0 of 3 on n0 as 0", "1 of 3 on n0 as 1", "2 of 3 on n1 as 0"]
     assert sorted(done.output.splitlines()) == [f"{rank}: 2.0 {how}" for rank in where]

@@ -12,5 +12,5 @@ SEEDS = range(14)
 def test_a_random_program_trains_like_one_process(seed, tmp_path, two_ranks, three_ranks):
     sizes = (2, 3) if seed % 2 else (3, 2)
     ranks = {2: two_ranks, 3: three_ranks}
-    scaler = ranks[sizes[0]].run(first_half, seed, str(tmp_path), timeout=60)[0]
-    ranks[sizes[1]].run(second_half, seed, str(tmp_path), scaler, sizes[0], timeout=60)
+    scaler = ranks[sizes[0]].run(first_half, seed, str(tmp_path), timeout=150)[0]
+    ranks[sizes[1]].run(second_half, seed, str(tmp_path), scaler, sizes[0], timeout=150)

@@ -38,7 +38,7 @@ def distributions(tmp_path_factory):
     """The wheel and the source distribution."""
     folder = tmp_path_factory.mktemp("dist")
     copied = folder / "source"
-    subprocess.run(["git", "clone", "-q", "--shared", ROOT, copied], check=True, timeout=60)
+    subprocess.run(["git", "clone", "-q", "--shared", ROOT, copied], check=True, timeout=150)
     command = [sys.executable, "-W", "ignore", "-c", BUILD, folder]
     subprocess.run(command, cwd=copied, check=True, capture_output=True, timeout=120)
     return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))

@@ -198,7 +198,7 @@ def test_a_rank_that_exits_is_noticed_at_once(two_ranks):
     two_ranks.run(echo)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        two_ranks.run(exit_on, 1, 7, timeout=60)
+        two_ranks.run(exit_on, 1, 7, timeout=150)
     assert time.monotonic() - start < 15
     assert caught.value.ranks[1] is Outcome.DIED
     assert [failure.exit_code for failure in caught.value.failures if failure.rank == 1] == [7]

@@ -52,7 +52,7 @@ def four_ranks():
 @pytest.mark.parametrize("name", sharding_checks.CHECKS)
 def test_over_gloo(four_ranks, name):
     skip_without(*sharding_checks.needs(name))
-    four_ranks.run(sharding_checks.run, name, timeout=60)
+    four_ranks.run(sharding_checks.run, name, timeout=150)
 
 
 @functools.cache

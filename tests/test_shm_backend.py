@@ -291,5 +291,5 @@ os.write(1, f"grad {model.module.weight.grad[0, 0].item()} {'mpi4py' in sys.modu
 def test_a_script_under_torchrun_that_just_ends(backend, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, output, errors = run([sys.executable, *launcher, tmp_path / "train.py", backend], timeout=60)
+    code, output, errors = run([sys.executable, *launcher, tmp_path / "train.py", backend], timeout=150)
     assert (code, output) == (0, "grad 1.5 False\n" * 2), errors

@@ -126,7 +126,7 @@ def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_pa
     (tmp_path / "train.py").write_text(NODES_SCRIPT)
     with Nodes(2) as nodes:
         command = [sys.executable, str(tmp_path / "train.py"), how, str(culprit)]
-        done = nodes.launch("ranks", command, ranks=(2, 1), timeout=60)
+        done = nodes.launch("ranks", command, ranks=(2, 1), timeout=150)
     lines = done.output.splitlines()
     assert len(lines) == 2, done
     for line in lines:

@@ -103,7 +103,7 @@ def test_all_ranks_go_by_messages(spoil):
         pytest.skip("only root may change users and make namespaces")
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with Ranks(2, backend=None) as ranks:
-        told = ranks.run_each(train, [(rank, store.port, spoil) for rank in range(2)], timeout=30)
+        told = ranks.run_each(train, [(rank, store.port, spoil) for rank in range(2)], timeout=90)
     for rank, lines in enumerate(told):
         assert len(lines) == 2, lines  # for each of the wrapper's two groups
         for line in lines:

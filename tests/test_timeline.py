@@ -217,7 +217,7 @@ def train_into(folder, pictures, failing=None):
 def test_the_last_rank_leaves_files_and_pictures(ranks, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
     (tmp_path / "rank-1.json").write_text(json.dumps({"of": "an earlier job"}))
-    assert ranks.run(train_into, str(tmp_path), True, timeout=60) == [None, None]
+    assert ranks.run(train_into, str(tmp_path), True, timeout=150) == [None, None]
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     check_nesting(events)
