@@ -187,14 +187,36 @@ def test_nothing_is_left_however_the_process_ends(launcher, signal_number, tmp_p
             process.send_signal(signal_number)
     assert process.returncode != 0
     assert all_end(descriptors, seconds=20)
-    wait_for(lambda: not spaces & set(network_namespaces()))
+    wait_for(lambda: not spaces & set(network_namespaces().values()))
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchelastic_")} == {"n0", "n1"}
 
 
 def network_namespaces():
+    """Those of all processes, by pid."""
+    spaces = {}
     for path in Path("/proc").glob("[0-9]*/ns/net"):
         with contextlib.suppress(OSError):
-            yield path.stat().st_ino
+            spaces[int(path.parts[2])] = path.stat().st_ino
+    return spaces
+
+
+def own_network_namespaces():
+    """Those of this process and of what it has started: other tests may make nodes at the same time."""
+    spaces, own = network_namespaces(), set()
+    for pid, space in spaces.items():
+        ancestor = pid
+        while ancestor not in (0, os.getpid()):
+            ancestor = parent_of(ancestor)
+        own |= {space} if ancestor else set()
+    return own
+
+
+def parent_of(pid):
+    """Of a process; 0 where there is none any more."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def test_several_programs_may_make_nodes_at_a_time(nodes):
@@ -218,13 +240,13 @@ def test_what_cannot_be_made_is_said_before_anything_is(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("program", ["unshare", "ip", "tc"])
 def test_a_program_that_fails_is_a_reason(program, monkeypatch, tmp_path):
-    before = set(network_namespaces())
+    before = own_network_namespaces()
     fake = tmp_path / program
     fake.write_text("#!/bin/sh\necho it is not to be >&2\nexit 1\n")
     fake.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert nodes_missing(mbit=10).endswith("it is not to be")
-    wait_for(lambda: set(network_namespaces()) <= before)
+    wait_for(lambda: own_network_namespaces() <= before)
 
 
 def test_latency_is_there_or_its_absence_is_said():
