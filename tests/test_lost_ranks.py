@@ -120,6 +120,48 @@ def test_one_that_leaves_says_so_before_it_is_gone(peer):
     )
 
 
+@pytest.mark.parametrize(
+    ("theirs", "is_completing"),
+    [
+        ((3, Activity.VOTE), True),
+        ((3, Activity.DONE), True),  # and has still to gather
+        ((3, Activity.GATHER), True),
+        ((3, Activity.GATHERED), False),
+        ((4, Activity.MASK), False),
+    ],
+)
+def test_what_a_rank_still_receives_is_seen_by_those_that_have_completed_it(peer, theirs, is_completing):
+    peer.processes.note(3, Activity.DONE)
+    peer.processes.note(3, Activity.GATHERED)
+    peer.processes.note(4, Activity.BUCKET)
+    peer.tell("note", *theirs)
+    assert peer.processes.completing() == [1] * is_completing
+    peer.tell("note_closed")
+    assert not peer.processes.completing()
+    peer.tell("note_open")
+    assert peer.processes.completing() == [1] * is_completing
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_nobody_waits_for_what_a_rank_receives_that_does_not_run(peer, number):
+    peer.tell("note", 3, Activity.VOTE)
+    peer.processes.note(3, Activity.DONE)
+    assert peer.processes.completing() == [1]
+    peer.signal_and_await(number, Condition.STOPPED if number == signal.SIGSTOP else Condition.ENDED)
+    assert not peer.processes.completing()
+
+
+def test_what_was_sent_to_other_nodes_has_a_while_to_arrive(peer):
+    naps = []
+    lost_ranks(peer, size=3).await_completion(lambda: naps.append(time.monotonic()))
+    assert naps
+    assert naps[-1] - naps[0] < 5
+    peer.processes.note(1, Activity.BUCKET)  # all have begun this step
+    naps.clear()
+    lost_ranks(peer, size=3).await_completion(lambda: naps.append(time.monotonic()))
+    assert not naps
+
+
 @pytest.mark.parametrize(("activity", "is_late"), [(Activity.MASK, True), (Activity.VOTE, False)])
 def test_one_that_computes_is_late_if_it_is_behind(peer, activity, is_late):
     peer.processes.note(3, Activity.BUCKET, 1)

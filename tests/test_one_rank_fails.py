@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,6 +15,7 @@ import failing_shards
 from ppe_ddp import DistributedDataParallel, broadcast
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.peer_processes import Activity
 from rank_tests import on_three_ranks, on_two_ranks
 
 each_way = pytest.mark.parametrize("way", list(failing.WAYS))
@@ -118,3 +121,23 @@ def test_no_rank_begins_before_all_have_their_parameters():
     DistributedDataParallel(nn.Linear(2, 1), broadcast_function=send)
     assert store.check(["has received"])
     store.set("has begun", "")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_two_ranks
+def test_what_was_sent_in_a_step_still_arrives_when_its_sender_fails_in_the_next(shared_memory):
+    rank, groups = dist.get_rank(), Groups.duplicate(dist.group.WORLD, shared_memory=shared_memory)
+    value, groups.step = torch.tensor([rank + 1.0]), 1
+    groups.note(Activity.VOTE)
+    dist.barrier()
+    if rank == 0:
+        sent = dist.broadcast(value, 0, group=groups.buckets, async_op=True)
+        groups.note(Activity.DONE)
+        groups.fail(RuntimeError("not today"), "begun")
+        assert sent.is_completed()
+        return
+    while not groups.failures.of_others():
+        time.sleep(0.01)
+    dist.broadcast(value, 0, group=groups.buckets)
+    assert value.item() == 1
+    groups.note(Activity.DONE)

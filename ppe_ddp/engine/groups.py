@@ -200,12 +200,14 @@ class Groups:
             reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
             self._release(f"{self.generation}/{self._attempts}")
             if not reason:
+                self.processes.note_open()
                 self.generation += 1
                 name = f"{self.number}/{self.generation}"
                 self.buckets, self.control = duplicates(
                     self.parent, backends_of(self.parent), name, shared_memory=self.shared_memory
                 )
         except RuntimeError as error:
+            self.processes.note_closed()
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
                 f"{error}. Every rank must go on with its next step"
@@ -315,11 +317,13 @@ class Groups:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
+        self._lost.await_completion(progress_of(self.parent))
         self._close()
         return instead
 
     def _close(self) -> None:
         self.is_closed = True
+        self.processes.note_closed()
         ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
         self._releases = close(ours)

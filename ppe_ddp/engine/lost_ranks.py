@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _HERE_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 1.0  # a failure reaches all ranks that wait at about the same time
 _NAP_SECONDS = 0.01
+_SHORT_NAP_SECONDS = 0.0005
+_COMPLETING_SECONDS = 5.0  # for the others to complete a step of which this one has sent its part
+_ARRIVING_SECONDS = 0.3  # the same where they cannot be seen
 _SILENT = "does not answer"
 _LATE = "has not come"
 
@@ -115,6 +118,26 @@ class LostRanks:
     def note_wait(self) -> None:
         """This rank has waited for others for a while."""
         self._processes.note_wait()
+
+    def await_completion(self, advance: Callable[[], object]) -> None:
+        """Let the other ranks complete the last step that is complete here, before this one closes its connections.
+
+        They may still be receiving what this rank has sent in it, and closing would end that as well: it would have
+        taken the step, and they not.
+
+        Args:
+            advance: Moves what is under way in the group.
+        """
+        begin = monotonic()
+        own = self._processes.position(self._rank)
+        has_met = own is None or own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
+        # Who is at a bucket has heard of all: they have begun the step, and so completed the one before.
+        unseen = _ARRIVING_SECONDS if self._elsewhere and not has_met else 0.0
+        while monotonic() - begin < unseen or (
+            self._processes.completing() and monotonic() - begin < _COMPLETING_SECONDS
+        ):
+            advance()
+            sleep(_SHORT_NAP_SECONDS)
 
     def leave(self) -> None:
         """This process is about to end: say so, and of which error if that is known."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _LEFT = struct.Struct("<q")  # the length of the text that follows it; 0 as long as the process trains
 _TEXT_BYTES = 2000
 _RECORD = struct.Struct("<qqqq")
-_WAITS = 24  # where in a record it says whether the rank waits
+_STATE = 24  # where in a record it says whether the rank waits, or has left its step
 _RECORDS = 2048  # where they begin
 _GROUPS = 64  # that have a record each at a time; further ones share the last
 _PAGE_BYTES = 4096
@@ -58,6 +58,19 @@ class Activity(enum.IntEnum):
     """It has begun to pack and send a bucket of the second round."""
     DONE = 5
     """The step is complete on this rank."""
+    GATHER = 6
+    """It has begun to gather parameters, of which each rank has updated its shards."""
+    GATHERED = 7
+    """It has gathered them."""
+
+
+class _RecordState(enum.IntEnum):
+    """Whether a rank works on its step, waits, or has left it."""
+
+    WORKS = 0
+    WAITS = 1
+    CLOSED = 2
+    """It needs nothing of the others."""
 
 
 class Position(NamedTuple):
@@ -84,6 +97,8 @@ class Position(NamedTuple):
             Activity.LATE_BUCKET: f"was at bucket {self.bucket} of the second round of step {self.step}",
             Activity.VOTE: f"had sent all buckets of step {self.step}",
             Activity.DONE: f"had completed step {self.step} and begun no other",
+            Activity.GATHER: f"was gathering the parameters that step {self.step} has updated",
+            Activity.GATHERED: f"had gathered the parameters of step {self.step} and begun no other",
         }[self.activity]
 
     @property
@@ -140,6 +155,7 @@ class PeerProcesses:
     ) -> None:
         self._rank = rank
         self._own = own
+        self._completed = (0, Activity.DONE)
         self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
         page = None if own is None else _page(os.getpid())
         for other, packed in enumerate(addresses):
@@ -158,13 +174,36 @@ class PeerProcesses:
 
     def note(self, step: int, activity: Activity, bucket: int = 0) -> None:
         """Note what this rank does now."""
+        if activity in (Activity.DONE, Activity.GATHERED):
+            self._completed = (step, activity)
         if self._note is not None:
             self._note(step, activity, bucket)
 
     def note_wait(self) -> None:
         """Note that this rank waits for others, until it notes something else."""
+        self._note_state(_RecordState.WAITS)
+
+    def note_closed(self) -> None:
+        """Note that this rank has left its step after a failure, until it notes something else."""
+        self._note_state(_RecordState.CLOSED)
+
+    def note_open(self) -> None:
+        """Note that this rank connects again after a failure."""
+        self._note_state(_RecordState.WORKS)
+
+    def _note_state(self, state: _RecordState) -> None:
         if self._own is not None:
-            _page(os.getpid()).note_wait(self._own.record)
+            _page(os.getpid()).note_state(self._own.record, state)
+
+    def completing(self) -> Sequence[int]:
+        """The ranks of this node that still receive what belongs to a step that is complete on this one."""
+        return [
+            rank
+            for rank, (address, page) in self._pages.items()
+            if _position(page, address.record)[:2] < self._completed
+            and _state(page, address.record) is not _RecordState.CLOSED
+            and self.condition(rank)[0] is Condition.RUNNING
+        ]
 
     def leave(self, text: str) -> None:
         """Note that this process is about to end, and why, if that is known."""
@@ -222,8 +261,8 @@ class _Page:
     def note(self, record: int, step: int, activity: Activity, bucket: int) -> None:
         _RECORD.pack_into(self._map, _RECORDS + record * _RECORD.size, step, activity, bucket, 0)
 
-    def note_wait(self, record: int) -> None:
-        self._map[_RECORDS + record * _RECORD.size + _WAITS] = 1
+    def note_state(self, record: int, state: _RecordState) -> None:
+        self._map[_RECORDS + record * _RECORD.size + _STATE] = state
 
     def position(self, record: int) -> Position:
         return _position(self._map, record)
@@ -269,8 +308,12 @@ def own_address() -> ProcessAddress | None:
 
 
 def _position(page: mmap.mmap, record: int) -> Position:
-    step, activity, bucket, waits = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
-    return Position(step, Activity(activity), bucket, bool(waits))
+    step, activity, bucket, state = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
+    return Position(step, Activity(activity), bucket, state == _RecordState.WAITS)
+
+
+def _state(page: mmap.mmap, record: int) -> _RecordState:
+    return _RecordState(page[_RECORDS + record * _RECORD.size + _STATE])
 
 
 def _condition(address: ProcessAddress) -> Condition:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.bucket_allocator import allocator
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.reduce_scatter_bucket import ReduceScatterBucket
@@ -214,6 +215,7 @@ class ShardedParameters(ShardedModel):
             parameters = [self.shards[k].parameter for k in members]
             specs = [self._specs[k] for k in members]
             gather = self._gathers[unit] = UnitGather(members, parameters, specs, self._groups, self._pool)
+        self._groups.note(Activity.GATHER)
         pending = gather.start()
         self._under_way[unit] = (gather, pending)
         return pending
@@ -225,6 +227,8 @@ class ShardedParameters(ShardedModel):
             if pending is not None:
                 pending.wait()
             gather.install()
+            if not self._under_way:
+                self._groups.note(Activity.GATHERED)
 
 
 def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:
