@@ -282,13 +282,15 @@ def test_no_plan_survives_another_packing_or_order():
     assert members(ours.plan(everything)) == [(0, 1), (2, 3)]
 
 
-@given(st.lists(st.integers(0, 1 << 17), max_size=8))
-def test_a_launch_is_triggered_once_so_many_bytes_have_arrived(numels):
+@given(st.lists(st.integers(0, 1 << 15), max_size=40), st.sampled_from([1, 1 << 20, 1 << 22]))
+def test_a_launch_is_triggered_by_each_large_gradient_and_by_so_many_bytes_of_small_ones(numels, bucket_bytes):
     ours = Planner([spec(numel) for numel in numels], Packing(1, 1))
-    size = 0
+    ours.repack(Packing(bucket_bytes, 1))
+    most, size = max(1 << 16, bucket_bytes >> 4), 0
     for i in ours.order:
-        size += ours.specs[i].nbytes
-        assert (i in ours.launch_triggers) == (size >= 1 << 16)
+        nbytes = ours.specs[i].nbytes
+        size += nbytes
+        assert (i in ours.launch_triggers) == (nbytes >= 1 << 16 or size >= most)
         size = 0 if i in ours.launch_triggers else size
 
 

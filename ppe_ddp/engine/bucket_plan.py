@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_TRIGGER_BYTES = 1 << 16
+_TRIGGER_BYTES = 1 << 16  # of a gradient that takes longer to compute than to ask after the buckets
+_TRIGGERS = 16  # for each bucket, which is launched so much of its size late at most
 _BUCKET_CAP_MB = 4.0
 _GPU_BUCKET_CAP_MB = 25.0  # torch's
 _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB is sent by itself, and nothing waits for it
@@ -281,6 +282,7 @@ class Planner:
         """Plan by ``packing`` from now on."""
         self.packing = packing
         self._plans.clear()
+        self._set_order(self.order)
 
     def __len__(self) -> int:
         """The number of plans kept."""
@@ -319,11 +321,13 @@ class Planner:
     def _set_order(self, order: list[int]) -> None:
         self.order = order
         self.launch_triggers: set[int] = set()
-        """The parameters at whose arrival the reducer launches the buckets that are ready: about one every 64 KiB."""
+        """The parameters at whose arrival the reducer launches the buckets that are ready: the large ones, and among
+        the small ones some for each bucket."""
+        most = max(_TRIGGER_BYTES, self.packing.bucket_bytes // _TRIGGERS)
         size = 0
         for i in order:
             size += self.specs[i].nbytes
-            if size >= _TRIGGER_BYTES:
+            if size >= most or self.specs[i].nbytes >= _TRIGGER_BYTES:
                 self.launch_triggers.add(i)
                 size = 0
 

@@ -151,7 +151,10 @@ class UserGradHooks:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+        with without_torch_function():  # so that parameters that are being gathered are not waited for
+            tables = [post_accumulate_hooks(parameter) for parameter in parameters]
+        # One without a table needs no gradient: where that changes, the module is looked at anew.
+        self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -161,10 +164,8 @@ class UserGradHooks:
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
-        with without_torch_function():  # so that parameters that are being gathered are not waited for
-            tables = [post_accumulate_hooks(parameter) for parameter in self._parameters]
-        for i, (parameter, table) in enumerate(zip(self._parameters, tables, strict=True)):
-            if table is None or len(table) < 2:
+        for i, parameter, table in self._tables:
+            if len(table) < 2:
                 continue  # ours alone
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:

@@ -49,6 +49,8 @@ class ModuleState:
         self.specs: list[ParameterSpec] = []
         self._buffer_slots: list[tuple[str, nn.Module, str]] = []
         self._walk()
+        self._empty_tables = [table for table in self._tables if not table]
+        self._tables = [table for table in self._tables if table]
         self._keys = [tuple(table) for table in self._tables]
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
@@ -120,7 +122,7 @@ class ModuleState:
         Tensors that ``torch.func.functional_call`` has put in the place of parameters are looked through.
         """
         entries = list(chain.from_iterable(map(dict.values, self._tables)))
-        if len(entries) != len(self._entries):
+        if len(entries) != len(self._entries) or any(self._empty_tables):
             return False
         if not all(map(is_, entries, self._entries)):
             if [tuple(table) for table in self._tables] != self._keys:
