@@ -61,6 +61,8 @@ def test_the_mask_takes_two_levels_where_a_ring_of_all_ranks_would_be_long():
     few, many = (mask_seconds(load(0.1), Cluster(nodes, 8), SLOW) for nodes in (7, 8))
     assert few == pytest.approx(2 * 55 * 2e-4, rel=0.01)
     assert many == pytest.approx(2 * 7 * 2e-4 + 1e-4, rel=0.01)
+    for nodes, ranks in ((4, 1), (2, 8)):
+        assert mask_seconds(load(0.1), Cluster(nodes, ranks), SLOW) == 2e-4  # directly
     doubling = replace(SLOW, algorithm="doubling")
     assert mask_seconds(load(0.1), Cluster(8, 8), doubling) == pytest.approx(6 * 2e-4, rel=0.01)
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mpi_check_collectives import all_gather_single
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.backends.process_group.background_progress import BackgroundProgress
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.shared_memory import shared_reservation
 from ppe_ddp.backends.shm import ShmOptions, store_waits
+from ppe_ddp.backends.shm.shm_collectives import ShmCollectives
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.cases import Case
@@ -121,6 +123,35 @@ def test_the_background_thread_rests_where_nothing_is_under_way():
     dist.all_reduce(total, group=group)  # wakes it up
     assert engine.at_begin.__self__._work.is_set()
     assert total.unique().tolist() == [2.0]
+
+
+@on_three_ranks
+def test_what_is_small_goes_directly_where_the_group_is_for_control():
+    options = ShmOptions(shared_memory=False).for_control()
+    most, rank, size = options.direct_bytes, dist.get_rank(), dist.get_world_size()
+    groups = {True: shm_group(shared_memory=False, direct_bytes=most), False: shm_group(shared_memory=False)}
+    sent = []
+
+    def all_to_all(collectives, what, *arguments):
+        sent.append(what)
+        return to_each(collectives, what, *arguments)
+
+    to_each = ShmCollectives._all_to_all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShmCollectives, "_all_to_all", all_to_all)
+        for (is_direct, group), nbytes in itertools.product(groups.items(), (1, most, most + 1)):
+            mask, whole = torch.full((nbytes,), rank, dtype=torch.uint8), torch.zeros(size * nbytes, dtype=torch.uint8)
+            all_gather_single(whole, mask, group=group)
+            assert whole.view(size, -1).tolist() == [[other] * nbytes for other in range(size)]
+            dist.all_reduce(mask, dist.ReduceOp.MAX, group=group)
+            assert mask.unique().tolist() == [size - 1]
+            assert sent == (["all_gather", "all_reduce"] if is_direct and nbytes <= most else [])
+            sent.clear()
+        total = torch.tensor([1.5 + rank, 2.0], dtype=torch.bfloat16)
+        dist.all_reduce(total, dist.ReduceOp.AVG, group=groups[True])
+        assert total.tolist() == [2.5, 2.0]
+    control = ShmOptions.goes_directly
+    assert [control(options, 16, most), control(options, 17, most), control(options, 2, 0)] == [True, False, False]
 
 
 @on_two_ranks

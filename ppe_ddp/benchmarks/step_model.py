@@ -139,9 +139,15 @@ def mask_bytes(load: Load, cluster: Cluster) -> int:
 
 
 def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
-    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds."""
+    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds.
+
+    Over gloo few ranks send it from each to each at once, in one round.
+    """
     if cluster.world_size == 1:
         return 0.0
+    is_direct = ShmOptions().for_control().goes_directly(cluster.world_size, mask_bytes(load, cluster))
+    if is_direct and cluster.nodes > 1 and constants.algorithm == "ring":
+        return constants.wire_latency
     has_many_ranks = ShmOptions().two_levels_from(cluster.world_size) == 0
     in_levels = cluster.nodes == 1 or (constants.algorithm == "ring" and has_many_ranks)
     way = cluster if in_levels else replace(cluster, is_flat=True)

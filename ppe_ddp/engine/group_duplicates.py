@@ -42,7 +42,7 @@ def duplicates(
     """
     if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
         # gloo in C++ compares nothing; shm without shared memory is gloo, and does
-        return _over_shm(parent, backends, name, None if shared_memory else ShmOptions(shared_memory=False))
+        return _over_shm(parent, backends, name, ShmOptions(shared_memory=shared_memory))
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
@@ -57,13 +57,13 @@ def duplicates(
 
 
 def _over_shm(
-    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions | None
+    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """The same, with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
     buckets = _new_group(parent, config, f"buckets/{name}", None if others else options)
-    return buckets, _new_group(parent, "shm", f"control/{name}", options)
+    return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control())
 
 
 def _exists(kind: str) -> bool:

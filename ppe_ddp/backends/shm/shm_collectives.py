@@ -46,9 +46,14 @@ class ShmCollectives:
         size: How many ranks the group has.
         waits: How to wait for them.
         shared: Runs the collectives that go through shared memory.
+
+    Attributes:
+        goes_directly: Whether what has so many bytes on each rank is sent by gloo from each to each at once; nothing,
+            unless it is set.
     """
 
     def __init__(self, gloo: ProcessGroup, rank: int, size: int, waits: StoreWaits, shared: SharedMemoryGroup) -> None:
+        self.goes_directly: Callable[[int], bool] = lambda _nbytes: False
         self.rank = rank
         self.size = size
         self.shared = shared
@@ -104,7 +109,7 @@ class ShmCollectives:
         self._arguments.check_all_gather(output, tensor)
         result, host = self._output(output), self._host(tensor)
         shared = self.shared.start("all_gather", result, host)
-        return self._home(shared or self._all_gather(result, host), output, result)
+        return self._home(shared or self._all_gather("all_gather", result, host), output, result)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> PendingWork:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
@@ -112,7 +117,7 @@ class ShmCollectives:
         host, result = self._host(tensor), _flat_for(outputs)
         counts = [output.nbytes for output in outputs]
         if len(set(counts)) == 1:
-            work = self.shared.start("all_gather", result, host) or self._all_gather(result, host)
+            work = self.shared.start("all_gather", result, host) or self._all_gather("all_gather", result, host)
         else:
             copies = _bytes(host).repeat(self.size)
             work = self._all_to_all("all_gather", result, counts, copies, [host.nbytes] * self.size)
@@ -200,17 +205,18 @@ class ShmCollectives:
     ) -> PendingWork:
         flat = host.view(-1)
         wire = reduction.to_wire(flat, op)
-        if reduction.is_known_to_gloo:
+        rows: Tensor | None = None
+        if self.goes_directly(wire.nbytes) or not reduction.is_known_to_gloo:
+            rows = wire.new_empty((self.size, wire.numel()))
+            work = self._all_gather(what, rows, wire)
+        else:
             made = dist.AllreduceOptions()
             made.reduceOp = dist.ReduceOp(reduction.kind)
-            work: PendingWork = self._begin(what, lambda gloo: gloo.allreduce([wire], made), (wire, host))
-        else:
-            rows = wire.new_empty((self.size, wire.numel()))
-            work = self._all_gather(rows, wire)
+            work = self._begin(what, lambda gloo: gloo.allreduce([wire], made), (wire, host))
 
         def finish() -> None:
             if lands:
-                reduction.from_wire(wire if reduction.is_known_to_gloo else reduction.fold(rows), flat, self.size)
+                reduction.from_wire(wire if rows is None else reduction.fold(list(rows)), flat, self.size)
                 self._copy_back(tensor, host)
 
         work.at_arrival = finish
@@ -233,9 +239,12 @@ class ShmCollectives:
         work.at_arrival = finish
         return work
 
-    def _all_gather(self, result: Tensor, host: Tensor) -> PendingWork:
+    def _all_gather(self, what: str, result: Tensor, host: Tensor) -> PendingWork:
+        if self.goes_directly(host.nbytes):
+            counts = [host.nbytes] * self.size
+            return self._all_to_all(what, result, counts, _bytes(host).repeat(self.size), counts)
         parts = list(_bytes(result).view(self.size, -1)) if result.nbytes else [_bytes(result)] * self.size
-        return self._begin("all_gather", lambda gloo: gloo.allgather([parts], [_bytes(host)]), (result, host))
+        return self._begin(what, lambda gloo: gloo.allgather([parts], [_bytes(host)]), (result, host))
 
     def _exchange(
         self, what: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], receive: list[int], send: list[int]

@@ -128,6 +128,7 @@ class ShmProcessGroup(PendingGroup):
             self._waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
             self._waits.sees_every_rank = self._shared.shows_every_rank
         self._collectives = ShmCollectives(gloo, rank, size, self._waits, self._shared)
+        self._collectives.goes_directly = partial(options.goes_directly, size)
         self._over = self._collectives
         self._waits.at_failure.append(partial(_close_later, self._collectives))
         ended_at_exit(self._pid).add(self)
