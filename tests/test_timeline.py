@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import random
-import threading
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -14,6 +13,7 @@ from torch import nn
 
 import ppe_ddp
 from ppe_ddp import megatron
+from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.backends.shared_memory.step_parts import StepParts
 from ppe_ddp.cli import main
 from ppe_ddp.compression import Int8
@@ -121,25 +121,17 @@ def test_what_ranks_of_a_node_sum_in_memory_is_a_part_of_its_bucket():
 
 
 @on_two_ranks
-def test_a_timeline_changes_nothing_for_a_rank_that_is_ahead():
-    """It neither polls nor has a thread wait for buckets that another rank has not launched."""
-    model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02, negotiate_grads=False)
-    rank, started = dist.get_rank(), []
-
-    def is_ahead(_gradient):
-        started.extend(thread.name for thread in set(threading.enumerate()) - before)
-        dist.send(torch.zeros(1), dst=1)
-
-    with record() as recording:
-        loss = model(torch.randn(3, 64)).sum()
-        if rank == 0:
-            model.module[0].bias.register_hook(is_ahead)  # three buckets are under way then
-        else:
-            dist.recv(torch.zeros(1), src=0)
-        before = set(threading.enumerate())
-        loss.backward()
-    assert [name for name in started if name != "ppe_ddp-background"] == []
-    assert len(spans_of(recording, "bucket")) > 2
+def test_a_timeline_asks_for_no_futures_which_would_poll_and_start_threads():
+    asked, get_future = [], PendingWork.get_future
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingWork, "get_future", lambda work: asked.append(work) or get_future(work))
+        model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
+        with record() as recording:
+            for _ in range(3):
+                model(torch.randn(3, 64)).sum().backward()
+    assert asked == []
+    assert len(spans_of(recording, "bucket")) > 3
+    assert len(spans_of(recording, "vote")) == 3
 
 
 @on_two_ranks
