@@ -19,7 +19,8 @@ VENV := .venv
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.ppe_ddp-installed
 # More threads than cores make ranks on one machine wait for each other.
-RUN := OMP_NUM_THREADS=1 $(BIN)
+# Compiled once, and not again by each of some hundred processes, whatever the environment says of bytecode.
+RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)
 
 # Open MPI refuses to run as root or with more ranks than cores unless it is told to. Its `han` collectives have
 # given wrong sums after a rank was killed.

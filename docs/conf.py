@@ -9,12 +9,12 @@ version = release = ppe_ddp.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 html_theme = "furo"
 html_title = "ppe_ddp"
+default_role = "code"  # what docstrings have in single backquotes
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
-html_static_path = ["pictures"]
-# Pictures have a white ground, in the dark as well.
-html_css_files = []
+html_static_path = ["static"]
+html_css_files = ["pictures.css"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 autodoc_typehints = "description"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -230,6 +231,7 @@ def _alone(case: FaultCase, folder: str) -> str:
 
 
 def _be_rank(rank: int, case: FaultCase, folder: str, common: dict[str, str]) -> None:
+    gc.freeze()  # what was imported before is there to stay
     with open(f"{folder}/stderr{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
     os.environ |= common

@@ -73,7 +73,7 @@ def test_commands_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_lead_somewhere(page):
     text = re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"```\{image\} (\S+)", text)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"```\{figure\} (\S+)", text)
     for target in targets:
         if not target.startswith("http"):
             path, _, anchor = target.partition("#")

@@ -16,11 +16,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server():
-    fault_suite.start_fork_server()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind.replace(" ", "-"))
 def test_all_are_told(case):
     outcome = fault_suite.run(case)

@@ -1,4 +1,4 @@
-"""What a Work that is under way leaves behind."""
+"""What a Work that is under way leaves behind, and whom it tells of its end."""
 
 import gc
 import weakref
@@ -31,3 +31,27 @@ def test_the_future_of_what_has_failed_does_not_hold_what_its_caller_had():
     assert gradient() is None
     with pytest.raises(CommunicationError, match="on purpose"):
         future.wait()
+
+
+class OpenWork(PendingWork):
+    has_ended = False
+
+    def _has_ended(self):
+        return self.has_ended
+
+    def _failure(self):
+        return None
+
+
+def test_who_asks_to_be_told_of_the_end_is_told_once_and_changes_nothing():
+    told = []
+    work = OpenWork("all_reduce", SimpleNamespace(progress=lambda: told.append("advanced"), is_over=bool))
+    work.when_ended(lambda: told.append("ended"))
+    assert told == []
+    work.has_ended = True
+    assert told == []
+    work.wait()
+    work.wait()
+    assert told == ["ended"]
+    work.when_ended(lambda: told.append("late"))
+    assert told == ["ended", "late"]

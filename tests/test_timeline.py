@@ -13,6 +13,7 @@ from torch import nn
 
 import ppe_ddp
 from ppe_ddp import megatron
+from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.backends.shared_memory.step_parts import StepParts
 from ppe_ddp.cli import main
 from ppe_ddp.compression import Int8
@@ -22,7 +23,7 @@ from ppe_ddp.tracing import clock_offset
 from ppe_ddp.tracing.clock_offset import ClockOffset, measure_offset
 from ppe_ddp.tracing.presence_picture import group_names
 from ppe_ddp.tracing.rank_record import RankRecord
-from ppe_ddp.tracing.spans import length, merged, overlap, union, without
+from ppe_ddp.tracing.spans import KINDS, length, merged, overlap, union, without
 from ppe_ddp.tracing.timeline import record
 from ppe_ddp.tracing.timeline_folder import read_records
 from ppe_ddp.tracing.timeline_summary import summarize
@@ -117,6 +118,20 @@ def test_what_ranks_of_a_node_sum_in_memory_is_a_part_of_its_bucket():
     model(torch.randn(3, 64)).sum().backward()
     assert StepParts.listener is None
     assert len(spans_of(recording, "node")) == len(parts)
+
+
+@on_two_ranks
+def test_a_timeline_asks_for_no_futures_which_would_poll_and_start_threads():
+    asked, get_future = [], PendingWork.get_future
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingWork, "get_future", lambda work: asked.append(work) or get_future(work))
+        model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
+        with record() as recording:
+            for _ in range(3):
+                model(torch.randn(3, 64)).sum().backward()
+    assert asked == []
+    assert len(spans_of(recording, "bucket")) > 3
+    assert len(spans_of(recording, "vote")) == 3
 
 
 @on_two_ranks
@@ -220,11 +235,29 @@ def test_the_last_rank_leaves_files_and_pictures(ranks, tmp_path):
     assert ranks.run(train_into, str(tmp_path), True, timeout=150) == [None, None]
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
+    check_fields(events)
     check_nesting(events)
     for name in ("timeline.png", "gradients.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     assert "% of the communication is hidden" in (tmp_path / "summary.txt").read_text()
     assert "all ranks on the clock of rank 0" in (tmp_path / "summary.txt").read_text()
+
+
+def check_fields(events):
+    """Each event has what Chrome's format asks for, and each thread that has any a name."""
+    named, used = set(), set()
+    for event in events:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            value = {"name": str, "sort_index": int}[event["name"].partition("_")[2]]
+            assert [type(one) for one in event["args"].values()] == [value]
+            named |= {(event["pid"], event["tid"])} if event["name"] == "thread_name" else set()
+        else:
+            assert (event["ph"], bool(event["name"]), event["cat"] in KINDS) == ("X", True, True)
+            assert event["ts"] >= 0 <= event["dur"]
+            used.add((event["pid"], event["tid"]))
+    assert used <= named
 
 
 def check_nesting(events):

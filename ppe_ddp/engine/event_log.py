@@ -11,6 +11,7 @@ from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.engine.torch_internals import is_future
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ class EventLog:
 def watch(pending: Any, arrived: Callable[[], None]) -> bool:
     """Have ``arrived`` called when ``pending`` has, in whatever thread that is noticed; False if nobody can tell."""
     pending = getattr(pending, "work", pending)
+    if isinstance(pending, PendingWork):  # its future would wait for it, and take the time that is to be measured
+        pending.when_ended(arrived)
+        return True
     try:
         future = pending if is_future(pending) else pending.get_future()
         future.add_done_callback(lambda _: arrived())

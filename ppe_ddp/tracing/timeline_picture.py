@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.event_log import Span
     from ppe_ddp.tracing.rank_record import RankRecord
     from ppe_ddp.tracing.spans import Interval
-    from ppe_ddp.tracing.timeline_summary import StepTimes
+    from ppe_ddp.tracing.timeline_summary import StepTimes, TimelineSummary
 
 _COLOURS = {
     "forward": "#7db7e8",
@@ -50,7 +50,7 @@ _WORDS = {
     "decode": "decoding",
     "write": "writing back",
     "bucket": "bucket under way",
-    "gather": "parameters",
+    "gather": "parameters under way",
     "mask": "mask, vote",
     "node": "its sums in the node",
     "wire": "on the wire",
@@ -106,7 +106,7 @@ def _explain(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
-    """Begin and end, on each rank, of the step that is nearest to the median of all, in length and in waiting.
+    """Begin and end, on each rank, of the step that is nearest to what is written above it, in length and in waiting.
 
     The first steps are not typical: buckets are made anew, and an order of arrival is learned.
     """
@@ -115,17 +115,15 @@ def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]
     times = [step_times(record) for record in records]
     later = range(count // 2, count - 1)  # of the steps that end with backward 1, 2, ...
-    durations = [one[k].duration for k in later for one in times]
-    waits = [one[k].waiting for k in later for one in times]
-    number = count - 1
-    if durations:
-        middles = statistics.median(durations), statistics.median(waits)
-        number = 1 + min(later, key=lambda k: sum(_distance(one[k], middles) for one in times))
+    means = summarize(records)
+    number = 1 + min(later, key=lambda k: _distance(times, k, means), default=count - 2)
     return [_step(record, number) for record in records]
 
 
-def _distance(step: StepTimes, middles: tuple[float, float]) -> float:
-    return abs(step.duration - middles[0]) + abs(step.waiting - middles[1])
+def _distance(times: Sequence[Sequence[StepTimes]], k: int, means: TimelineSummary) -> float:
+    """How far step ``k`` of all ranks is from the means."""
+    duration, waiting = (statistics.fmean(getattr(one[k], field) for one in times) for field in ("duration", "waiting"))
+    return abs(duration / 1e6 - means.step_ms) + abs(waiting / 1e6 - means.exposed_ms)
 
 
 def _step(record: RankRecord, number: int) -> Interval:
@@ -221,7 +219,7 @@ class _Drawing:
         left_out = len(self._panel.records) - _MOST_RANKS
         more = f"; {left_out} more ranks are not drawn" if left_out > 0 else ""
         return (
-            f"{head}{summary.step_ms:.1f} ms a step, {summary.exposed_ms:.1f} of them only waiting; "
+            f"{head}mean step {summary.step_ms:.1f} ms, {summary.exposed_ms:.1f} only waiting; "
             f"{summary.hidden:.0%} of the communication is hidden{more}"
         )
 

@@ -20,6 +20,8 @@ from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ppe_ddp.backends.mpi.mpi_waits import Waits
 
 Requests = Iterator[UnderWay]
@@ -39,6 +41,12 @@ class QueuedCollective(PendingWork):
         self._reason: BaseException | None = None
         self._is_over = False
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """As :meth:`PendingWork.when_ended`, in any call that advances it."""
+        super().when_ended(call)
+        if self._is_over:
+            self._tell_end()
+
     def advance(self) -> bool:
         """Go on as far as what has arrived lets it; whether it is over."""
         try:
@@ -49,6 +57,7 @@ class QueuedCollective(PendingWork):
         except StopIteration:
             self._request = None
             self._is_over = True
+            self._tell_end()
         except BaseException as error:
             # whatever it was, the ranks are out of step here
             self.fail(f"{type(error).__name__}: {error}")

@@ -85,6 +85,7 @@ class PendingWork(PythonWork):
         self._error: BaseException | None = None
         self.at_arrival: Callable[[], None] | None = None
         """Called once when it has ended well: brings what came to where it belongs."""
+        self._at_end: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is complete.
@@ -136,6 +137,21 @@ class PendingWork(PythonWork):
         self._complete(future)
         return future
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once, by any thread, when this process sees that it has ended, well or not.
+
+        Unlike a future's callback it changes nothing: nobody waits for the work, or advances it, who did not before.
+        """
+        self._at_end = call
+        if self._is_settled:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        """It has ended, as this process sees now."""
+        call, self._at_end = self._at_end, None
+        if call is not None:
+            call()
+
     def _has_ended(self) -> bool:
         """Whether it has ended, well or not; does nothing for it."""
         raise NotImplementedError  # an abstract class would need another metaclass than torch's
@@ -162,6 +178,7 @@ class PendingWork(PythonWork):
                             self.at_arrival()
                     self.at_arrival = None
                     self._is_settled = True
+                    self._tell_end()
         return self._is_settled
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.progress_engine import ProgressEngine, Testable
+    from ppe_ddp.backends.shared_memory.launched_step import LaunchedStep
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
     from ppe_ddp.backends.shared_memory.node_link import NodeLink
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
-    from ppe_ddp.backends.shared_memory.step_queue import LaunchedStep, StepQueue
+    from ppe_ddp.backends.shared_memory.step_queue import StepQueue
 
 _Kind: Any = ReduceOp.RedOpType
 _SUM = _Kind.SUM

@@ -8,10 +8,11 @@ from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
-    from ppe_ddp.backends.shared_memory.step_queue import LaunchedStep, StepQueue
+    from ppe_ddp.backends.shared_memory.launched_step import LaunchedStep
+    from ppe_ddp.backends.shared_memory.step_queue import StepQueue
 
 
 class SharedMemoryWork(PendingWork):
@@ -24,6 +25,13 @@ class SharedMemoryWork(PendingWork):
         super().__init__(launched[0].step.title, waits)
         self._queue = queue
         self._launched = launched
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """As :meth:`PendingWork.when_ended`, in any call that advances it."""
+        super().when_ended(call)
+        self._launched[-1].at_end = self._tell_end
+        if self._queue.is_finished(self._launched[-1]):
+            self._tell_end()
 
     def _has_ended(self) -> bool:
         return self._queue.is_left_alone(self._launched[-1])

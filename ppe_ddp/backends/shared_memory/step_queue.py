@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppe_ddp.backends.shared_memory.launched_step import LaunchedStep
 from ppe_ddp.backends.shared_memory.shared_steps import (
     Region,
     Scratch,
@@ -51,39 +52,11 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
-    from ppe_ddp.backends.shared_memory.two_level_steps import Crossing
 
 # The layout of a control page, in int64; what different ranks write lies in different cache lines.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
 CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
-
-
-class LaunchedStep:
-    """One run of a step.
-
-    Args:
-        step: The step.
-        number: Counted on each group, from 1.
-        tensors: What must not be freed before all ranks have done their part.
-
-    Attributes:
-        is_staged: Whether its tensor is to be copied into shared memory, and the result back.
-        error: What is wrong with it; empty while nothing is known.
-        crossing: What is under way between nodes.
-        crossed_at: Since when; 0 where nobody asks.
-    """
-
-    __slots__ = ("crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
-
-    def __init__(self, step: Step, number: int, tensors: Any) -> None:
-        self.step = step
-        self.number = number
-        self.tensors = tensors
-        self.is_staged = step.shared is None
-        self.error = ""
-        self.crossing: Crossing | None = None
-        self.crossed_at = 0
 
 
 @dataclass(frozen=True)
@@ -336,6 +309,8 @@ class StepQueue:
                 self._progress.fence()
                 launched.step.finish(self._rank, self._size)
             self._finished = launched.number
+            if launched.at_end is not None:
+                launched.at_end()
         return len(self._held) < count
 
     def _publish(self, launched: LaunchedStep) -> None:

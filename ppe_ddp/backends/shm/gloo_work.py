@@ -48,6 +48,11 @@ class GlooWork(PendingWork):
         self.at_end: Callable[[], None] = _nothing
         """Called once when it has ended, well or not."""
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """As :meth:`PendingWork.when_ended`, by gloo's own thread."""
+        super().when_ended(call)
+        self._work.get_future().add_done_callback(lambda _: self._tell_end())
+
     def _arrived(self) -> bool:
         if self._progress.is_idle:  # gloo's own threads need the core more than a loop of ours
             with suppress(RuntimeError):
