@@ -22,6 +22,7 @@ from ppe_ddp.compression import (
     Compressor,
     ErrorFeedback,
     Int8,
+    Link,
     PowerSGD,
     RandomK,
     Sign,
@@ -581,3 +582,19 @@ def test_several_buckets_are_under_way_in_the_same_order_everywhere(options):
     assert logs[0] == logs[1] == logs[2]
     firsts = [k for k, (_, number) in enumerate(logs[0]) if number == 0]
     assert any(later == earlier + 1 for earlier, later in itertools.pairwise(firsts))
+
+
+@on_two_ranks
+@pytest.mark.parametrize(("numel", "pieces"), [(1, 1), (1 << 16, 1), ((1 << 17) + 3, 3)])
+def test_long_messages_go_over_gloo_in_pieces(numel, pieces):
+    link = Link(dist.group.WORLD, dist.get_rank(), 2, torch.device("cpu"))
+    gathering = link.all_gather(torch.arange(numel, dtype=torch.float32).view(1, -1) + dist.get_rank())
+    pending = next(gathering)
+    assert len(pending.parts) == pieces
+    pending.wait()
+    with pytest.raises(StopIteration) as ended:
+        next(gathering)
+    rows = ended.value.value
+    assert rows.shape == (2, 1, numel)
+    for rank in range(2):
+        assert torch.equal(rows[rank, 0], torch.arange(numel, dtype=torch.float32) + rank)

@@ -11,14 +11,17 @@ from ppe_ddp.compression import (
     FP16,
     ByParameter,
     ErrorFeedback,
+    FlatGradients,
     Int8,
     PowerSGD,
     RandomK,
+    Segment,
     Sign,
     TopK,
     Uncompressed,
     WarmUp,
 )
+from ppe_ddp.compression.blocks import Blocks
 
 SHAPES = {
     "weight": torch.Size([40, 33]),
@@ -309,6 +312,15 @@ def test_halves_stay_halves_where_nothing_compresses(kind):
         result = Simulation(compressor, SHAPES, 2, kind).average(wide)
         for key, average in result.items():
             torch.testing.assert_close(average.double(), mean(given)[key], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("numel", "nbytes"), [(40_000, 8), (40_001, 8 * 20_001)])
+def test_sizes_of_blocks_take_memory_only_where_they_differ(numel, nbytes):
+    values = torch.zeros(numel)
+    gradients = FlatGradients(values, values, (Segment("w", 0, numel, 1, {}),), False, values.dtype, 0, 0)
+    sizes = Blocks(gradients, 2).sizes(values)
+    assert int(sizes.sum()) == numel
+    assert sizes.untyped_storage().nbytes() == nbytes
 
 
 def test_warm_up_ends_after_its_steps():

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from ppe_ddp import cli
+from ppe_ddp.cli.compression_forecast import lines_of_forecast, of_slowest
 from ppe_ddp.testing import Nodes
 from reports import report_in
 from subprocesses import MPIRUN, needs_mpirun, run
@@ -26,6 +27,11 @@ def test_in_a_job_on_one_node_its_own_ranks_are_examined():
     assert ranks == [0, 1]
     assert routes(job) == {"all ranks": ([[0, 1]], "shared memory", "messages of mpi4py, within the node")}
     assert errors.count("ranks by mpirun") == 1
+    forecast = job["compression"]
+    assert forecast["nbytes"] == 4 << 20
+    assert 0 < forecast["seconds"] < 10
+    assert len(forecast["forecasts"]) == 4
+    assert errors.count("are averaged in") == 1
 
 
 @pytest.mark.nodes
@@ -48,10 +54,42 @@ def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
 
 @pytest.mark.nodes(long=True)
 def test_under_torchrun_on_two_nodes():
-    with Nodes(2) as nodes:
+    with Nodes(2, mbit=100) as nodes:
         done = nodes.launch("torchrun", [*DOCTOR, "--json", "-"], ranks=(1, 1), timeout=150)
     assert done.code == 0, done.errors
-    assert report_in(done.output)["job"]["nodes"] == [["n0", [0]], ["n1", [1]]]
+    job = report_in(done.output)["job"]
+    assert job["nodes"] == [["n0", [0]], ["n1", [1]]]
+    forecast = job["compression"]
+    assert forecast["seconds"] > 0.8 * forecast["nbytes"] * 8 / 100e6
+    assert forecast["best"].startswith(("TopK", "PowerSGD"))
+    assert forecast["forecasts"][forecast["best"]] < 0.5 * forecast["seconds"]
+    assert f"    {forecast['best']} (forecast): " in done.errors
+
+
+def test_what_the_slowest_rank_sees_decides_whether_compression_pays():
+    slow, fast = [0.2, {"Int8": 0.1, "BF16": 0.05}], [0.1, {"Int8": 0.06, "BF16": 0.18}]
+    found = of_slowest(4 << 20, [slow, fast])
+    assert (found.seconds, found.forecasts, found.best) == (0.2, {"Int8": 0.1, "BF16": 0.18}, "Int8")
+    assert lines_of_forecast(found) == [
+        "  compression pays where backward hides less: 4.2 MB are averaged in 200.0 ms",
+        "    Int8 (forecast): 100.0 ms",
+    ]
+
+
+def test_what_saves_nothing_does_not_pay():
+    found = of_slowest(4 << 20, [[0.1, {"Int8": 0.096, "BF16": 0.2}]])
+    assert found.best is None
+    assert lines_of_forecast(found) == [
+        "  compression would not pay: 4.2 MB are averaged in 100.0 ms",
+        "    with it (forecast): 96.0 ms or more",
+    ]
+
+
+def test_the_forecast_fits_a_terminal():
+    methods = ("TopK(0.01) with error feedback", "PowerSGD(4) with error feedback")
+    for seconds in (1e-3, 60.0):
+        found = of_slowest(4 << 20, [[seconds, {method: seconds / 10}] for method in methods[1:]])
+        assert max(map(len, lines_of_forecast(found))) <= 80
 
 
 def test_a_job_has_one_backend(monkeypatch, capsys):

@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from time import process_time
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -119,6 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     methods = f"only this one, repeatable ({'; '.join(CONTESTANTS)})"
     training.add_argument("--method", action="append", choices=CONTESTANTS, metavar="NAME", help=methods)
     training.add_argument("--steps", type=count, metavar="N", help="fewer than the task has: a first look")
+    seeds = "train so often, from other weights: accuracies are means of them (default: 1)"
+    training.add_argument("--seeds", type=count, default=1, metavar="N", help=seeds)
     training.add_argument("--out", type=output, metavar="FILE", help="draw losses over time: .png, .svg or .pdf")
 
 
@@ -227,7 +229,7 @@ def _train(arguments: argparse.Namespace) -> int:
         with ExitStack() as stack:
             ranks = _ranks(arguments, stack)
             for task in dict.fromkeys(arguments.task):
-                lines += ranks.run(train, task, names, arguments.steps)[0]
+                lines += ranks.run(train, task, names, arguments.steps, arguments.seeds)[0]
     except (ImportError, NodesError) as error:
         print(f"ppe_ddp: {error}", file=sys.stderr)
         return 2
@@ -235,6 +237,7 @@ def _train(arguments: argparse.Namespace) -> int:
     _print_training(lines, where, sys.stderr if arguments.json == "-" else sys.stdout)
     if arguments.json is not None:
         used = {"nodes": arguments.nodes or 1, "mbit": arguments.mbit if arguments.nodes else None}
+        used["seeds"] = arguments.seeds
         write_report(arguments.json, "bench compression", settings=used, training=[asdict(line) for line in lines])
     if arguments.out is not None:
         draw_losses(lines, Path(arguments.out), f"{lines[0].ranks} ranks on {where}")
@@ -268,10 +271,16 @@ def _print_training(lines: Sequence[TrainingLine], where: str, file: TextIO) -> 
                 "-" if reached is None else f"{reached:.1f}",
                 "-" if reached is None or first is None else f"{reached / first:.2f}",
                 f"{sum(line.losses[-10:]) / len(line.losses[-10:]):.2f}",
-                f"{100 * line.accuracy:.1f} %",
+                _accuracy(line.accuracies),
             )
         table.add_section()
     print_table(table, file)
+
+
+def _accuracy(parts: Sequence[float]) -> str:
+    """The mean, and its standard error where there are several."""
+    error = f" ±{100 * stdev(parts) / len(parts) ** 0.5:.1f}" if len(parts) > 1 else ""
+    return f"{100 * fmean(parts):.1f}{error} %"
 
 
 def _publish(arguments: argparse.Namespace, lines: list[CompressionLine]) -> None:

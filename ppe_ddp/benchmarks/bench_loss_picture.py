@@ -21,6 +21,7 @@ _COLOURS = {
     "Sign": "#9467bd",
     "TopK(0.01)": "#e69f00",
     "PowerSGD(4)": "#d62728",
+    "LocalSGD, Int8": "#8c564b",
     "DiLoCo, Int8": "#2a9d6f",
 }
 
@@ -43,21 +44,28 @@ def draw_losses(lines: Sequence[TrainingLine], file: Path, caption: str) -> None
     axes = figure.subplots(1, len(tasks), squeeze=False)[0]
     for task, axis in zip(tasks, axes, strict=True):
         own = [line for line in lines if line.task == task]
+        target = own[0].target
+        axis.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=0)
         for line in own:
-            smooth = [fmean(line.losses[max(0, k + 1 - _MEAN_OF) : k + 1]) for k in range(len(line.losses))]
+            first = min(_MEAN_OF, len(line.losses))  # before it there are too few for a mean
+            smooth = [fmean(line.losses[k - first : k]) for k in range(first, len(line.losses) + 1)]
             is_torchs = line.name.startswith("torch") or line.name.endswith("torch")
-            ours = line.name.removesuffix(", torch")
+            colour = _COLOURS.get(line.name.removesuffix(", torch"), "#777777")
             axis.plot(
-                line.seconds,
+                line.seconds[first - 1 :],
                 smooth,
                 label=line.name,
-                color=_COLOURS.get(ours, "#999999"),
+                color=colour,
                 linestyle="--" if is_torchs else "-",
                 linewidth=1.1 if is_torchs else 1.6,
             )
-        axis.axhline(own[0].target, color="#bbbbbb", linewidth=0.8, zorder=0)
+            if line.seconds_to_target is not None:
+                inside = "white" if is_torchs else colour
+                axis.plot(
+                    line.seconds_to_target, target, "o", color=colour, markerfacecolor=inside, markersize=5, zorder=4
+                )
         axis.set_xscale("log")
-        axis.set_title(task, fontsize=10)
+        axis.set_title(f"{task}, {own[0].whole_nbytes / 1e6:.1f} MB, to {target:g}", fontsize=10)
         axis.set_xlabel("seconds")
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)

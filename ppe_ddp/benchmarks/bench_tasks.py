@@ -38,7 +38,7 @@ class Task(ABC):
         title: What it is, in a few words.
         steps: How many there are, unless the user says otherwise.
         target: The mean loss of the last steps to reach.
-        lr: Of Adam.
+        lr: Of Adam, in the first half of the steps; then it goes down to nothing.
         is_dynamic: Whether a step leaves parameters out, other ones on each rank.
     """
 
@@ -66,7 +66,7 @@ class Digits(Task):
     """Handwritten digits by a perceptron."""
 
     name, title = "digits", "digits, 64-512-512-10"
-    steps, target, lr = 120, 0.1, 2e-3
+    steps, target, lr = 400, 0.1, 2e-3
     _size = 32
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Trees(Task):
     """What kind of statement is it, by what is below it? Another network in every step and on every rank."""
 
     name, title = "trees", "syntax trees, a cell of width 64 for each kind of node"
-    steps, target, lr = 120, 0.45, 4e-3
+    steps, target, lr = 200, 0.45, 4e-3
     is_dynamic = True
     _width, _size, _smallest, _largest = 64, 24, 4, 24
 
@@ -175,7 +175,7 @@ class SmallGPT(Task):
     """The next byte of the source of Python's standard library."""
 
     name, title = "gpt", "GPT on Python's standard library, 3 layers of width 256"
-    steps, target, lr = 120, 2.7, 1e-3
+    steps, target, lr = 80, 2.7, 1e-3
     _width, _depth, _length, _size = 256, 3, 32, 3
 
     def __init__(self) -> None:

@@ -9,7 +9,9 @@ set). A rank that hangs is killed and reported.
 
 Under mpirun, torchrun or srun it examines the ranks of that job instead:
 which share a node, and for the groups of all ranks, of a node, and of one
-rank of each node, what goes through memory and what over the network.
+rank of each node, what goes through memory and what over the network. It
+also says how long some gradients take there, and forecasts what they would
+with compression.
 
   python -m ppe_ddp doctor
   mpirun -hosts n0:2,n1:2 -n 4 python -m ppe_ddp doctor

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.cli.backend_examination import examine
+from ppe_ddp.cli.compression_forecast import CompressionForecast, forecast_compression, lines_of_forecast
 from ppe_ddp.engine.bucket_allocator import offers_memory
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
@@ -61,6 +62,7 @@ class JobFindings:
         nodes: The host name and the ranks of each node.
         routes: How messages travel, by group.
         problems: What is wrong, as the ranks see it; empty where all is well.
+        compression: Whether compression would pay; None where collectives fail, and where gradients are not on the CPU.
     """
 
     launcher: str
@@ -68,6 +70,7 @@ class JobFindings:
     nodes: tuple[tuple[str, tuple[int, ...]], ...]
     routes: tuple[Route, ...]
     problems: tuple[str, ...]
+    compression: CompressionForecast | None
 
 
 def examine_job(job: Job) -> JobFindings:
@@ -83,7 +86,9 @@ def examine_job(job: Job) -> JobFindings:
         routes.append(_route("of a node", by_node, by_node))
         routes.append(_route("one of each node", list(itertools.zip_longest(*by_node)), by_node))
     problems = dict.fromkeys(problem for found in _gathered(examine(job.device.type)) for problem in found)
-    return JobFindings(job.launcher, job.backend, tuple(nodes), tuple(routes), tuple(problems))
+    is_forecast = job.device.type == "cpu" and not problems
+    compression = forecast_compression() if is_forecast else None
+    return JobFindings(job.launcher, job.backend, tuple(nodes), tuple(routes), tuple(problems), compression)
 
 
 def lines_of(findings: JobFindings) -> list[str]:
@@ -95,6 +100,8 @@ def lines_of(findings: JobFindings) -> list[str]:
         lines.append(f"  {route.group} ({_listed(route.ranks)})")
         lines.append(f"    buckets: {route.buckets}")
         lines.append(f"    masks:   {route.masks}")
+    if findings.compression is not None:
+        lines += lines_of_forecast(findings.compression)
     lines += [f"  failed: {problem}" for problem in findings.problems] or ["  ok: collectives and training steps"]
     return lines
 

@@ -57,7 +57,9 @@ class Blocks:
         return flat[first.start : last.stop].view(self.number, self._block)
 
     def sizes(self, like: Tensor) -> Tensor:
-        """How many elements of each block are those of a parameter: ``(number,)``, on the device of ``like``."""
+        """How many elements of each block are those of a parameter: ``(number,)``, to read, where ``like`` is."""
+        if not self._is_padded:  # one number for all: with blocks of one element they would take twice the gradients
+            return torch.full((1,), self._block, device=like.device).expand(self.number)
         sizes = torch.full((self.number,), self._block)
         ends = torch.tensor(self._counts).cumsum(0) - 1
         numels = torch.tensor([segment.numel for segment in self._gradients.segments])

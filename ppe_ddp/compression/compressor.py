@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from ppe_ddp.compression.all_pending import AllPending
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ppe_ddp.compression.flat_gradients import FlatGradients
     from ppe_ddp.compression.link import Exchange, Link
-    from ppe_ddp.contracts import Waitable
 
 
 class Compressor(ABC):
@@ -51,32 +52,3 @@ def together(exchanges: Iterable[Exchange]) -> Exchange:
         if started:
             yield AllPending([pending for _, pending in started])
         running = [exchange for exchange, _ in started]
-
-
-class AllPending:
-    """Several things in flight, waited for as one.
-
-    Args:
-        parts: These.
-
-    Attributes:
-        parts: The same.
-    """
-
-    def __init__(self, parts: list[Waitable]) -> None:
-        self.parts = parts
-
-    def is_completed(self) -> bool:
-        """Whether all of them are; asks each, since asking may be what advances it."""
-        return all([is_completed(one) for one in self.parts])
-
-    def wait(self) -> None:
-        """Wait for one after another."""
-        for one in self.parts:
-            one.wait()
-
-
-def is_completed(pending: Waitable) -> bool:
-    """Whether waiting would return at once, without waiting."""
-    probe = getattr(pending, "done", None) or getattr(pending, "is_completed", None)
-    return probe is None or bool(probe())

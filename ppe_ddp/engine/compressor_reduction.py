@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import AllPending
+from ppe_ddp.compression.all_pending import AllPending
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
 from ppe_ddp.compression.link import Link
 from ppe_ddp.engine.exchange_queue import Delivered, ExchangeQueue, PendingExchange

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
 
-from ppe_ddp.compression.compressor import is_completed
+from ppe_ddp.compression.all_pending import is_completed
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.event_log import EventLog
 
