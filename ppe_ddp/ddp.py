@@ -214,6 +214,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             EventLog.current.begin("forward", self)
         synchronizes = torch.is_grad_enabled()
         reducer = self._ready() if synchronizes else self._reducer
+        if reducer is not None and synchronizes:
+            reducer.synchronizer.begin_step()
         if reducer is not None and is_in_join(self):
             Join.notify_join_context(self)
             announce(reducer, synchronizes=synchronizes and reducer.enabled)
