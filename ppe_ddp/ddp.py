@@ -179,7 +179,12 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     def _agreed(self) -> str:
         """What else the ranks must have in common, as text."""
         checks = self._options.check_for_nan_in_grad
-        texts = [str(self._precision), f"check_for_nan_in_grad {checks!r}" if checks else ""]
+        is_plain = getattr(self._reduce_function, "is_plain_average", False)
+        texts = [
+            str(self._precision),
+            f"check_for_nan_in_grad {checks!r}" if checks else "",
+            "" if is_plain else "reduce_function of the user's own",
+        ]
         return ", ".join(filter(None, texts))
 
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
