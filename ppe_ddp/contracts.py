@@ -159,6 +159,9 @@ class ReduceFunction(Protocol):
 
     ``is_plain_average``: the wrapper may average by something else in its place (a reduce-scatter where each rank
     needs its part only, nothing on one rank), may have the backend divide, and does not check what it has done.
+
+    Either all ranks have a function of their own or none, which is compared. That it is the same one is not: a rank may
+    have one that logs, too, and its name says nothing of what it sends. ``PPE_DDP_DEBUG=1`` compares that.
     """
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
@@ -200,7 +203,11 @@ class CommHook(Protocol):
 
 
 class SyncHook(Protocol):
-    """A communication hook of pytorch-pfn-extras."""
+    """A communication hook of pytorch-pfn-extras.
+
+    Ranks may have different ones, or none, and nothing is compared: a hook sees this rank's gradients only, and what it
+    sends, if anything, goes by a group of the user's.
+    """
 
     def __call__(self, module: Any, /) -> None:
         """Called before synchronization; sees every local ``.grad`` and may change, set or remove it."""

@@ -179,7 +179,12 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     def _agreed(self) -> str:
         """What else the ranks must have in common, as text."""
         checks = self._options.check_for_nan_in_grad
-        texts = [str(self._precision), f"check_for_nan_in_grad {checks!r}" if checks else ""]
+        is_plain = getattr(self._reduce_function, "is_plain_average", False)
+        texts = [
+            str(self._precision),
+            f"check_for_nan_in_grad {checks!r}" if checks else "",
+            "" if is_plain else "reduce_function of the user's own",
+        ]
         return ", ".join(filter(None, texts))
 
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
@@ -214,6 +219,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             EventLog.current.begin("forward", self)
         synchronizes = torch.is_grad_enabled()
         reducer = self._ready() if synchronizes else self._reducer
+        if reducer is not None and synchronizes:
+            reducer.synchronizer.begin_step()
         if reducer is not None and is_in_join(self):
             Join.notify_join_context(self)
             announce(reducer, synchronizes=synchronizes and reducer.enabled)

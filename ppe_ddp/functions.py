@@ -192,9 +192,20 @@ class _Overlapped:
         future, ready, gradients, group = self._calls.popleft()
         place = gradients.index(), id(group)
         failed = self._failed_before(*place)
+        if failed is None and (failed := self._error_of(ready, gradients, group)) is not None:
+            self._failed = *place, failed
+            clear_frames(failed)
+        del group  # whose connections end with the last reference
         if failed is not None:
             future.set_exception(failed)
-            return
+        else:
+            # A Future makes the streams wait only for what is in its value.
+            future.set_result(gradients.buffer())
+        # The error's frames keep this one, which would keep its future: no collector finds a cycle through C++.
+        del future, gradients, failed
+
+    def _error_of(self, ready: Any, gradients: GradBucket, group: ProcessGroup | None) -> Exception | None:
+        """Call the function, and wait for what it returns; the error that this raises."""
         try:
             with torch.no_grad():
                 if ready is not None:
@@ -204,13 +215,8 @@ class _Overlapped:
                 if pending is not None:
                     pending.wait()
         except Exception as error:
-            self._failed = *place, error
-            clear_frames(error)
-            del group  # this frame runs still, and cannot be cleared
-            future.set_exception(error)
-        else:
-            # A Future makes the streams wait only for what is in its value.
-            future.set_result(gradients.buffer())
+            return error
+        return None
 
     def _failed_before(self, index: int, group: int) -> Exception | None:
         """What an earlier bucket of this step has failed with: the other ranks would take this bucket for that one."""

@@ -2,6 +2,7 @@
 
     make soak MINUTES=10
     mpirun -n 2 python tests/soak.py --seconds 60
+    mpirun -n 3 python tests/soak.py --failures 1000     each followed by a right step
 
 Memory, descriptors and threads of each rank have to stay flat: what is judged is how much they grow in a round, by the
 median of the slopes between all pairs of samples (Theil and Sen), which some steps and spikes do not move.
@@ -11,6 +12,7 @@ import argparse
 import ctypes
 import gc
 import logging
+import math
 import os
 import random
 import statistics
@@ -35,6 +37,7 @@ BOUNDS = {"kilobytes": 8.0, "descriptors": 0.4, "threads": 0.4}
 # connections that no wrapper needs any more are kept for the next.
 ONCE = {"kilobytes": 30000.0, "descriptors": 60.0, "threads": 30.0}
 SAMPLE_EVERY = 4  # rounds
+PROGRESS = 50  # rounds between two lines
 WARM_UP = 1 / 3  # of the samples: caches fill, and the allocator finds its size
 
 
@@ -127,7 +130,7 @@ LEAKS = {
 }
 
 
-def soak(seconds, *, rounds=None, deeds=(), leak=None, seed=0):
+def soak(seconds, *, rounds=None, deeds=(), leak=None, seed=0, progress=0):
     """Go on for so long on all ranks of the default group.
 
     Args:
@@ -136,38 +139,54 @@ def soak(seconds, *, rounds=None, deeds=(), leak=None, seed=0):
         deeds: What to do in a round, of ``DEEDS``; nothing for all.
         leak: One of ``LEAKS``, to leak in each round.
         seed: Of all that is random.
+        progress: After how many rounds rank 0 prints how far it is; 0 for never.
 
     Returns:
-        On every rank what each rank has found: how much grows in a round, and how many rounds there were.
+        On every rank what each rank has found: how much grows in a round, how many rounds there were, and the first
+        and the last sample.
     """
     generator, samples = random.Random(seed), Samples()
-    group, end, turn = dist.group.WORLD, time.monotonic() + seconds, 0
-    while turn != rounds and broadcast_json(time.monotonic() < end, 0, group):
+    group, begin, turn = dist.group.WORLD, time.monotonic(), 0
+    while turn != rounds and broadcast_json(time.monotonic() < begin + seconds, 0, group):
         one_round(turn, generator.choice(deeds or DEEDS))
         if leak is not None:
             LEAKS[leak]()
         turn += 1
         if turn % SAMPLE_EVERY == 0:
             samples.take(turn)
-    return all_gather_json({"growth": samples.growth(), "rounds": turn}, group)
+        if progress and turn % progress == 0 and dist.get_rank() == 0:
+            now = ", ".join(f"{name} {values[-1]:.0f}" for name, values in samples.values.items() if values)
+            print(f"{time.monotonic() - begin:.0f} s: {turn} rounds; {now}", flush=True)
+    ends = {name: [*values[:1], *values[-1:]] for name, values in samples.values.items()}
+    return all_gather_json({"growth": samples.growth(), "rounds": turn, "ends": ends}, group)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--backend", help="of the default group, where not the launcher's")
     parser.add_argument("--rounds", type=int, help="so many at most")
+    parser.add_argument("--failures", type=int, help="so many rounds, in each of which one rank fails")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deeds", nargs="*", default=[], choices=DEEDS, help="do nothing but these")
     parser.add_argument("--leak", choices=list(LEAKS), help="leak this in each round, to see that it is found")
     options = parser.parse_args()
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
-    job = init_process_group(timeout=20)
-    found = soak(options.seconds, rounds=options.rounds, deeds=options.deeds, leak=options.leak, seed=options.seed)
+    job = init_process_group(options.backend, timeout=20)
+    deeds, rounds, seconds = options.deeds, options.rounds, options.seconds
+    if options.failures is not None:
+        deeds, rounds, seconds = WAYS, options.failures, math.inf
+    begin = time.monotonic()
+    found = soak(seconds, rounds=rounds, deeds=deeds, leak=options.leak, seed=options.seed, progress=PROGRESS)
     problems = [f"rank {rank}: {text}" for rank, one in enumerate(found) for text in leaks(one)]
     if job.rank == 0:
         for rank, one in enumerate(found):
-            texts = ", ".join(f"{name} {value:+.3f}" for name, value in one["growth"].items())
+            texts = ", ".join(
+                f"{name} {value:+.3f} ({' to '.join(f'{end:.0f}' for end in one['ends'][name])})"
+                for name, value in one["growth"].items()
+            )
             print(f"rank {rank}: {one['rounds']} rounds, growth in a round: {texts}", flush=True)
+        print(f"{time.monotonic() - begin:.0f} s", flush=True)
         print("\n".join(["LEAKS", *problems]) if problems else "flat", flush=True)
     dist.destroy_process_group()
     sys.exit(1 if problems else 0)

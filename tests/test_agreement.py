@@ -5,10 +5,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
-from one_process import data, mlp, seeded
-from ppe_ddp import DisagreementError, DistributedDataParallel
+from one_process import assert_gradients, data, mean_gradients, mlp, seeded
+from ppe_ddp import DisagreementError, DistributedDataParallel, average, overlapped
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.compression import BF16, FP16
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -46,6 +48,35 @@ def test_one_rank_averages_by_something_else(kind):
     with pytest.raises(DisagreementError, match=text):
         step()
     square(DistributedDataParallel(seeded(mlp, 4, 2)))
+
+
+def logged(gradients, group):
+    return average(gradients, group)
+
+
+@on_two_ranks
+def test_one_rank_has_a_reduce_function():
+    """Where the wrapper may average by something else, the others would send other messages."""
+    plugs = {"reduce_function": logged} if dist.get_rank() else {}
+    with pytest.raises(DisagreementError, match=r"rank 1 .*reduce_function of the user's own"):
+        DistributedDataParallel(seeded(mlp, 4, 2), bucket_cap_mb=4, **plugs)
+    with pytest.raises(DisagreementError, match=r"rank 1 .*reduce_function of the user's own"):
+        MegatronDDP(None, DistributedDataParallelConfig(), seeded(mlp, 4, 2), **plugs)
+    square(DistributedDataParallel(seeded(mlp, 4, 2)))
+
+
+@on_two_ranks
+def test_functions_and_hooks_of_ppe_may_differ():
+    module = seeded(mlp, 4, 2)
+    mean = mean_gradients(module, square)
+    other = overlapped(logged) if dist.get_rank() else logged
+    wrapper = DistributedDataParallel(module, reduce_function=other)
+    seen = []
+    if dist.get_rank():
+        wrapper.register_comm_hook(seen.append)
+    square(wrapper, dist.get_rank())
+    assert_gradients(module, mean)
+    assert len(seen) == dist.get_rank()
 
 
 @on_two_ranks

@@ -1,5 +1,7 @@
 """`bucket_cap_mb=None`: the size of buckets is chosen by what the first steps have measured, alike on every rank."""
 
+import copy
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -8,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ppe_ddp
+from node_worlds import in_own_world, worlds
 from ppe_ddp.engine.bucket_plan import Packing
-from ppe_ddp.engine.bucket_size import MEASURED_STEPS, MeasuredSpeed
+from ppe_ddp.engine.bucket_size import MEASURED_STEPS, BucketSizeMeasurement, MeasuredSpeed
 
 MIB = 1 << 20
 DEFAULT = 4 * MIB
@@ -135,6 +138,47 @@ def fail_in_between(rank_that_fails, step_that_fails):
 @pytest.mark.parametrize("step", [3, MEASURED_STEPS + 2])
 def test_after_a_failure_all_ranks_measure_again(two_ranks, step):
     assert two_ranks.run(fail_in_between, 1, step) == [(DEFAULT, MIB // 2)] * 2
+
+
+def fail_while_it_is_measured(culprit, call):
+    """One rank has no memory for one of the messages that are timed; the next step is right, and all measure again."""
+    rank, measure, calls = dist.get_rank(), BucketSizeMeasurement._all_reduce, itertools.count()
+
+    def refuse(*arguments):
+        if rank == culprit and next(calls) == call:
+            raise torch.OutOfMemoryError("no memory is left")
+        return measure(*arguments)
+
+    with chosen(MIB // 2), pytest.MonkeyPatch.context() as patches:
+        model = ppe_ddp.DistributedDataParallel(Net())
+        train(model, MEASURED_STEPS - 1)
+        patches.setattr(BucketSizeMeasurement, "_all_reduce", refuse)
+        own = torch.OutOfMemoryError if rank == culprit else ppe_ddp.PeerAbortedError
+        with pytest.raises(own, match="no memory is left" if rank == culprit else f"rank {culprit} failed in the "):
+            train(model, 1)
+        kept = [parameter.grad.clone() for parameter in model.parameters()]
+        torch.manual_seed(dist.get_rank())
+        twin = copy.deepcopy(model.module)
+        twin.zero_grad()
+        twin(torch.randn(4, 256)).square().mean().backward()
+        assert all(torch.equal(*pair) for pair in zip(kept, (p.grad for p in twin.parameters()), strict=True))
+        train(model, MEASURED_STEPS - 1)
+        before = packing_of(model).bucket_bytes
+        train(model, 1)
+        return before, packing_of(model).bucket_bytes
+
+
+# Of the two times four all-reduces that are timed, and the last, by which the ranks agree.
+@pytest.mark.parametrize(("culprit", "call"), [(1, 0), (0, 5), (1, 8)])
+def test_one_rank_fails_while_it_is_measured(two_ranks, culprit, call):
+    assert two_ranks.run(fail_while_it_is_measured, culprit, call) == [(DEFAULT, MIB // 2)] * 2
+
+
+@pytest.mark.parametrize("world", worlds((1, 1), (2, 1), short=()), indirect=True)
+@pytest.mark.parametrize("call", [0, 8])
+def test_one_rank_fails_while_it_is_measured_on_nodes(world, call):
+    for found in world.run(in_own_world, fail_while_it_is_measured, 1, call):
+        assert found == (DEFAULT, MIB // 2)
 
 
 def differ():

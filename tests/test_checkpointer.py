@@ -18,6 +18,7 @@ from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
 from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, DisagreementError
 from ppe_ddp.checkpoints import checkpoint_folder, entry_files
 from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder
+from ppe_ddp.engine.lost_ranks import LostRanks
 from ppe_ddp.testing import RankError, Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -287,6 +288,36 @@ def save_and_die(folder, moment):
 
     if (dist.get_rank() == 1) == (moment == "fsync"):  # only rank 0 renames
         setattr(os, moment, die)
+    training.checkpointer.save(2)
+
+
+def test_a_rank_that_has_left_since_is_not_named(folder, tmp_path):
+    os.mkfifo(tmp_path / "held")
+    with Ranks(3, timeout=20) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(save_and_leave_one_after_another, folder, tmp_path / "held")
+    text = str(caught.value.exceptions[2])
+    assert "rank 1 has found" in text
+    assert "rank 0, which has died" in text
+    assert "rank 1, which" not in text
+
+
+def save_and_leave_one_after_another(folder, fifo):
+    training, rank = NoisyTraining(folder), dist.get_rank()
+    training.checkpointer.save(1)
+    held = open(fifo, "w" if rank == 1 else "r") if rank else None  # noqa: SIM115  # for as long as the process
+    if rank == 0:
+        os.kill(os.getpid(), 9)
+    if rank == 1:
+        with pytest.raises(CommunicationError, match="rank 0, which has died"):
+            training.checkpointer.save(2)
+        os._exit(0)
+    find = LostRanks.find
+
+    def find_later(*arguments):
+        held.read()  # to its end, which is that of the process
+        return find(*arguments)
+
+    LostRanks.find = find_later
     training.checkpointer.save(2)
 
 

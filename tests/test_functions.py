@@ -1,6 +1,10 @@
 """What a reduce function declares, and who divides then."""
 
+import contextlib
+import gc
 import pickle
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +92,34 @@ def test_the_conformance_kit_knows_the_declaration(two_ranks):
     check_reduce_function(declared_sum, world=world)
     with pytest.raises(ConformanceError):
         check_reduce_function(undeclared_sum, world=world)
+
+
+def test_an_overlapped_function_that_has_failed_holds_no_bucket():
+    """No collector finds a cycle that goes through a Future."""
+
+    def refuse(gradients, group):
+        raise ValueError("not today")
+
+    function, bucket = overlapped(refuse), FlatBucket()
+    seen, future = weakref.ref(bucket), function(bucket, None)
+    with contextlib.suppress(ValueError):
+        future.wait()
+    del bucket, future
+    function(FlatBucket(), None)  # the thread lets go of one call when it takes the next
+    for _ in range(100):
+        gc.collect()
+        if seen() is None:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError(gc.get_referrers(seen()))
+
+
+class FlatBucket:
+    def buffer(self):
+        return torch.zeros(1)
+
+    def index(self):
+        return 0
 
 
 @pytest.mark.parametrize(("function", "declared"), [(average, True), (declared_sum, True), (undeclared_sum, False)])

@@ -2,24 +2,20 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from one_process import assert_gradients, data, mean_gradients, mlp, seeded, square
-from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.failures import Failure, Failures
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
-from rank_tests import on_three_ranks, on_two_ranks
+from rank_tests import on_two_ranks
 from subprocesses import await_stop
 
 
@@ -238,69 +234,3 @@ def test_a_store_that_is_silent_is_not_waited_for():
     finally:
         process.kill()
         process.join()
-
-
-def give_up(wrapper, culprit, *reason):
-    """One rank gives its step up after forward; the others' error of it, None there."""
-    if dist.get_rank() == culprit:
-        wrapper(data(5, 4)).sum()
-        wrapper.abort_grad_sync(*reason)
-        return None
-    with pytest.raises(PeerAbortedError) as caught:
-        square(wrapper, dist.get_rank())
-    return caught.value
-
-
-@on_three_ranks
-def test_a_step_is_given_up_by_hand():
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module)
-    mean = mean_gradients(module, square)
-    for culprit in range(3):
-        wrapper.zero_grad()
-        start = time.monotonic()
-        error = give_up(wrapper, culprit, "the loss is no number")
-        if error is None:
-            wrapper.abort_grad_sync("once more")  # which they know
-        else:
-            assert time.monotonic() - start < 10
-            assert re.search(f"rank {culprit} failed in .* the loss is no number", str(error))
-            assert (error.rank, error.step, error.phase) == (culprit, 2 * culprit + 1, "begun")
-            assert error.reason == "AbortedError: the loss is no number"
-        wrapper.zero_grad()
-        square(wrapper, rank)
-        assert_gradients(module, mean)
-
-
-@on_two_ranks
-def test_the_next_step_may_be_given_up_before_the_ranks_are_connected_again():
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module)
-    mean = mean_gradients(module, square)
-    for culprit in (0, 1, 1):
-        for _ in range(2):
-            wrapper.zero_grad()
-            error = give_up(wrapper, culprit)
-            assert error is None or re.search(f"rank {culprit}.* it has called abort_grad_sync", str(error))
-        wrapper.zero_grad()
-        square(wrapper, rank)
-        assert_gradients(module, mean)
-
-
-@on_two_ranks
-def test_a_synchronization_that_was_begun_is_given_up():
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module)
-    mean = mean_gradients(module, square)
-    with wrapper.no_sync():
-        square(wrapper, rank)
-    own = [parameter.grad.clone() for parameter in module.parameters()]
-    wrapper.start_grad_sync()
-    if rank == 1:
-        wrapper.abort_grad_sync()
-    else:
-        with pytest.raises(PeerAbortedError, match="rank 1"):
-            wrapper.finish_grad_sync()
-    assert all(torch.equal(*pair) for pair in zip(own, (one.grad for one in module.parameters()), strict=True))
-    wrapper.finish_grad_sync()
-    assert_gradients(module, mean)

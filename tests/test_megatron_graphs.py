@@ -78,6 +78,10 @@ def hold(model, expected):
         torch.testing.assert_close(parameter.main_grad, want, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def main_gradients(model):
+    return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
+
+
 def routes(rank, step, micro=0):
     """Another path on each rank, in each step and micro-batch."""
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)

@@ -10,6 +10,7 @@ import torch
 from ppe_ddp.contracts import is_waitable
 from ppe_ddp.engine.completion import probe, run
 from ppe_ddp.engine.distributed_tensors import local_tensor
+from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
@@ -35,11 +36,18 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
 
     Raises:
         FunctionError: The function returned something that cannot be waited for.
+        PeerAbortedError: It has failed on another rank.
         CommunicationError: Our own function failed to communicate, or a rank is gone.
     """
-    with torch.no_grad():
-        run(broadcasting(function, tensors, groups, source=source))
-    groups.await_start()
+    try:
+        with torch.no_grad():
+            run(broadcasting(function, tensors, groups, source=source))
+        groups.await_start()
+    except Exception as error:
+        instead = groups.fail(error, START)
+        if instead is None:
+            raise
+        raise instead from error
 
 
 def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> Steps:

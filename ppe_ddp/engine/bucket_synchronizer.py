@@ -64,6 +64,7 @@ class BucketSynchronizer(Synchronizer):
     """
 
     def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
+        super().__init__()
         self._groups, self._policy, self._packing = groups, policy, packing
         self.reduction = reduction
         self.negotiation = Negotiation(

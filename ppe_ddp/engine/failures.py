@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bounded_store import BoundedStore
     from ppe_ddp.engine.lost_ranks import LostRanks
 
+START = "start"
+"""The phase before the first step, in which all ranks get what they start from."""
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=LOOK_SECONDS)
 _GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
@@ -55,6 +57,12 @@ class Failure:
     reason: str
     trace: str = ""
     lost: Sequence[LostRank] = ()
+
+    def __str__(self) -> str:
+        """As a clause."""
+        if self.phase == START:
+            return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
+        return f"rank {self.rank} failed in the {self.phase} phase of its backward, in step {self.step}: {self.reason}"
 
     @classmethod
     def of(cls, rank: int, step: int, phase: str, error: BaseException, lost: Sequence[LostRank] = ()) -> Failure:
@@ -184,11 +192,15 @@ class Failures:
             "wrap the module again"
         )
 
-    def check(self) -> None:
-        """Raise the error of :meth:`error` where another rank has failed; nothing where the store does not answer."""
+    def check(self, phase: str = "") -> None:
+        """Raise the error of :meth:`error` where another rank has failed; nothing where the store does not answer.
+
+        Args:
+            phase: The only one that counts; empty for all.
+        """
         others: list[Failure] = []
         with suppress(dist.DistError, CommunicationError):  # what is waited for may still come
-            others = self.of_others()
+            others = [failure for failure in self.of_others() if phase in ("", failure.phase)]
         if others:
             raise self.error(others)
 
@@ -206,17 +218,15 @@ class Failures:
                 "the others go on, the next step works; where a rank may be that slow, give init_process_group() a "
                 "longer timeout"
             )
-        reports = "; ".join(
-            f"rank {failure.rank} failed in the {failure.phase} phase of its backward, in step {failure.step}: "
-            f"{failure.reason}"
-            for failure in failures
-        )
+        reports = "; ".join(map(str, failures))
         first = min(failures, key=lambda failure: failure.step)
         trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""
-        error = PeerAbortedError(
-            f"rank {self._rank}: {reports}. The gradients of this step are not averages: zero them and go on with the "
-            f"next step, or look at that rank's traceback{trace}"
+        advice = (
+            "The parameters may not be those of rank 0: wrap the module again, or"
+            if first.phase == START
+            else "The gradients of this step are not averages: zero them and go on with the next step, or"
         )
+        error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice} look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         return error
 

@@ -32,7 +32,7 @@ from ppe_ddp.backends.group_internals import (
 from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
 from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.exit_order import is_over_gloo
-from ppe_ddp.engine.failures import Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
+from ppe_ddp.engine.failures import START, Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates
 from ppe_ddp.engine.group_lifetime import close, destroy, release_all
 from ppe_ddp.engine.group_pool import GroupPool
@@ -164,6 +164,7 @@ class Groups:
         A rank whose first step fails closes its duplicates, and with them what others still receive.
 
         Raises:
+            PeerAbortedError: Another rank has failed.
             CommunicationError: A rank is gone, or has not come within the group's timeout.
         """
         if not self.is_duplicate:
@@ -171,11 +172,12 @@ class Groups:
         self._starts += 1
 
         def look() -> None:
+            self.failures.check(START)  # no other phase: who has seen all ranks come is a step ahead
             lost = self._lost.gone()
             if lost:
                 raise lost_error(self.rank, lost, "the ranks could not start together")
 
-        exchange(self.parent, f"{self.name}/start/{self._starts}", "", look)
+        exchange(self.parent, f"{self.name}/start/{self.generation}/{self._starts}", "", look)
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
@@ -216,7 +218,7 @@ class Groups:
             self._unusable = f"rank {self.rank}: {reason}"
             raise UnusableError(self._unusable)
         self._connect_failures()
-        self._attempts = 0
+        self._attempts = self._starts = 0
         self.is_closed = False
 
     def _release(self, when: str) -> None:

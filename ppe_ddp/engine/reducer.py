@@ -82,7 +82,6 @@ class Reducer(Generic[C]):
         self._started: Completion | None = None
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
-        self._knows_of_failure = False  # of this step, on all ranks
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
 
@@ -138,7 +137,6 @@ class Reducer(Generic[C]):
 
     def before_forward(self) -> None:
         """Find hooks that the user has added since the last forward; this wrapper is used now."""
-        self._knows_of_failure = False
         self.shared.use()
         self._user_grad_hooks.defer()
 
@@ -314,6 +312,7 @@ class Reducer(Generic[C]):
             if self._running() is not None or self._started is not None:
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
             self.check()
+            self.synchronizer.begin_step()
             backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
             if not backward.turn.is_held:
                 self._negotiate(backward)
@@ -337,7 +336,6 @@ class Reducer(Generic[C]):
 
     def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
         """End the synchronization on all ranks, put this rank's gradients back, and raise."""
-        self._knows_of_failure = True
         instead = self.synchronizer.fail(backward, error)
         if instead is None:
             raise error
@@ -346,11 +344,12 @@ class Reducer(Generic[C]):
     def abort(self, reason: str) -> None:
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
         with self._lock:
-            if self._running() is None and self._knows_of_failure:
+            if self._running() is None and self.synchronizer.knows_of_failure:
                 return
-            backward = self._backward or Backward(self._names, is_manual=True)
+            backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)
             self._forwards.count_dropped(excuses=True)
-            has_ended, self._knows_of_failure = self.synchronizer.abort(backward, reason), True
+            has_ended = self.synchronizer.abort(backward, reason) or backward.phase is Phase.OVER
+            self.synchronizer.knows_of_failure = True
             started, self._started, self._backward = self._started, None, None
         if started is not None:
             started.close()
@@ -366,7 +365,6 @@ class Reducer(Generic[C]):
                 return
             if self.synchronizer.abort(backward):
                 self._backward = None
-                self._knows_of_failure = True
 
     def _recover(self) -> None:
         """Finish, for the other ranks, what one error has aborted here, in all modules, and could not end at once."""

@@ -47,11 +47,13 @@ def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None]
     end = monotonic() + seconds
     while not store.check(keys):
         if monotonic() > end:
-            absent = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
-            raise CommunicationError(
-                f"rank {rank} of {world_size}: rank {absent} did not come within the group's timeout of {seconds:g} s. "
-                "All ranks of the group must wrap the module together"
+            absent = tuple(other for other, key in enumerate(keys) if not store.check([key]))
+            error = CommunicationError(
+                f"rank {rank} of {world_size}: rank {', '.join(map(str, absent))} did not come within the group's "
+                f"timeout of {seconds:g} s. All ranks of the group must wrap the module together"
             )
+            error.ranks = absent
+            raise error
         advance()  # another rank may wait for a message of the user's before it comes
         look()
         sleep(nap)

@@ -17,7 +17,7 @@ from ppe_ddp.errors import AbortedError, PeerAbortedError
 
 logger = logging.getLogger("ppe_ddp")
 
-_RAISED = "its backward has raised an error; look at that rank's traceback"
+RAISED = "its backward has raised an error; look at that rank's traceback"
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -39,9 +39,13 @@ class Synchronizer(ABC):
 
     Attributes:
         empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
+        knows_of_failure: Whether this step has failed, so that all ranks know of it.
     """
 
     empties_grad = False
+
+    def __init__(self) -> None:
+        self.knows_of_failure = False
 
     @property
     @abstractmethod
@@ -71,6 +75,11 @@ class Synchronizer(ABC):
     @property
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
+        return None
+
+    @property
+    def unfinished(self) -> Backward | None:
+        """A backward that is over, while its averages are not there yet; None if there is none."""
         return None
 
     @abstractmethod
@@ -118,13 +127,14 @@ class Synchronizer(ABC):
         Returns:
             The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
+        self.knows_of_failure = True
         phase = backward.fail()
         instead = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
         backward.forget_rounds()
         return next((one for one in instead if one is not None), None)
 
-    def abort(self, backward: Backward, reason: str = _RAISED) -> bool:
+    def abort(self, backward: Backward, reason: str = RAISED) -> bool:
         """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
 
         Args:
@@ -144,6 +154,10 @@ class Synchronizer(ABC):
         self.fail(backward, error)
         return True
 
+    def begin_step(self) -> None:
+        """A step begins: one that has failed is over."""
+        self.knows_of_failure = False
+
     def renew(self) -> None:
         """Make new connections where a failure has closed them; every rank must call this together.
 
@@ -157,6 +171,7 @@ class Synchronizer(ABC):
             except PeerAbortedError as error:
                 errors.append(error)  # the others must be tried all the same, as on the other ranks
         if errors:
+            self.knows_of_failure = True
             raise errors[0]
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
@@ -25,7 +26,7 @@ from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.synchronizer import Synchronizer
+from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.megatron.buffer_bucket import is_finite
 from ppe_ddp.megatron.step_status import RankStatus, StepStatus
@@ -76,6 +77,7 @@ class BufferSynchronizer(Synchronizer):
         *,
         check_finite: bool,
     ) -> None:
+        super().__init__()
         self._reduction_groups = reduction_groups
         self._dropped_forwards = [DroppedForwards(reduction_group.groups.rank) for reduction_group in reduction_groups]
         self._layout = layout
@@ -85,6 +87,7 @@ class BufferSynchronizer(Synchronizer):
         self._check_finite = check_finite
         self._exchanges: list[MaskExchange] = []
         self._pending_results: Completion | None = None
+        self._unfinished: Backward | None = None
         self._holds_averages = False
         self.gradients = gradients
         self.step_status = StepStatus(reduction_groups)
@@ -100,6 +103,12 @@ class BufferSynchronizer(Synchronizer):
     def sends_nothing(self) -> bool:
         """Never: also one rank alone has its reduce function called."""
         return False
+
+    @property
+    def unfinished(self) -> Backward | None:
+        """The backward whose results :meth:`wait_for_results` has to wait for, if they have not failed."""
+        backward = self._unfinished
+        return None if backward is None or backward.phase is Phase.FAILED else backward
 
     @property
     def launch_triggers(self) -> Collection[int]:
@@ -190,6 +199,7 @@ class BufferSynchronizer(Synchronizer):
             self._finish_results(pending), self._reduction_groups[0].groups, threading.RLock()
         )
         self._pending_results.keep_open()
+        self._unfinished = backward
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
@@ -198,6 +208,16 @@ class BufferSynchronizer(Synchronizer):
         instead = super().fail(backward, error)
         self.step_status.note_failure(instead or error)
         return instead
+
+    def abort(self, backward: Backward, reason: str = RAISED) -> bool:
+        """End the communication for all ranks at once, also where only results are still waited for."""
+        is_unfinished = backward is self._unfinished
+        has_ended = super().abort(backward, reason)
+        if has_ended and is_unfinished:
+            completion = self._forget_pending_results()
+            assert completion is not None
+            completion.close()
+        return has_ended
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
@@ -223,16 +243,22 @@ class BufferSynchronizer(Synchronizer):
 
         Errors of any rank are kept in ``step_status``.
         """
-        completion, self._pending_results = self._pending_results, None
+        completion = self._forget_pending_results()
         if completion is not None:
             begin = perf_counter_ns()
             completion.finish()
             if EventLog.current is not None:
                 EventLog.current.add("wait", "for results", begin)
 
+    def _forget_pending_results(self) -> Completion | None:
+        completion, self._pending_results, self._unfinished = self._pending_results, None, None
+        return completion
+
     def _finish_results(self, pending: _PendingResults) -> Steps:
         try:
             yield from self._take_results(pending)
+        except GeneratorExit:  # the step has failed before
+            raise
         except BaseException as error:
             peer_error = self.fail(pending.backward, error)
             if peer_error is None:

@@ -173,7 +173,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         if EventLog.current is not None:
             EventLog.current.begin("forward", self)
         if torch.is_grad_enabled():
-            self._ready()
+            self._ready().synchronizer.begin_step()
 
     @uncompiled
     def _leave(self, outputs: Any) -> None:
@@ -258,6 +258,17 @@ class DistributedDataParallel(DistributedDataParallelBase):
             raise
         synchronizer.step_status.raise_if_bad()
 
+    def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
+        """Give this step up on all ranks; to be called by one that cannot go on with it, and has not told the others.
+
+        As :meth:`ppe_ddp.DistributedDataParallel.abort_grad_sync`: the others raise
+        :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`,
+        and ``main_grad`` is what this rank has computed. ``zero_grad_buffer()`` begins the next step. When the backward
+        that synchronizes is over, others may have their averages already, and go on with a warning. Without
+        ``overlap_grad_reduce`` it is needed, too, where a backward has raised: nothing was sent by then.
+        """
+        self._reducer.abort(reason)
+
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients in the buffers by ``scaling_factor``."""
         synchronizer = self._ready().synchronizer
@@ -273,7 +284,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
             zero_buffer: Whether to. Without it what is in the buffers counts as accumulated.
         """
         state = self._gradient_buffers
-        self._ready().synchronizer.wait_for_results()
+        synchronizer = self._ready().synchronizer
+        synchronizer.begin_step()
+        synchronizer.wait_for_results()
         state.synchronizer.step_status.forget_failure()
         state.gradients.discard()
         if zero_buffer:

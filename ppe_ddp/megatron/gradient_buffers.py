@@ -108,6 +108,8 @@ class GradientBuffers:
     def _reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
         parameters = self.module_state.parameters
         named = list(setup.module.named_parameters(remove_duplicate=False))
+        is_plain = getattr(setup.reduce_function, "is_plain_average", False)
+        function = "" if is_plain else ", reduce_function of the user's own"
         reduction_groups = []
         for number, groups in enumerate(self.groups):
             indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
@@ -120,7 +122,8 @@ class GradientBuffers:
                 [self.specs[i] for i in indices],
                 setup.reduce_function,
                 gain=float(size) if sums else size / self.groups[0].world_size,
-                options=f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}",
+                options=f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
+                f"{function}",
             )
             reduction_group.negotiation.check()
             reduction_groups.append(reduction_group)

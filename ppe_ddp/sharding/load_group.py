@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import default_pg_timeout
 
-from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
+from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of, timeout_of
 from ppe_ddp.engine.bounded_store import BoundedStore
-from ppe_ddp.engine.failures import lost_error
+from ppe_ddp.engine.failures import Failure, Failures, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
-from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
+from ppe_ddp.engine.lost_ranks import LostRanks
 from ppe_ddp.engine.peer_processes import PeerProcesses, ProcessAddress, own_address
-from ppe_ddp.errors import CheckpointError, CommunicationError
+from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,9 +138,9 @@ class LoadGroup:
         try:
             result = call()
         except RuntimeError as error:
-            lost = [] if processes is None else processes.lost()
-            if lost:
-                raise lost_error(self.rank, lost, f"the ranks of a checkpoint lost each other: {error}") from error
+            instead = None if processes is None else processes.explained(error)
+            if instead is not None:
+                raise instead from error
             raise CommunicationError(
                 f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. "
                 "Every rank must call it; look for the first traceback of all ranks."
@@ -165,11 +166,13 @@ class _Processes:
         made.count += 1
         self._name = f"ppe_ddp/load/{made.count}"
         self._keys = [f"{self._name}/{other}" for other in range(size)]
+        self._group = group
         self._rank = rank
         self._store = BoundedStore(store_of(group))
         self._address: ProcessAddress | None = None
         self._is_announced = False
-        self._found: LostRanks | None = None
+        self._lost: LostRanks | None = None
+        self._failures: Failures | None = None
 
     def announce(self) -> None:
         """Write where this process can be seen, once."""
@@ -187,18 +190,38 @@ class _Processes:
             return [store.get(key) for key in self._keys] if store.check(self._keys) else []
 
         texts: list[bytes] = []
-        if self._found is None:
+        if self._lost is None:
             with suppress(dist.DistError, CommunicationError):
                 texts = self._store.do(read)
         if texts:
             processes = PeerProcesses(self._rank, self._address, [json.loads(text) for text in texts])
-            self._found = LostRanks(self._store, self._name, self._rank, len(texts), processes)
+            self._lost = LostRanks(self._store, self._name, self._rank, len(texts), processes)
+            timeout = timeout_of(self._group) or default_pg_timeout
+            self._failures = Failures(self._store, self._name, self._rank, self._lost, timeout.total_seconds())
 
-    def lost(self) -> list[LostRank]:
-        """The ranks that are gone, as far as this one can see."""
-        found = [] if self._found is None else self._found.find()
+    def explained(self, error: Exception) -> PpeDdpError | None:
+        """The error that names the ranks that are gone, as far as this one can see; None where it sees none.
+
+        What one has found is told to the others: they may look when that one has left, too.
+        """
+        failures, others = self._failures, list[Failure]()
+        if self._lost is None or failures is None:
+            return None
+
+        def is_reported() -> bool:
+            with suppress(dist.DistError, CommunicationError):
+                others[:] = failures.of_others()
+            return bool(others)
+
         # what they did last in a step has nothing to do with it
-        return [replace(one, step=None, phase="checkpoint", last="") for one in found]
+        lost = [replace(one, step=None, phase="checkpoint", last="") for one in self._lost.find(is_reported)]
+        if others:
+            return failures.error(others)
+        if not lost:
+            return None
+        with suppress(dist.DistError, CommunicationError):
+            failures.report(Failure.of(self._rank, 0, "checkpoint", error, lost))
+        return lost_error(self._rank, lost, f"the ranks of a checkpoint lost each other: {error}")
 
 
 @dataclass

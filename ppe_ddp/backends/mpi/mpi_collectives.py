@@ -19,6 +19,7 @@ from ppe_ddp.backends.mpi.communicator_release import OpenCommunicator
 from ppe_ddp.backends.mpi.mpi_datatypes import MpiReduction, reduction_of
 from ppe_ddp.backends.mpi.mpi_link import MpiLink
 from ppe_ddp.backends.mpi.nonblocking_calls import NonblockingCalls
+from ppe_ddp.backends.mpi.sub_communicator import sub_communicator
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.process_group.tensor_memory import is_addressable, overlap
@@ -373,7 +374,7 @@ class MpiCollectives:
     def _join(self, index: int, ranks: Sequence[int]) -> MpiLink:
         """Join this rank with those of other nodes that own the same slice."""
         comm = self._calls.comm
-        link = MpiLink(comm.Create_group(comm.Get_group().Incl(list(ranks)), index), progress_engine(os.getpid()))
+        link = MpiLink(sub_communicator(comm, ranks, index), progress_engine(os.getpid()))
         self._links[index] = link, ranks
         return link
 

@@ -24,6 +24,7 @@ from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_waits import Waits
 from ppe_ddp.backends.mpi.progress_thread import is_possible, progress_thread
+from ppe_ddp.backends.mpi.sub_communicator import sub_communicator
 from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
@@ -70,7 +71,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         # The tag keeps apart the groups that several threads make at a time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
         turn = await_members(arguments, ranks, agreed)
-        comm = world.Create_group(world.Get_group().Incl(ranks), tag)
+        comm = sub_communicator(world, ranks, tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
         turn = await_members(arguments, range(arguments.group_size), agreed)

@@ -1,0 +1,193 @@
+"""`abort_grad_sync()`: one rank gives a step up by hand, the others are told, and the next step works."""
+
+import contextlib
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import test_megatron_graphs as graphs
+from one_process import assert_gradients, data, mean_gradients, mlp, seeded, square
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from rank_tests import on_three_ranks, on_two_ranks
+from test_graphs_broken import Broken, Fuse
+
+
+def give_up(wrapper, culprit, *reason):
+    """One rank gives its step up after forward; the others' error of it, None there."""
+    if dist.get_rank() == culprit:
+        wrapper(data(5, 4)).sum()
+        wrapper.abort_grad_sync(*reason)
+        return None
+    with pytest.raises(PeerAbortedError) as caught:
+        square(wrapper, dist.get_rank())
+    wrapper.abort_grad_sync("in an except for any error")  # which all know of
+    return caught.value
+
+
+@on_three_ranks
+def test_a_step_is_given_up_by_hand():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    for culprit in range(3):
+        wrapper.zero_grad()
+        start = time.monotonic()
+        error = give_up(wrapper, culprit, "the loss is no number")
+        if error is None:
+            wrapper.abort_grad_sync("once more")  # which they know
+        else:
+            assert time.monotonic() - start < 10
+            assert re.search(f"rank {culprit} failed in .* the loss is no number", str(error))
+            assert (error.rank, error.step, error.phase) == (culprit, 2 * culprit + 1, "begun")
+            assert error.reason == "AbortedError: the loss is no number"
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_the_next_step_may_be_given_up_before_the_ranks_are_connected_again():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    for culprit in (0, 1, 1):
+        for _ in range(2):
+            wrapper.zero_grad()
+            error = give_up(wrapper, culprit)
+            assert error is None or re.search(f"rank {culprit}.* it has called abort_grad_sync", str(error))
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_a_synchronization_that_was_begun_is_given_up():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    with wrapper.no_sync():
+        square(wrapper, rank)
+    own = [parameter.grad.clone() for parameter in module.parameters()]
+    wrapper.start_grad_sync()
+    if rank == 1:
+        wrapper.abort_grad_sync()
+    else:
+        with pytest.raises(PeerAbortedError, match="rank 1"):
+            wrapper.finish_grad_sync()
+    assert all(torch.equal(*pair) for pair in zip(own, (one.grad for one in module.parameters()), strict=True))
+    wrapper.finish_grad_sync()
+    assert_gradients(module, mean)
+
+
+def give_megatrons_up(model, culprit, step, how):
+    """One rank gives its step up, by one of `WAYS`; the others' error of it, None where there is none."""
+    rank = dist.get_rank()
+    try:
+        if rank == culprit:
+            WAYS[how](model, step)
+            model.abort_grad_sync("the loss is no number")
+            model.abort_grad_sync("once more")  # which they know
+        else:
+            graphs.loss(model, rank, step, taken=[rank]).backward()
+            model.finish_grad_sync()
+    except PeerAbortedError as error:
+        assert rank != culprit
+        model.abort_grad_sync("in an except for any error")  # which all know of
+        return str(error)
+    return None
+
+
+def after_forward(model, step):
+    graphs.loss(model, dist.get_rank(), step, taken=[2])
+
+
+def after_an_error_above_the_outputs(model, step):
+    with pytest.raises(Broken):
+        Fuse.apply(graphs.loss(model, dist.get_rank(), step, taken=[2]), True).backward()
+
+
+def after_backward(model, step):
+    graphs.loss(model, dist.get_rank(), step, taken=[2]).backward()
+
+
+WAYS = {way.__name__: way for way in (after_forward, after_an_error_above_the_outputs, after_backward)}
+
+
+@pytest.mark.parametrize("how", list(WAYS))
+@graphs.each_variant
+@on_three_ranks
+def test_megatrons_wrapper(options, how):
+    model, rank = graphs.wrap(**options), dist.get_rank()
+    # Where a backward has sent all that the others need, they may go on.
+    is_late = how == "after_backward" and model.ddp_config.overlap_grad_reduce
+    for step in range(6):
+        culprit = step // 2
+        model.zero_grad_buffer()
+        before = graphs.main_gradients(model)
+        text = give_megatrons_up(model, culprit, step, how)
+        if rank == culprit and how != "after_backward":
+            assert_same(graphs.main_gradients(model), before)
+        if rank != culprit and not is_late:
+            assert re.search(rf"rank {culprit}( failed in .*AbortedError)?: the loss is no number", text), text
+        if step % 2:  # the next may be given up before the ranks are connected again
+            model.zero_grad_buffer()
+            graphs.loss(model, rank, step, taken=[rank]).backward()
+            model.finish_grad_sync()
+            graphs.hold(model, graphs.mean_of(model.module, *((r, step, {"taken": [r]}) for r in range(3))))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_two_ranks
+def test_what_megatrons_wrapper_has_accumulated_is_kept(sharded):
+    model, rank = (
+        graphs.wrap(overlap_grad_reduce=True, bucket_size=60, use_distributed_optimizer=sharded),
+        dist.get_rank(),
+    )
+    model.zero_grad_buffer()
+    with model.no_sync():
+        graphs.loss(model, rank, 0, taken=[rank]).backward()
+        graphs.loss(model, rank, 1, taken=[0]).backward()
+    own = graphs.main_gradients(model)
+    model.zero_grad_buffer()
+    with model.no_sync():
+        graphs.loss(model, rank, 0, taken=[rank]).backward()
+    last = graphs.loss(model, rank, 1, taken=[0])
+    if rank == 1:
+        last.backward()
+        model.abort_grad_sync()
+        assert_same(graphs.main_gradients(model), own)
+        with pytest.raises(PeerAbortedError, match=r"failed here already.* it has called abort_grad_sync\(\)"):
+            model.finish_grad_sync()
+        assert_same(graphs.main_gradients(model), own)
+    else:
+        with contextlib.suppress(PeerAbortedError):  # it may have all that it needs
+            last.backward()
+            model.finish_grad_sync()
+    model.zero_grad_buffer()
+    graphs.loss(model, rank, 2, taken=[rank]).backward()
+    model.finish_grad_sync()
+    graphs.hold(model, graphs.mean_of(model.module, *((r, 2, {"taken": [r]}) for r in range(2))))
+
+
+def assert_same(tables, others):
+    assert tables.keys() == others.keys()
+    assert all(torch.equal(table, others[name]) for name, table in tables.items())
+
+
+def test_megatrons_wrapper_on_one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = graphs.wrap(overlap_grad_reduce=True)
+        for way in WAYS.values():
+            model.zero_grad_buffer()
+            way(model, 0)
+            model.abort_grad_sync()
+            model.zero_grad_buffer()
+            graphs.loss(model, 0, 1, taken=[1]).backward()
+            model.finish_grad_sync()
+            graphs.hold(model, graphs.mean_of(model.module, (0, 1, {"taken": [1]})))
+    finally:
+        dist.destroy_process_group()
