@@ -37,8 +37,8 @@ def module_of(name):
     return getattr(body, "func", body).__module__
 
 
-def run_checks(rank, size, meeting):
-    """Every check for so many ranks in its turn: by name, what went wrong on each rank, and the seconds it took."""
+def run_checks(rank, size, meeting, names):
+    """These checks, each in its turn: by name, what went wrong on each rank, and the seconds it took."""
     options = ShmOptions(shared_memory=False)  # mpi_check_shared.py has groups of its own
     timeout = timedelta(seconds=20)
     dist.init_process_group("shm", init_method=meeting, rank=rank, world_size=size, timeout=timeout, pg_options=options)
@@ -46,7 +46,7 @@ def run_checks(rank, size, meeting):
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     apart = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     found = {}
-    for name in names_for(size):
+    for name in names:
         error, start = None, time.monotonic()
         try:
             CHECKS[name][0]()

@@ -99,7 +99,7 @@ def forecast_and_truth():
     return advice.best, advice.forecasts[0].seconds / advice.seconds, taken["int8"] / taken["none"]
 
 
-@pytest.mark.nodes
+@pytest.mark.nodes(long=True)  # it measures, which the load of a machine can spoil
 def test_what_is_forecast_comes_true_on_nodes_with_a_slow_link():
     with Nodes(2, mbit=50) as nodes, Ranks(2, starter=JobStarter(nodes, "torchrun", (1, 1)), timeout=150) as ranks:
         for best, forecast, truth in ranks.run(forecast_and_truth):

@@ -36,11 +36,28 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def results(ranks, folder):
-    """All checks on so many ranks, started once; the error where that failed."""
+    """All checks on so many ranks, started once; the error where that failed.
+
+    Here they go over gloo in C++, which stands still between three busy ranks in about one of ten runs of the 130
+    checks, in an all-reduce or where it connects, until its timeout; why is not known. What has failed is tried once
+    more, by ranks that are started anew.
+    """
+    found = checked(ranks, f"file://{folder}/shm-{ranks}", names_for(ranks))
+    failed = [name for name, (errors, _) in found.items() if errors] if isinstance(found, dict) else names_for(ranks)
+    if not failed:
+        return found
+    again = checked(ranks, f"file://{folder}/shm-{ranks}-again", failed)
+    if not (isinstance(found, dict) and isinstance(again, dict)):
+        return again
+    for name in failed:
+        print(f"on {ranks} ranks, {name} has failed in its first trial:", *found[name][0], sep="\n")
+    return {**found, **again}
+
+
+def checked(ranks, meeting, names):
     with Ranks(ranks, backend=None) as processes:
-        arguments = [(rank, ranks, f"file://{folder}/shm-{ranks}") for rank in range(ranks)]
         try:
-            return processes.run_each(run_checks, arguments, timeout=300)[0]
+            return processes.run_each(run_checks, [(r, ranks, meeting, names) for r in range(ranks)], timeout=300)[0]
         except RankError as error:
             return error
 
