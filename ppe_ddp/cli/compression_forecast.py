@@ -55,6 +55,7 @@ class CompressionForecast:
 
 def forecast_compression() -> CompressionForecast:
     """Average some gradients on the CPU in the default process group; all ranks must call this together."""
+    link_size = _link_size()
     module = nn.Linear(_WIDTH, _WIDTH, bias=False)
     wrapper = ppe_ddp.DistributedDataParallel(module)
     batch = torch.ones(1, _WIDTH)
@@ -65,7 +66,7 @@ def forecast_compression() -> CompressionForecast:
         assert trace is not None  # the ranks are several
         traces.append(trace)
     quickest = min(traces, key=lambda trace: trace.exposed_ns)
-    advice = advise(quickest, link_size=_link_size(), candidates=list(_METHODS.values()))
+    advice = advise(quickest, link_size=link_size, candidates=list(_METHODS.values()))
     names = {compressor: name for name, compressor in _METHODS.items()}
     hidden = advice.seconds - advice.exposed_seconds
     own = [advice.exposed_seconds, {names[one.compressor]: one.seconds - hidden for one in advice.forecasts}]
@@ -77,6 +78,7 @@ def _link_size() -> int:
     made = Groups.duplicate(default_group(), shared_memory=True)
     dist.all_reduce(torch.zeros(1), group=made.buckets)  # which tells the ranks who shares memory
     hierarchy = hierarchy_of(made.buckets)
+    made.release()  # for the wrapper
     return made.world_size if hierarchy is None else len(hierarchy.layout.nodes)
 
 

@@ -20,8 +20,6 @@ from ppe_ddp.backends.process_group.pending_work import PendingWork
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ppe_ddp.backends.mpi.mpi_waits import Waits
 
 Requests = Iterator[UnderWay]
@@ -40,12 +38,6 @@ class QueuedCollective(PendingWork):
         self._request: UnderWay | None = None
         self._reason: BaseException | None = None
         self._is_over = False
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        """As :meth:`PendingWork.when_ended`, in any call that advances it."""
-        super().when_ended(call)
-        if self._is_over:
-            self._tell_end()
 
     def advance(self) -> bool:
         """Go on as far as what has arrived lets it; whether it is over."""

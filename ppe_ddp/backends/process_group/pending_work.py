@@ -143,7 +143,7 @@ class PendingWork(PythonWork):
         Unlike a future's callback it changes nothing: nobody waits for the work, or advances it, who did not before.
         """
         self._at_end = call
-        if self._is_settled:
+        if self._is_settled or self._has_ended():
             self._tell_end()
 
     def _tell_end(self) -> None:

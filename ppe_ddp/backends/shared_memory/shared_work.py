@@ -28,10 +28,8 @@ class SharedMemoryWork(PendingWork):
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """As :meth:`PendingWork.when_ended`, in any call that advances it."""
-        super().when_ended(call)
         self._launched[-1].at_end = self._tell_end
-        if self._queue.is_finished(self._launched[-1]):
-            self._tell_end()
+        super().when_ended(call)
 
     def _has_ended(self) -> bool:
         return self._queue.is_left_alone(self._launched[-1])
