@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.engine.completion import probe
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.engine.torch_internals import BufferCommHookLocation, preserve_versions
 from ppe_ddp.functions import name_of

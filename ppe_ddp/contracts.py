@@ -8,6 +8,7 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from ppe_ddp.scaling import scale
@@ -27,6 +28,15 @@ class Waitable(Protocol):
     def wait(self) -> Any:
         """Block until the result is in place; raise what went wrong."""
         ...
+
+
+Probe = Callable[[], object]
+"""Returns, without waiting, whether something has completed; calling it may be what advances it."""
+
+
+def probe(pending: object) -> Probe | None:
+    """The method that tells whether a Work or a Future is done; None if it has none."""
+    return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
 def is_waitable(value: object) -> TypeGuard[Waitable]:

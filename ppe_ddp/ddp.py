@@ -25,7 +25,7 @@ from ppe_ddp.engine.sync_check import check_in_sync
 from ppe_ddp.engine.sync_policy import Policy
 from ppe_ddp.engine.torch_internals import call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.functions import average, broadcast
+from ppe_ddp.functions import average, broadcast, own_function
 from ppe_ddp.inputs import Inputs
 from ppe_ddp.joining import DdpJoinHook, announce
 from ppe_ddp.launch import check_alone
@@ -179,11 +179,10 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     def _agreed(self) -> str:
         """What else the ranks must have in common, as text."""
         checks = self._options.check_for_nan_in_grad
-        is_plain = getattr(self._reduce_function, "is_plain_average", False)
         texts = [
             str(self._precision),
             f"check_for_nan_in_grad {checks!r}" if checks else "",
-            "" if is_plain else "reduce_function of the user's own",
+            own_function(self._reduce_function),
         ]
         return ", ".join(filter(None, texts))
 

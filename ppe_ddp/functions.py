@@ -53,6 +53,16 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
 average.takes_divided = average.is_plain_average = True  # type: ignore[attr-defined]
 
 
+def is_plain_average(function: object) -> bool:
+    """Whether a reduce function declares that it averages, and nothing else."""
+    return bool(getattr(function, "is_plain_average", False))
+
+
+def own_function(function: object) -> str:
+    """What the ranks compare of a reduce function: that it is the user's own; empty for one that only averages."""
+    return "" if is_plain_average(function) else "reduce_function of the user's own"
+
+
 def takes_divided(function: F) -> F:
     """Declare that a reduce function only sums: its gradients come divided by the world size.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ppe_ddp.contracts import probe
+
 if TYPE_CHECKING:
     from ppe_ddp.contracts import Waitable
 
@@ -33,5 +35,5 @@ class AllPending:
 
 def is_completed(pending: Waitable) -> bool:
     """Whether waiting would return at once, without waiting."""
-    probe = getattr(pending, "done", None) or getattr(pending, "is_completed", None)
-    return probe is None or bool(probe())
+    is_done = probe(pending)
+    return is_done is None or bool(is_done())

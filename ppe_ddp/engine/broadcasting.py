@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.contracts import is_waitable
-from ppe_ddp.engine.completion import probe, run
+from ppe_ddp.contracts import is_waitable, probe
+from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.distributed_tensors import local_tensor
 from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.reduction import annotate

@@ -20,16 +20,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.completion import probe
+from ppe_ddp.contracts import probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.contracts import Probe, Waitable
     from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
-    from ppe_ddp.engine.completion import Probe, Steps
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.reduction import Reduction
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.completion import probe
 
 if TYPE_CHECKING:
     from torch import Tensor

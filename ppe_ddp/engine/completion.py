@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS
 from ppe_ddp.engine.shared_parameters import Turn, arrange
 from ppe_ddp.engine.torch_internals import at_end_of_backward
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.groups import Groups
 
-Probe = Callable[[], object]
-"""Returns, without waiting, whether something has completed; calling it may be what advances it."""
-
 Steps = Generator[Probe | None, None, None]
 """Yields a probe of what its next step waits for (None: that cannot be asked without waiting). It may be resumed at any
 time: the next step waits then."""
@@ -46,11 +44,6 @@ _SPINS = 32  # polls before a core is given away
 _SHORTEST_NAP = 20e-6  # seconds
 _LONGEST_NAP = 500e-6
 _ENDING_SECONDS = 1.0
-
-
-def probe(pending: object) -> Probe | None:
-    """The method that tells whether a Work or a Future is done; None if it has none."""
-    return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
 def ends_soon(is_done: Probe) -> bool:

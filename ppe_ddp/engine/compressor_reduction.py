@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.contracts import GradBucket, Waitable
+    from ppe_ddp.contracts import GradBucket, Probe, Waitable
     from ppe_ddp.engine.comm_state import CommState
-    from ppe_ddp.engine.completion import Probe
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")

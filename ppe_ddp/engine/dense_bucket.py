@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.contracts import Division, GradBucket
+from ppe_ddp.contracts import Division, GradBucket, probe
 from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
-from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.scaling import scale
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.completion import Probe
+    from ppe_ddp.contracts import Probe
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.negotiation import Negotiation
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ppe_ddp.contracts import Probe
     from ppe_ddp.engine.bucket_plan import Plan
-    from ppe_ddp.engine.completion import Probe, Steps
+    from ppe_ddp.engine.completion import Steps
 
 B = TypeVar("B", bound=Bucket)
 

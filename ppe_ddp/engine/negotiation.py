@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_plan import Planner, fingerprint
 from ppe_ddp.engine.bucket_size import BucketSizeMeasurement
-from ppe_ddp.engine.completion import probe
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.engine.peer_processes import Activity

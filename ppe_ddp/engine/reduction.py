@@ -12,20 +12,19 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, default_group
-from ppe_ddp.contracts import Division, is_waitable
-from ppe_ddp.engine.completion import ends_soon, probe
+from ppe_ddp.contracts import Division, is_waitable, probe
+from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.engine.node_masks import node_masks
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
-from ppe_ddp.functions import name_of
+from ppe_ddp.functions import is_plain_average, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
-    from ppe_ddp.engine.completion import Probe
+    from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.node_masks import NodeMasks
 
@@ -167,7 +166,7 @@ class FunctionReduction(Reduction):
         self._function = function
         self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
         self._takes_divided = bool(getattr(function, "takes_divided", False))
-        self.is_plain_average = bool(getattr(function, "is_plain_average", False))
+        self.is_plain_average = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
 
     def division(self, device: torch.device) -> Division:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket import Bucket
-from ppe_ddp.engine.completion import probe
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from ppe_ddp.contracts import Probe
     from ppe_ddp.engine.bucket import BucketContext
     from ppe_ddp.engine.bucket_plan import BucketPlan
-    from ppe_ddp.engine.completion import Probe, Steps
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
 
 

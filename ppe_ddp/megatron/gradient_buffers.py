@@ -14,6 +14,7 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_bucket import BufferBucket
 from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
@@ -108,8 +109,7 @@ class GradientBuffers:
     def _reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
         parameters = self.module_state.parameters
         named = list(setup.module.named_parameters(remove_duplicate=False))
-        is_plain = getattr(setup.reduce_function, "is_plain_average", False)
-        function = "" if is_plain else ", reduce_function of the user's own"
+        options = f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
         reduction_groups = []
         for number, groups in enumerate(self.groups):
             indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
@@ -122,8 +122,7 @@ class GradientBuffers:
                 [self.specs[i] for i in indices],
                 setup.reduce_function,
                 gain=float(size) if sums else size / self.groups[0].world_size,
-                options=f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
-                f"{function}",
+                options=", ".join(filter(None, (options, own_function(setup.reduce_function)))),
             )
             reduction_group.negotiation.check()
             reduction_groups.append(reduction_group)
