@@ -8,7 +8,9 @@ in the node, on the wire    what of that was where, if memory is shared and it t
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.event_log import Span
     from ppe_ddp.tracing.rank_record import RankRecord
     from ppe_ddp.tracing.spans import Interval
-    from ppe_ddp.tracing.timeline_summary import StepTimes, TimelineSummary
 
 _COLOURS = {
     "forward": "#7db7e8",
@@ -113,29 +114,28 @@ def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
     count = min(len(record.backwards) for record in records)
     if not count:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]
-    times = [step_times(record) for record in records]
-    later = range(count // 2, count - 1)  # of the steps that end with backward 1, 2, ...
+    steps = [_steps(record) for record in records]
+    waiting = [[0, *(step.waiting for step in step_times(record))] for record in records]
     means = summarize(records)
-    number = 1 + min(later, key=lambda k: _distance(times, k, means), default=count - 2)
-    return [_step(record, number) for record in records]
+
+    def distance(k: int) -> float:
+        duration = statistics.fmean(own[k][1] - own[k][0] for own in steps)
+        waits = statistics.fmean(own[k] for own in waiting)
+        return abs(duration / 1e6 - means.step_ms) + abs(waits / 1e6 - means.exposed_ms)
+
+    number = min(range((count + 1) // 2, count - 1), key=distance, default=count - 1)
+    return [own[number] for own in steps]
 
 
-def _distance(times: Sequence[Sequence[StepTimes]], k: int, means: TimelineSummary) -> float:
-    """How far step ``k`` of all ranks is from the means."""
-    duration, waiting = (statistics.fmean(getattr(one[k], field) for one in times) for field in ("duration", "waiting"))
-    return abs(duration / 1e6 - means.step_ms) + abs(waiting / 1e6 - means.exposed_ms)
-
-
-def _step(record: RankRecord, number: int) -> Interval:
-    """From the first forward before backward ``number`` to the optimizer's step after it."""
-    begin, end = record.backwards[number]
-    before = record.backwards[number - 1][1] if number else 0
-    is_last = number + 1 == len(record.backwards)
-    following = max(s.end for s in record.spans) + 1 if is_last else record.backwards[number + 1][0]
-    forwards = [s.begin for s in record.spans if s.kind == "forward" and before <= s.begin < begin]
-    later = [s for s in record.spans if end <= s.begin and s.end < following]
-    optimizers = [s.end for s in later if s.kind == "optimizer"]
-    return min([*forwards, begin]), max([end, *optimizers[:1]])
+def _steps(record: RankRecord) -> list[Interval]:
+    """Each step, from its first forward to that of the next, so that it is as long as it seems; the last to the end."""
+    forwards = sorted(span.begin for span in record.spans if span.kind == "forward")
+    begins, before = [], 0
+    for begin, end in record.backwards:
+        own = bisect_left(forwards, before)
+        begins.append(min([begin, *forwards[own : own + 1]]))
+        before = end
+    return list(itertools.pairwise([*begins, max(span.end for span in record.spans)]))
 
 
 class _Drawing:
