@@ -140,3 +140,29 @@ def test_one_process(tmp_path):
 def test_what_it_may_be():
     with pytest.raises(ValueError, match="check_for_nan_in_grad is True, False or \"skip\", not 'raise'"):
         DistributedDataParallel(nn.Linear(2, 2), check_for_nan_in_grad="raise")
+
+
+@on_two_ranks
+def test_parameters_of_several_dtypes_are_looked_at_together():
+    model = DistributedDataParallel(Mixed(), check_for_nan_in_grad=True)
+    for name in ("in_single", "in_half", "in_double"):
+        with pytest.raises(NonFiniteGradientError, match=rf"averaged: rank 1 in '{name}' \("):
+            model(name if dist.get_rank() == 1 else None).backward()
+        model.zero_grad()
+        model(None).backward()
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+        model.zero_grad()
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, the loss of which is infinite in one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_single = nn.Parameter(torch.ones(4))
+        self.in_half = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        self.in_double = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, broken):
+        scale = {name: float("inf") if name == broken else 1.0 for name in ("in_single", "in_half", "in_double")}
+        return sum((parameter * scale[name]).sum().double() for name, parameter in self.named_parameters())

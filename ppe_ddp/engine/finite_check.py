@@ -1,9 +1,9 @@
 """Looks for NaN and infinity in this rank's gradients before they are sent, and names them on all ranks.
 
-A look is a sum of each gradient, or one fused norm of many small ones, which is not finite where any of its numbers is
-not; only then is each looked at element by element, as a sum can overflow. Whether a rank has found something travels
-in the vote, so that all ranks know of it before any average is handed over. Only where one has, they exchange which
-parameters these are.
+A look is a sum of each gradient, or one fused norm of many small ones, while these are in the cache: not finite where
+one of its numbers is not. All the sums are looked at together before the vote, and only where one is not finite each
+gradient, element by element, as a sum can overflow. Whether a rank has found something travels in the vote, so that
+all ranks know of it before any average is handed over. Only where one has, they exchange which parameters these are.
 """
 
 from __future__ import annotations
@@ -45,29 +45,50 @@ class FiniteCheck:
         self._groups = groups
         self._names = names
         self._found: set[int] = set()
+        self._looked: dict[int, list[Tensor]] = {}
+        self._totals: list[Tensor] = []
 
     @property
     def status(self) -> int:
         """This rank's, for the vote."""
+        self._decide()
         return NON_FINITE if self._found else 0
 
     def begin(self) -> None:
         """Forget the last backward."""
         self._found.clear()
+        self._forget()
 
     def look(self, indices: Iterable[int], gradients: Iterable[Tensor | None]) -> None:
-        """Look at the gradients of these parameters. On a GPU the host waits for them."""
+        """Look at the gradients of these parameters, which stay as they are until the vote. On a GPU the host waits."""
         if not self._is_enabled:
             return
         present = {i: _values(gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
         present = {i: values for i, values in present.items() if values.is_floating_point() or values.is_complex()}
-        if present and not _seem_finite(list(present.values())):
-            self._found.update(i for i, values in present.items() if not bool(values.isfinite().all()))
+        if not present:
+            return
+        for i, values in present.items():
+            self._looked.setdefault(i, []).append(values)
+        totals = _totals(list(present.values()))
+        self._totals += totals
+        if totals[0].device.type != "cpu":  # the vote may be on another stream
+            self._decide()
+
+    def _decide(self) -> None:
+        """Find out which of the gradients that were looked at are not finite."""
+        if self._totals and not bool(torch.stack(self._totals).sum().isfinite()):
+            unsure = self._looked.items()
+            self._found.update(i for i, every in unsure if not all(bool(one.isfinite().all()) for one in every))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._looked.clear()
+        self._totals.clear()
 
     def is_fine_alone(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Look at ``.grad`` of all parameters of one rank alone; whether all is finite."""
         self.look(range(len(parameters)), [parameter.grad for parameter in parameters])
-        return not self._found
+        return self.status == 0
 
     def error(
         self, negotiation: Negotiation, statuses: Sequence[int]
@@ -112,11 +133,9 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _seem_finite(gradients: list[Tensor]) -> bool:
-    """Whether all numbers are finite; False also where they are only large."""
+def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Numbers of which one is not finite where one of a gradient is not, or where these are large."""
     with torch.no_grad():
         if sum(gradient.nbytes for gradient in gradients) >= _LARGE_BYTES * len(gradients):
-            totals: Sequence[Tensor] = [gradient.sum() for gradient in gradients]
-        else:
-            totals = torch._foreach_norm(gradients, 2.0)
-        return bool(torch.stack([total.abs() for total in totals]).sum().isfinite())
+            return [gradient.sum() for gradient in gradients]
+        return torch._foreach_norm(gradients, 2.0)
