@@ -32,7 +32,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs format demo bench clean
+.PHONY: help setup test test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs pictures format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -78,6 +78,16 @@ check: setup ## Lint, check the format and the types
 
 docs: setup ## Build the documentation in build/docs; a warning is an error
 	@$(BIN) -m sphinx -q -W --keep-going docs build/docs
+
+# The others are by bench compression and bench scaling, and take longer.
+pictures: setup ## Draw the timelines of the documentation anew, as root (on an idle machine)
+	@$(RUN) -m ppe_ddp bench timeline --out docs/pictures/beside_torch.png
+	@$(RUN) -m ppe_ddp bench timeline --out docs/pictures/compressed.png --nodes 2 --model transformer --no-torch --compressor int8
+	@OMP_NUM_THREADS=1 $(VENV)/bin/mpirun -n 2 $(BIN) -m ppe_ddp trace --out build/digits examples/digits.py --epochs 2
+	@cp build/digits/gradients.png docs/pictures/ && cp build/digits/timeline.png docs/pictures/digits.png
+	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=2 --no-python $(BIN) -m ppe_ddp trace --out build/gpt \
+	    examples/gpt.py --steps 30
+	@cp build/gpt/timeline.png docs/pictures/gpt.png
 
 format: setup ## Format the code and sort its imports
 	@$(BIN) -m ruff check --fix --select I .

@@ -274,6 +274,7 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
         "--json=-",
         f"--trace={traces}",
         "--by-gloo",
+        "--bucket-size=0.5",
     ]
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     code, output, errors = run([*command, *(["--mpi-thread"] if MPIRUN else [])], timeout=150, environment=environment)
@@ -285,7 +286,7 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     assert "not here" in results["ppe"]["skipped"]
     assert results["ppe_ddp"]["traffic"]["gradient_nbytes"] == model["existing_nbytes"]
     more = ["by gloo", *(["over mpi4py", "mpi thread"] if MPIRUN else [])]
-    assert [*results] == ["ppe_ddp", *more, "torch", "ppe", "bare"]
+    assert [*results] == ["ppe_ddp", "0.5 MiB", *more, "torch", "ppe", "bare"]
     assert all(name in errors for name in results)
     assert f"traces: {traces}/" in errors
     check_traces(traces)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ppe_ddp.benchmarks.bench_contestants import Contestant, Ours, Torch, Traffic, contestants
+from ppe_ddp.benchmarks.bench_contestants import Contestant, Ours, OursOverMpi, Torch, Traffic, contestants
 from ppe_ddp.benchmarks.bench_models import WORKLOADS, Workload
 from ppe_ddp.benchmarks.bench_platform import Platform
 from ppe_ddp.benchmarks.bench_trace import LEAD_STEPS, record, trace_file
@@ -47,6 +47,7 @@ class Settings:
             leave less time for the machine to change within a repetition. None: each model's own.
         repeats: Repetitions, of which medians are taken.
         bucket_cap_mb: ppe_ddp's option of this name; None for its default.
+        bucket_sizes: In MiB: ppe_ddp takes part once more with each of these.
         views: ppe_ddp's ``gradient_as_bucket_view``.
         overlap: ppe_ddp's option of this name.
         by_gloo: Whether ppe_ddp takes part once more, with ``shared_memory=False``.
@@ -59,6 +60,7 @@ class Settings:
     steps: int | None = None
     repeats: int = 15
     bucket_cap_mb: float | None = None
+    bucket_sizes: tuple[float, ...] = ()
     views: bool = True
     overlap: bool = True
     mpi_thread: bool = False
@@ -129,6 +131,8 @@ class _Race:
                 self.enter(kind.name, kind)
             except ImportError as error:
                 self.skipped[kind.name] = str(error)
+        for size in settings.bucket_sizes:
+            self.enter(f"{size:g} MiB", OursOverMpi if over_mpi() else Ours, bucket_cap_mb=size)
 
     def enter(self, name: str, kind: type[Contestant], **options: object) -> None:
         """Let one more take part. All ranks call this together.

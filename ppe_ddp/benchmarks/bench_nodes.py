@@ -19,7 +19,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.benchmarks.bench_models import WORKLOADS
-from ppe_ddp.cli.arguments import count, output
+from ppe_ddp.benchmarks.bench_step import BUCKET_SIZE_HELP
+from ppe_ddp.cli.arguments import count, mebibytes, output
 from ppe_ddp.cli.machine import write_report
 from ppe_ddp.testing import Nodes, NodesError
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mbit", type=count, default=_MBIT, metavar="N", help=rate)
     parser.add_argument("--launcher", action="append", choices=_LAUNCHERS, help="only this one (default: both)")
     parser.add_argument("--model", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)}")
+    parser.add_argument("--bucket-size", type=mebibytes, action="append", metavar="MIB", help=BUCKET_SIZE_HELP)
     parser.add_argument("--steps", type=count, default=_STEPS, metavar="N", help=f"in a block (default: {_STEPS})")
     parser.add_argument("--repeats", type=count, default=_REPEATS, metavar="N", help=f"default: {_REPEATS}")
     parser.add_argument("--quick", action="store_true", help="one step, three repetitions: a first look")
@@ -97,4 +99,6 @@ def _step_command(arguments: argparse.Namespace, report: Path) -> list[str]:
     words = ["bench", "step", "--steps", str(steps), "--repeats", str(repeats), "--json", str(report)]
     for name in arguments.model or arguments.names:
         words += ["--model", name]
+    for size in arguments.bucket_size or ():
+        words += ["--bucket-size", str(size)]
     return [sys.executable, "-m", "ppe_ddp", *words]

@@ -126,12 +126,10 @@ def combine(workload: Workload, block_steps: int, ranks: Sequence[RankResult]) -
     first = ranks[0]
     seconds = _of_slowest(ranks)
     base = seconds[workload.reference]
+    order = [kind.name for kind in _KINDS]
     contestants = tuple(
-        ContestantResult(kind.name, first.skipped[kind.name])
-        if kind.name in first.skipped
-        else _result(kind.name, seconds, base, ranks)
-        for kind in _KINDS
-        if kind.name in seconds or kind.name in first.skipped
+        ContestantResult(name, first.skipped[name]) if name in first.skipped else _result(name, seconds, base, ranks)
+        for name in sorted([*seconds, *first.skipped], key=lambda name: order.index(name) if name in order else 0)
     )
     present = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
     return ModelResult(

@@ -42,8 +42,9 @@ from ppe_ddp.testing import RankError, Ranks
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["BUCKET_SIZE_HELP", "add_arguments", "run"]
 
+BUCKET_SIZE_HELP = "once more with this size of a bucket, beside the one that is chosen; repeatable"
 _RANKS = 2
 _QUICK_STEPS, _QUICK_REPEATS = 2, 3
 
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     own = parser.add_argument_group("options of ppe_ddp's wrapper")
     own.add_argument("--bucket-cap-mb", type=mebibytes, metavar="MIB", help="size of a bucket")
+    own.add_argument("--bucket-size", type=mebibytes, action="append", metavar="MIB", help=BUCKET_SIZE_HELP)
     own.add_argument("--no-views", action="store_true", help="gradient_as_bucket_view=False")
     own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
     own.add_argument("--by-gloo", action="store_true", help="once more with shared_memory=False")
@@ -138,6 +140,7 @@ def _settings(arguments: argparse.Namespace, platform: Platform) -> Settings:
         steps=arguments.steps or (_QUICK_STEPS if quick else None),
         repeats=arguments.repeats or (_QUICK_REPEATS if quick else Settings.repeats),
         bucket_cap_mb=arguments.bucket_cap_mb,
+        bucket_sizes=tuple(dict.fromkeys(arguments.bucket_size or ())),
         views=not arguments.no_views,
         overlap=not arguments.no_overlap,
         mpi_thread=arguments.mpi_thread,
