@@ -80,5 +80,5 @@ def test_workers(tmp_path, dies_at):
     ).fit()
     began = {int(path.name.split()[0]): int(path.name.split()[-1]) for path in tmp_path.glob("* began at *")}
     assert began[0] == began[1]
-    # The checkpoint of the last step before the failure may not have been kept.
-    assert began[0] in ([0] if dies_at is None else [dies_at - 1, dies_at])
+    # Which of the checkpoints before the failure Ray has kept when it sees that one has died depends on time.
+    assert began[0] in ([0] if dies_at is None else range(1, dies_at + 1))
