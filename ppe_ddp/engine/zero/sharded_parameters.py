@@ -201,6 +201,11 @@ class ShardedParameters(ShardedModel):
         flat[shard.start : shard.stop] = values
         parameter.copy_(flat.as_strided(spec.shape, spec.stride))
 
+    def write_in_place(self, indices: Sequence[int]) -> None:
+        """Note that these shards were written."""
+        for index in indices:
+            self._written[self._unit_of[index]].add(index)
+
     def gather(self, unit: int) -> Waitable | None:
         """Start to gather the parameters of ``unit`` that were written since the last time."""
         self.install(unit)  # of another optimizer, whose parameters share the unit
