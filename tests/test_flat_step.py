@@ -198,5 +198,28 @@ def test_a_distributed_optimizer_trains_on_as_before_a_look_at_its_state():
     assert counts[8] < counts[0] / 3
 
 
+@pytest.mark.parametrize("compiled", ["step", "step of the wrapped optimizer"])
+@on_two_ranks
+def test_a_step_that_was_compiled(compiled):
+    model, twin = (seeded(deep) for _ in range(2))
+    wrapper = DistributedDataParallel(model)
+    inner = torch.optim.AdamW(wrapper.parameters(), lr=0.01)
+    ours, theirs = DistributedOptimizer(inner, wrapper), torch.optim.AdamW(twin.parameters(), lr=0.01)
+    step = ours.step
+    if compiled == "step":
+        step = torch.compile(step, backend="eager")
+    else:
+        inner.step = torch.compile(inner.step, backend="eager")
+    for number in range(4):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        wrapper(data(4, 6, step=number, dtype=torch.float64)).sum().backward()
+        x = [data(4, 6, rank=rank, step=number, dtype=torch.float64) for rank in range(2)]
+        (sum(twin(one).sum() for one in x) / 2).backward()
+        step()
+        theirs.step()
+    assert_same(wrapper, twin, rtol=1e-4, atol=1e-6)  # compiled, Adam corrects its bias in single precision
+
+
 def deep():
     return nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(6, 6), nn.Tanh())]).double()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.engine.torch_internals import uncompiled
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import UnusableError
@@ -220,6 +221,7 @@ class DistributedOptimizer(Optimizer):
                 master.weight.grad = gradient.as_subclass(torch.Tensor)
         self._checked.clear()
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the shards of this rank, and gather the parameters to all ranks.
