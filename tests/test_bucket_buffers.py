@@ -6,6 +6,7 @@ from torch import nn
 
 from ppe_ddp.engine.bucket_buffers import BucketBuffers, sole_owner
 from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, make_plan
+from ppe_ddp.engine.dense_bucket import concatenate
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 3), (5,), (2, 3, 2, 2)]
@@ -181,3 +182,28 @@ def test_sole_owner():
     assert not sole_owner(tensor)
     del result
     assert sole_owner(tensor)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_runs_are_the_places_of_gradients_that_one_call_concatenates(is_first):
+    shapes = [(3, 2), (2,), (1, 2), (5,), (4, 2), (0, 2), (0,), (1,)]
+    world = World(shapes if is_first else [*shapes, (3, 5)])
+    if not is_first:
+        world.buffer()  # of a plan that is another one
+    bucket = world.bucket_of(range(len(shapes)))
+    buffer = world.buffer(bucket)
+    assert [count for count, _ in buffer.runs] == [4, 4]
+    (gradients,) = members_of(bucket, [torch.randn(shape) for shape in shapes])
+    gradients[0] = gradients[0].t().contiguous().t()  # in another memory format
+    assert concatenate(buffer.runs, gradients)
+    for slot, gradient in zip(buffer.slots, gradients, strict=True):
+        assert torch.equal(slot, gradient)
+    assert not concatenate(buffer.runs, [None, *gradients[1:]])
+    del buffer
+    assert world.buffer(bucket).is_free()
+
+
+def test_there_are_no_runs_where_a_copy_each_is_as_quick():
+    assert World([(3, 2), (2,), (4, 3)]).buffer().runs == []
+    assert World([()] * 9).buffer().runs == []
+    assert World([(3, 2, 2, 2)] * 9, is_row_major=False).buffer().runs == []

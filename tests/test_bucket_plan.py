@@ -41,6 +41,15 @@ def situations(draw, fixed=None):
     return present, specs, order, Packing(draw(SIZES), draw(SIZES), is_fixed)
 
 
+def in_buckets_order(bucket, specs, order, packing):
+    """In the order of arrival, but those together that one call concatenates."""
+    arrived = sorted(bucket.members, key=order.index)
+    if packing.fixed or not bucket.row_major:
+        return arrived
+    kinds = [specs[i].shape[1:] if specs[i].shape else "scalar" for i in arrived]
+    return [i for kind in dict.fromkeys(kinds) for i, own in zip(arrived, kinds, strict=True) if own == kind]
+
+
 # --- plans
 
 
@@ -55,7 +64,7 @@ def test_every_gradient_that_exists_has_one_place(situation):
     assert plan.bucket_of == {i: k for k, bucket in enumerate(plan.buckets) for i in bucket.members}
     for bucket in plan.buckets:
         assert any(present[i] for i in bucket.members)
-        assert [order.index(i) for i in bucket.members] == sorted(order.index(i) for i in bucket.members)
+        assert list(bucket.members) == in_buckets_order(bucket, specs, order, packing)
         sizes = [specs[i].numel for i in bucket.members]
         assert list(bucket.offsets) == [0, *itertools.accumulate(sizes)][:-1]
         assert bucket.numel == sum(sizes)
@@ -70,7 +79,7 @@ def test_a_bucket_is_closed_when_it_is_full_and_not_before(situation):
     plan = make_plan(*situation)
     ends, open_ends, kinds = [], [], []
     for bucket in plan.buckets:
-        last = bucket.members[-1]
+        last = max(bucket.members, key=order.index)
         is_large = specs[last].nbytes >= packing.adopt_bytes
         assert bucket.sparse == specs[last].sparse
         assert bucket.adopted == (is_large and not bucket.sparse)
@@ -89,8 +98,20 @@ def test_a_bucket_is_closed_when_it_is_full_and_not_before(situation):
     assert ends == sorted(ends)
     assert open_ends == sorted(open_ends)
     assert len(set(kinds)) == len(kinds)
-    places = [order.index(bucket.members[-1]) for bucket in plan.buckets]
+    places = [max(map(order.index, bucket.members)) for bucket in plan.buckets]
     assert places == ends + open_ends
+
+
+def test_gradients_that_one_call_concatenates_lie_together():
+    shapes = [(4, 3), (4,), (), (2, 3), (5,), (3, 4), ()]
+    specs = [
+        ParameterSpec("", shape, torch.empty(shape, device="meta").stride(), torch.float32, CPU) for shape in shapes
+    ]
+    everything = bytes([1]) * len(shapes)
+    (bucket,) = make_plan(everything, specs, [*range(7)], Packing(10**9, 10**9)).buckets
+    assert bucket.members == (0, 3, 1, 4, 2, 6, 5)
+    (bucket,) = make_plan(everything, specs, [*range(7)], Packing(10**9, 10**9, fixed=True)).buckets
+    assert bucket.members == (0, 1, 2, 3, 4, 5, 6)  # hooks keep state by place
 
 
 @given(situations())

@@ -257,3 +257,29 @@ def test_optimizers_that_torch_left_to_the_wrapper_step_on_averages():
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0.5, 0.5])
     assert first.grad is not None
     assert second.grad is None
+
+
+def test_sequences_that_begin_alike_are_told_apart():
+    ours = parameters()
+    hooks = Listener(ours).hooks
+    hooks.start_recording([0, 1, 2])
+    for sequence in ([0, 1, 2], [0, 2], [0, 2, 1], [0, 1, 2], [], [2, 0, 1], [0, 1, 2]):
+        backward(*[ours[i] for i in sequence])
+        found = hooks.take_recorded()
+        assert found == sequence
+        found.append(9)  # which is the caller's
+    hooks.stop_recording()
+
+
+def test_another_choice_of_what_is_recorded_counts():
+    ours = parameters()
+    listener = Listener(ours)
+    for without in ({1}, {2}, ()):
+        listener.told.clear()
+        listener.hooks.start_recording([0, 1, 2], without)
+        backward(*ours)
+        assert [index for index, _ in listener.told] == [*without]
+        assert listener.hooks.take_recorded() == [i for i in range(3) if i not in without]
+        listener.hooks.stop_recording()
+    backward(ours[0])
+    assert listener.told[-1] == (0, True)

@@ -67,7 +67,7 @@ class Case:
 
     def arrive(self, *indices):
         for i in indices:
-            self.schedule.mark_arrived(i)
+            self.schedule.mark_arrived([i])
             self.schedule.launch_ready()
 
     @property

@@ -43,6 +43,9 @@ class Late(ShardedModel):
     def write(self, index, values):
         raise AssertionError
 
+    def write_in_place(self, indices):
+        raise AssertionError
+
     def gather(self, unit):
         return Wait(self, unit)
 

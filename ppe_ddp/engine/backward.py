@@ -125,9 +125,11 @@ class Backward:
 
     def expect(self, indices: Sequence[int]) -> None:
         """The mask is made while backward runs, which will bring the gradients of these parameters."""
-        self.waiting = waiting = bytearray(len(self.recorder.names))
-        for i in indices:
-            waiting[i] = 1
+        count = len(self.recorder.names)
+        self.waiting = waiting = bytearray(b"\1" if len(indices) == count else b"\0") * count
+        if len(indices) < count:
+            for i in indices:
+                waiting[i] = 1
 
     def start_negotiating(self) -> None:
         """This rank's mask was sent."""

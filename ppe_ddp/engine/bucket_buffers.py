@@ -7,6 +7,7 @@ for as long as anything refers to that view, whatever the next plan looks like.
 
 from __future__ import annotations
 
+from itertools import groupby
 from sys import getrefcount
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SHORTEST_RUN = 3  # members; to concatenate fewer takes as long as to copy them
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
 
@@ -40,6 +42,8 @@ class BucketBuffer:
         bucket: What it is laid out for.
         flat: 1-D, of the bucket's size.
         slots: Views of it, one a member, in its shape and strides.
+        runs: Views of it, one for each run of members that one call can concatenate there, with its length; none where
+            a copy for each member is as quick.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -47,17 +51,19 @@ class BucketBuffer:
         self.bucket: BucketPlan | None = None
         self.flat = memory
         self.slots: list[Tensor] = []
+        self.runs: list[tuple[int, Tensor]] = []
         self._originals: list[Tensor] = []
         self._itemsizes = {memory.element_size()}
         self._at_rest: tuple[object, ...] = ()
 
     def lay_out(self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]) -> None:
         """Make the slots for ``bucket``, with the specs and parameters of its members."""
-        self.slots, self._originals = [], []
+        self.slots, self._originals, self.runs = [], [], []
         self.flat = self.memory.narrow(0, 0, bucket.numel)
         self.slots = slots_of(self.flat, bucket, specs, parameters)
         self.bucket = bucket
         self._originals = slots_of(self.flat, bucket, specs, parameters)
+        self.runs = _runs_of(self.flat, self.slots) if bucket.row_major else []
         self._at_rest = self._state()
 
     def is_free(self) -> bool:
@@ -158,3 +164,17 @@ def slots_of(
         buffer.as_strided(spec.shape, spec.stride, base + offset)
         for spec, offset in zip(specs, bucket.offsets, strict=True)
     ]
+
+
+def _runs_of(flat: Tensor, slots: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Views of ``flat``, one for each run of slots that differ in their first size only, with its length."""
+    runs: list[tuple[int, Tensor]] = []
+    start = 0
+    for shape, same in groupby(slots, lambda slot: slot.shape[1:] if slot.dim() else None):
+        members = list(same)
+        stop = start + sum(map(torch.Tensor.numel, members))
+        if shape is None:
+            return []  # torch concatenates no scalars
+        runs.append((len(members), flat[start:stop].view(sum(slot.shape[0] for slot in members), *shape)))
+        start = stop
+    return runs if _SHORTEST_RUN * len(runs) <= len(slots) else []

@@ -235,11 +235,13 @@ def _place(
     """Give the members their offsets; ``node`` is -1 where they have none in common."""
     first = specs[members[0]]
     adopted = len(members) == 1 and not first.sparse and first.nbytes >= packing.adopt_bytes
+    row_major = all(specs[i].is_row_major for i in members)
+    if row_major and not packing.fixed:
+        members = _alike_together(members, specs)
     offsets, numel = [], 0
     for i in members:
         offsets.append(numel)
         numel += specs[i].numel
-    row_major = all(specs[i].is_row_major for i in members)
     return BucketPlan(
         index,
         tuple(members),
@@ -252,6 +254,15 @@ def _place(
         row_major,
         node if node >= 0 else None,
     )
+
+
+def _alike_together(members: Sequence[int], specs: Sequence[ParameterSpec]) -> list[int]:
+    """The members, those behind one another that one call can concatenate: of the same shape but for its first size."""
+    alike: dict[object, list[int]] = {}
+    for i in members:
+        shape = specs[i].shape
+        alike.setdefault(shape[1:] if shape else None, []).append(i)
+    return [i for same in alike.values() for i in same]
 
 
 class Planner:

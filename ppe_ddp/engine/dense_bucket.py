@@ -160,7 +160,8 @@ class PackedBucket(DenseBucket):
         if self._is_fused:
             fill(buffer.slots, gradients, factor)
         else:
-            fill(buffer.slots, gradients, 1.0)
+            if not concatenate(buffer.runs, gradients):
+                fill(buffer.slots, gradients, 1.0)
             scale(buffer.flat, buffer.flat, factor)
         return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
 
@@ -183,6 +184,21 @@ def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: fl
             scale(slot, gradient, factor)
     elif present:
         torch._foreach_copy_(filled, present)
+
+
+def concatenate(runs: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None]) -> bool:
+    """Put gradients one behind another into ``runs``, if there are any and every gradient exists; whether that is so.
+
+    A copy for each would take four times as long where they are small.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not runs or len(present) < len(gradients):
+        return False
+    start = 0
+    for count, run in runs:
+        torch.cat(present[start : start + count], out=run)
+        start += count
+    return True
 
 
 def _can_hold(gradient: Tensor, average: Tensor) -> bool:

@@ -9,7 +9,10 @@ without this library.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
+from itertools import repeat
+from operator import contains, is_, setitem
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,12 +22,13 @@ from ppe_ddp.engine.torch_internals import in_backward_optimizers, post_accumula
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
     from ppe_ddp.engine.shared_parameters import Owner
 
+_MOST_SEQUENCES = 64  # that are remembered: of graphs that change there is no end
 PostHook = Callable[[nn.Parameter], object]
 
 
@@ -90,7 +94,9 @@ class GradHooks:
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[int, tuple[dict[int, Any], int, GradHook]] = {}
-        self._recording: list[int] = []
+        self._recording = _HookEntries((), (), {})
+        self._is_recording = False
+        self._sequences: dict[int, tuple[list[nn.Parameter], list[int]]] = {}  # what was recorded, by its first one
         for i, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 hook = GradHook(on_accumulated, owner, i)
@@ -106,30 +112,74 @@ class GradHooks:
             handle.remove()
         self._handles.clear()
         self._hooks.clear()
+        self._recording = _HookEntries((), (), {})
 
-    def start_recording(self, indices: Sequence[int]) -> None:
-        """Only record the arrivals of these parameters, and call nothing, until :meth:`stop_recording`."""
+    def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
+        """Only record the arrivals of these parameters, save some, and call nothing, until :meth:`stop_recording`.
+
+        Args:
+            indices: The parameters.
+            without: Those that are not to be recorded; to be the same object while it is the same ones.
+        """
+        self.stop_recording()
         self._recorded.clear()
-        self._recording = [i for i in indices if i in self._hooks]
-        for i in self._recording:
-            table, key, _ = self._hooks[i]
-            if key in table:
-                table[key] = self._record
+        recording = self._recording
+        if recording.indices != indices or recording.without is not without:
+            recording = self._recording = _HookEntries(indices, without, self._hooks)
+        recording.put(repeat(self._record))
+        self._is_recording = True
 
     def stop_recording(self, _dead: object = None) -> None:
         """Call ``on_accumulated`` again for every arrival."""
-        recording, self._recording = self._recording, []
-        for i in recording:
-            entry = self._hooks.get(i)
-            if entry is not None and entry[1] in entry[0]:
-                table, key, hook = entry
-                table[key] = hook
+        if self._is_recording:
+            self._is_recording = False
+            self._recording.put(self._recording.hooks)
 
     def take_recorded(self) -> list[int]:
         """The parameters that were recorded since the last call, in order of arrival."""
         count = len(self._recorded)  # another thread may be at work
         recorded, self._recorded[:count] = self._recorded[:count], []
-        return [self._index[id(parameter)] for parameter in recorded]
+        if not recorded:
+            return []
+        # As mostly, the same in the same order as in another backward: to look up each takes ten times as long.
+        known = self._sequences.get(id(recorded[0]))
+        if known is None or len(known[0]) != len(recorded) or not all(map(is_, known[0], recorded)):
+            if len(self._sequences) >= _MOST_SEQUENCES:
+                self._sequences.clear()
+            known = self._sequences[id(recorded[0])] = recorded, [self._index[id(parameter)] for parameter in recorded]
+        return known[1].copy()
+
+
+class _HookEntries:
+    """The entries of hook tables at which arrivals are recorded; kept while it is those of the same parameters.
+
+    Args:
+        indices: The parameters.
+        without: Those that are left out.
+        hooks: For each that has one, its table, the key in there and our hook.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        without: Collection[int],
+        hooks: Mapping[int, tuple[dict[int, Any], int, GradHook]],
+    ) -> None:
+        entries = [hooks[i] for i in indices if i in hooks and i not in without]
+        self.indices = list(indices)
+        self.without = without
+        self.hooks = [hook for _, _, hook in entries]
+        self._tables = [table for table, _, _ in entries]
+        self._keys = [key for _, key, _ in entries]
+
+    def put(self, hooks: Iterable[Any]) -> None:
+        """Put each of ``hooks`` into its entry, if that is still there."""
+        if all(map(contains, self._tables, self._keys)):
+            deque(map(setitem, self._tables, self._keys, hooks), maxlen=0)
+            return
+        for table, key, hook in zip(self._tables, self._keys, hooks, strict=False):
+            if key in table:
+                table[key] = hook
 
 
 class _DeferredHook:
@@ -155,6 +205,7 @@ class UserGradHooks:
             tables = [post_accumulate_hooks(parameter) for parameter in parameters]
         # One without a table needs no gradient: where that changes, the module is looked at anew.
         self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
+        self._just_tables = [table for _, _, table in self._tables]
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -164,9 +215,11 @@ class UserGradHooks:
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
+        if max(map(len, self._just_tables), default=0) < 2:
+            return  # ours alone
         for i, parameter, table in self._tables:
             if len(table) < 2:
-                continue  # ours alone
+                continue
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:
                 self._hooked.append((i, parameter))

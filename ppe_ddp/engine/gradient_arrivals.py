@@ -14,7 +14,7 @@ from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import nn
 
@@ -67,11 +67,11 @@ class GradientArrivals:
         if self.streams is not None:
             self.streams.note_stream(index)
 
-    def start_recording(self, indices: Sequence[int]) -> None:
-        """Only record the arrivals of these parameters, save those whose stream is still unknown."""
+    def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
+        """Only record the arrivals of these parameters, save those ``without`` and those of unknown streams."""
         if self.streams is not None:
             indices = [i for i in indices if self.streams.knows_stream(i)]
-        self._start_recording(indices)
+        self._start_recording(indices, without)
 
     def check(self, rank: int) -> None:
         """Raise :class:`UnusableError` where a CUDA graph is being captured."""

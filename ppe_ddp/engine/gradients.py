@@ -73,26 +73,25 @@ class Gradients:
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
-        parameters = self._parameters
-        taken: list[Tensor | None] = []
-        for i in indices:
-            parameter = parameters[i]
-            gradient = parameter.grad
-            if type(gradient) is ShardedGradient:
-                gradient = take_local(parameter)
-            elif gradient is not None:
+        parameters = [self._parameters[i] for i in indices]
+        taken = [parameter.grad for parameter in parameters]
+        if self._distributed is not None:
+            taken = [g if g is None else self._distributed.local(i, g) for i, g in zip(indices, taken, strict=True)]
+        if ShardedGradient in set(map(type, taken)):
+            taken = list(map(take_local, parameters))
+        else:
+            for parameter in parameters:
                 parameter.grad = None
-                if self._distributed is not None:
-                    gradient = self._distributed.local(i, gradient)
-            if gradient is not None and i in self.shared:  # averages may differ, and each needs a place of its own
-                gradient = gradient.clone()
-            taken.append(gradient)
+        if self.shared:  # averages may differ, and each needs a place of its own
+            pairs = zip(indices, taken, strict=True)
+            taken = [g.clone() if g is not None and i in self.shared else g for i, g in pairs]
         if self._streams is not None:
             self._streams.wait_for_gradients(taken)
-        for k, i in enumerate(indices):
-            gradient = taken[k]
-            if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:
-                taken[k] = gradient.to_dense()
+        if any([gradient is not None and gradient.is_sparse for gradient in taken]):
+            for k, i in enumerate(indices):
+                gradient = taken[k]
+                if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:
+                    taken[k] = gradient.to_dense()
         return taken
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor], factor: float = 1.0) -> None:

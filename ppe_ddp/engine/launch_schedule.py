@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -65,14 +66,14 @@ class LaunchSchedule(Generic[B]):
         self._ranges = ranges
         self._gone = 0
         self._previous: B | None = None
-        self._missing = [sum(map(waiting.__getitem__, bucket.members)) for bucket in plan.buckets]
+        self._missing = [sum([waiting[i] for i in bucket.members]) for bucket in plan.buckets]
 
-    def mark_arrived(self, index: int) -> None:
-        """Count the gradient of parameter ``index`` as arrived."""
-        k = self.plan.bucket_of[index]
-        self._missing[k] -= 1
-        if self._missing[k] == 0:
-            self.record.ready[k] = perf_counter_ns()
+    def mark_arrived(self, indices: Sequence[int]) -> None:
+        """Count the gradients of these parameters as arrived."""
+        for k, count in Counter(map(self.plan.bucket_of.__getitem__, indices)).items():
+            self._missing[k] -= count
+            if self._missing[k] == 0:
+                self.record.ready[k] = perf_counter_ns()
 
     def launch_ready(self) -> None:
         """Launch buckets in order, up to the first that still misses a gradient of this rank."""

@@ -10,6 +10,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ppe_ddp.engine.torch_internals import (
     CALL_ATTRIBUTES,
@@ -31,6 +32,7 @@ from ppe_ddp.engine.torch_internals import (
     parameter_table,
     rename_in_checkpoints,
     set_metadata,
+    step_hooks,
     uncompiled,
     without_torch_function,
 )
@@ -165,6 +167,31 @@ def _in_backward_optimizers() -> bool:
     return isinstance(optimizer, torch.optim.SGD) and not in_backward_optimizers(without)
 
 
+def _step_hooks() -> bool:
+    optimizer, calls = torch.optim.SGD([nn.Parameter(torch.ones(1))]), 0
+    before = step_hooks(optimizer)
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    handles = [
+        register(count)
+        for register in (
+            optimizer.register_step_pre_hook,
+            optimizer.register_step_post_hook,
+            register_optimizer_step_pre_hook,
+            register_optimizer_step_post_hook,
+        )
+    ]
+    try:
+        optimizer.step()
+        return step_hooks(optimizer) - before == calls == len(handles)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _marks() -> bool:
     module, own = nn.Linear(1, 1), torch.ones(1)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])
@@ -193,6 +220,7 @@ MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (rename_in_checkpoints, _rename_in_checkpoints),
     (is_in_join, _is_in_join),
     (in_backward_optimizers, _in_backward_optimizers),
+    (step_hooks, _step_hooks),
     (is_marked_ignored, _marks),
     (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),

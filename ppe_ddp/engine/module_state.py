@@ -149,7 +149,7 @@ class ModuleState:
         return True
 
     def _addresses_now(self) -> list[int]:
-        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        addresses = list(map(torch.Tensor.data_ptr, self.parameters))
         for i, parameter in self.distributed.items():  # which have no memory of their own
             addresses[i] = local_tensor(parameter).data_ptr()
         return addresses

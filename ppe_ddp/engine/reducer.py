@@ -30,7 +30,7 @@ from ppe_ddp.engine.unused_forwards import ForwardCounter
 from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -190,13 +190,13 @@ class Reducer(Generic[C]):
             return
         expected: list[int] = []
         for i in arrived:
-            if not waiting[i]:
+            if waiting[i]:
+                waiting[i] -= 1
+                expected.append(i)
+            else:
                 backward.unexpected.append(i)
-                continue
-            waiting[i] -= 1
-            expected.append(i)
-            if backward.schedule is not None:
-                backward.schedule.mark_arrived(i)
+        if backward.schedule is not None:
+            backward.schedule.mark_arrived(expected)
         self.synchronizer.on_accumulated(expected)
 
     def _refuse_gradient(self, index: int) -> NoReturn:
@@ -236,13 +236,13 @@ class Reducer(Generic[C]):
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
+        launch_triggers: Collection[int] = ()
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn.is_held
         if self._overlap and not (is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
             self.synchronizer.start_negotiation(backward)
             launch_triggers = self.synchronizer.launch_triggers
-            reached = [i for i in reached if i not in launch_triggers]
-        self._arrivals.start_recording(reached)
+        self._arrivals.start_recording(reached, without=launch_triggers)
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -259,6 +260,12 @@ def in_backward_optimizers(parameter: Tensor) -> Sequence[Optimizer]:
     """The optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` has left with a parameter."""
     optimizers: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
     return optimizers
+
+
+def step_hooks(optimizer: Optimizer) -> int:
+    """How many hooks a step of ``optimizer`` calls: its own, and those of all optimizers."""
+    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return own + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
 def is_in_join(joinable: Joinable) -> bool:

@@ -195,6 +195,19 @@ class ShardedBuffers(ShardedModel):
         Raises:
             UnusableError: The parameter was given other memory (``parameter.data = ...``) since it was wrapped.
         """
+        self._slice(self._memory_of(index), index).copy_(values.detach())
+
+    def write_in_place(self, indices: Sequence[int]) -> None:
+        """Check that the parameters at ``indices`` are views of the buffer, so that their new values are there.
+
+        Raises:
+            UnusableError: As :meth:`write`.
+        """
+        for index in indices:
+            self._memory_of(index)
+
+    def _memory_of(self, index: int) -> Tensor:
+        """The parameter buffer in which the shard at ``index`` lies."""
         memory = self._buffers[self._starts[index][0]].param_data
         assert memory is not None
         shard = self.shards[index]
@@ -203,7 +216,7 @@ class ShardedBuffers(ShardedModel):
                 f"rank {self._groups.rank}: parameter {shard.name!r} was given other memory since the module was "
                 "wrapped, so it is no view of the parameter buffer; wrap the module again, on all ranks"
             )
-        self._slice(memory, index).copy_(values.detach())
+        return memory
 
     def gather(self, unit: int) -> Waitable | None:
         """Start the all-gather of one bucket of parameters, in place."""

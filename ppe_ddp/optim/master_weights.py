@@ -6,6 +6,7 @@ copy, and a change of the parameter from outside (``load_state_dict``) is notice
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +16,11 @@ from ppe_ddp.engine.strides import is_non_overlapping_and_dense
 from ppe_ddp.engine.torch_internals import version_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch import Tensor
 
-    from ppe_ddp.engine.zero.shards import Shard
+    from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 
 
 class MasterWeight:
@@ -62,3 +65,95 @@ class MasterWeight:
     def note_written(self) -> None:
         """Note that the parameter has the values of the master weight."""
         self._version = version_of(self.shard.parameter)
+
+
+class MasterWeights:
+    """All master weights of one optimizer, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._all: list[MasterWeight] = []
+        self._copies: list[MasterWeight] = []
+        self._aliased: list[nn.Parameter] = []
+        self._weights: list[nn.Parameter] = []
+        self._addresses: list[int] = []  # of what is aliased, when it was looked at last
+        self._own_addresses: list[int] = []
+        self._update: _Update | None = None
+
+    def __iter__(self) -> Iterator[MasterWeight]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def append(self, master: MasterWeight) -> None:
+        """Add one more."""
+        self._all.append(master)
+        self._update = None
+        if not master.is_alias:
+            self._copies.append(master)
+            return
+        self._aliased.append(master.shard.parameter)
+        self._weights.append(master.weight)
+
+    def refresh(self) -> None:
+        """:meth:`MasterWeight.refresh` of each."""
+        for master in self._copies:
+            master.refresh()
+        if list(map(torch.Tensor.data_ptr, self._aliased)) != self._addresses:
+            for master in self._all:
+                master.refresh()
+            self._addresses = list(map(torch.Tensor.data_ptr, self._aliased))
+            self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
+
+    def write(self, model: ShardedModel, updated: Sequence[bool]) -> Sequence[int]:
+        """Give parameters of ``model`` the values of their master weights, on this rank.
+
+        Args:
+            model: Whose shards these are the master weights of.
+            updated: For each of its shards, whether that has a new value.
+
+        Returns:
+            The units that have some of these shards, in order.
+        """
+        update = self._update
+        if update is None or update.updated != updated:
+            update = self._update = _Update.of(self._all, model, updated)
+        copied = update.copies
+        if list(map(torch.Tensor.data_ptr, self._weights)) == self._own_addresses:
+            model.write_in_place(update.in_place)
+        else:  # the optimizer has set ``.data`` of some of its weights
+            copied = update.masters
+        for master in copied:
+            model.write(master.index, master.weight.detach())
+        return update.units
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Which parameters get new values, kept while it is the same ones.
+
+    Attributes:
+        updated: For each shard of the model, whether it has a new value.
+        masters: The master weights of these.
+        copies: Those of them that are not their parameter's own memory.
+        in_place: The numbers of the shards of the others.
+        units: Those of the model that have some of these shards.
+    """
+
+    updated: Sequence[bool]
+    masters: Sequence[MasterWeight]
+    copies: Sequence[MasterWeight]
+    in_place: Sequence[int]
+    units: Sequence[int]
+
+    @classmethod
+    def of(cls, masters: Sequence[MasterWeight], model: ShardedModel, updated: Sequence[bool]) -> _Update:
+        own = [master for master in masters if updated[master.index]]
+        indices = {master.index for master in own}
+        return cls(
+            updated,
+            own,
+            [master for master in own if not master.is_alias],
+            [master.index for master in own if master.is_alias],
+            [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)],
+        )

@@ -11,16 +11,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.engine.torch_internals import uncompiled
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.clipping import scale_to, total_norm
+from ppe_ddp.optim.flat_step import FlatStep
 from ppe_ddp.optim.grad_scaler import SharedScaleCheck
-from ppe_ddp.optim.master_weights import MasterWeight
+from ppe_ddp.optim.master_weights import MasterWeight, MasterWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -98,8 +100,10 @@ class DistributedOptimizer(Optimizer):
         _check_elementwise(optimizer)
         self._inner = optimizer
         self._dtype = master_dtype
-        self._masters: list[MasterWeight] = []
+        self._masters = MasterWeights()
+        self._checked: list[MasterWeight] = []  # whose gradient a scaler's check was told by
         self._is_stepping = False
+        self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
         self._frozen = {id(p) for p in modules.parameters() if not p.requires_grad} if modules is not None else set()
@@ -147,8 +151,8 @@ class DistributedOptimizer(Optimizer):
         units = self._model.units
 
         def arrived(unit: int) -> None:
-            for index in units[unit]:
-                if index in masters:
+            if masters:
+                for index in masters.keys() & units[unit]:
                     masters[index].note_written()
 
         return arrived
@@ -175,6 +179,7 @@ class DistributedOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by master weight: of this rank's shards."""
+        self._flat_step.separate()
         return self._inner.state
 
     @property
@@ -190,6 +195,7 @@ class DistributedOptimizer(Optimizer):
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
         if again:
             raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
+        self._flat_step.separate()
         self._inner.add_param_group({**param_group, "params": self._take_over(parameters)})
 
     def __repr__(self) -> str:
@@ -205,19 +211,17 @@ class DistributedOptimizer(Optimizer):
             if gradient is not None and (kind := (gradient.device, gradient.dtype)) not in kinds:
                 kinds.add(kind)
                 master.weight.grad = SharedScaleCheck.of(gradient, self._model.group)
+                self._checked.append(master)
 
-    def _gradients(self) -> list[Tensor]:
-        """The gradients of the master weights as they are now, as plain tensors."""
-        gradients: list[Tensor] = []
-        for master in self._masters:
+    def _end_inf_checks(self) -> None:
+        """Make the gradients plain tensors again."""
+        for master in self._checked:
             gradient = master.weight.grad
-            if gradient is None:
-                continue
             if isinstance(gradient, SharedScaleCheck):
-                master.weight.grad = gradient = gradient.as_subclass(torch.Tensor)
-            gradients.append(gradient)
-        return gradients
+                master.weight.grad = gradient.as_subclass(torch.Tensor)
+        self._checked.clear()
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the shards of this rank, and gather the parameters to all ranks.
@@ -234,27 +238,20 @@ class DistributedOptimizer(Optimizer):
                 loss = closure()
         self._gather.finish()
         exists = self._model.assign_gradients()
-        self._gradients()
-        for master in self._masters:
-            master.refresh()
+        self._end_inf_checks()
+        self._masters.refresh()
         self._is_stepping = True
         try:
-            self._inner.step()
+            self._flat_step.step()
         finally:
             self._is_stepping = False
         # by what all ranks have, whatever a user has made of this rank's gradients
-        self._send(master for master in self._masters if exists[master.index])
+        self._send(exists)
         return loss
 
-    def _send(self, masters: Iterable[MasterWeight]) -> None:
-        """Give the parameters their new values, on all ranks."""
-        indices = set()
-        for master in masters:
-            self._model.write(master.index, master.weight.detach())
-            indices.add(master.index)
-        units = self._model.units
-        moved = [unit for unit, members in enumerate(units) if not indices.isdisjoint(members)]
-        self._gather.start(moved, overlap=self._overlaps)
+    def _send(self, updated: Sequence[bool]) -> None:
+        """Give the parameters whose shards were ``updated`` their new values, on all ranks."""
+        self._gather.start(self._masters.write(self._model, updated), overlap=self._overlaps)
 
     def synchronize(self) -> None:
         """With ``overlap``, wait until all parameters are there; see there who has to call it."""
@@ -282,8 +279,10 @@ class DistributedOptimizer(Optimizer):
             The norm before clipping, 0-dimensional, the same on every rank.
         """
         self._model.assign_gradients()
-        gradients = self._gradients()
-        device = self._masters[0].weight.device if self._masters else torch.device("cpu")
+        self._end_inf_checks()
+        weights = [master.weight for master in self._masters]
+        gradients = [gradient for weight in weights if (gradient := weight.grad) is not None]
+        device = weights[0].device if weights else torch.device("cpu")
         with torch.no_grad():
             norm = total_norm(gradients, float(norm_type), device, self._model.group)
             if error_if_nonfinite and not norm.isfinite():
@@ -305,7 +304,8 @@ class DistributedOptimizer(Optimizer):
         are the parameters' own memory are in the model's ``state_dict``.
         """
         self.synchronize()
-        return optimizer_state.collect(self._inner, self._masters, self._model)
+        self._flat_step.separate()
+        return optimizer_state.collect(self._inner, [*self._masters], self._model)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -316,8 +316,10 @@ class DistributedOptimizer(Optimizer):
                 first and says what to do. Nothing was changed then.
         """
         self._gather.finish()
-        moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
-        self._send(moved)
+        self._flat_step.separate()
+        moved = optimizer_state.restore(self._inner, [*self._masters], self._model, state_dict)
+        indices = {master.index for master in moved}
+        self._send([index in indices for index in range(len(self._model.shards))])
         self._gather.finish()
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.process_group.pending_work import PendingWork
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+    from ppe_ddp.backends.shm.shm_options import ShmOptions
     from ppe_ddp.backends.shm.store_waits import StoreWaits
 
 _LARGEST = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -42,21 +43,21 @@ class ShmCollectives:
 
     Args:
         gloo: A group of gloo for the same ranks. The only reference: the connections end with it.
-        rank: This process in the group.
-        size: How many ranks the group has.
         waits: How to wait for them.
         shared: Runs the collectives that go through shared memory.
+        options: Of the group: what gloo sends from each rank to each at once.
 
     Attributes:
-        goes_directly: Whether what has so many bytes on each rank is sent by gloo from each to each at once; nothing,
-            unless it is set.
+        rank: This process in the group.
+        size: How many ranks the group has.
+        shared: The same.
     """
 
-    def __init__(self, gloo: ProcessGroup, rank: int, size: int, waits: StoreWaits, shared: SharedMemoryGroup) -> None:
-        self.goes_directly: Callable[[int], bool] = lambda _nbytes: False
-        self.rank = rank
-        self.size = size
+    def __init__(self, gloo: ProcessGroup, waits: StoreWaits, shared: SharedMemoryGroup, options: ShmOptions) -> None:
+        self.rank = rank = gloo.rank()
+        self.size = size = gloo.size()
         self.shared = shared
+        self._options = options
         self._gloo: list[ProcessGroup] = [gloo]
         self._waits = waits
         self._arguments = CollectiveArguments(rank, size)
@@ -206,7 +207,7 @@ class ShmCollectives:
         flat = host.view(-1)
         wire = reduction.to_wire(flat, op)
         rows: Tensor | None = None
-        if self.goes_directly(wire.nbytes) or not reduction.is_known_to_gloo:
+        if self._options.goes_directly(self.size, wire.nbytes) or not reduction.is_known_to_gloo:
             rows = wire.new_empty((self.size, wire.numel()))
             work = self._all_gather(what, rows, wire)
         else:
@@ -240,7 +241,7 @@ class ShmCollectives:
         return work
 
     def _all_gather(self, what: str, result: Tensor, host: Tensor) -> PendingWork:
-        if self.goes_directly(host.nbytes):
+        if self._options.goes_directly(self.size, host.nbytes):
             counts = [host.nbytes] * self.size
             return self._all_to_all(what, result, counts, _bytes(host).repeat(self.size), counts)
         parts = list(_bytes(result).view(self.size, -1)) if result.nbytes else [_bytes(result)] * self.size

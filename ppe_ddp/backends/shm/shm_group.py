@@ -127,8 +127,7 @@ class ShmProcessGroup(PendingGroup):
             background_progress(self._pid)
             self._waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
             self._waits.sees_every_rank = self._shared.shows_every_rank
-        self._collectives = ShmCollectives(gloo, rank, size, self._waits, self._shared)
-        self._collectives.goes_directly = partial(options.goes_directly, size)
+        self._collectives = ShmCollectives(gloo, self._waits, self._shared, options)
         self._over = self._collectives
         self._waits.at_failure.append(partial(_close_later, self._collectives))
         ended_at_exit(self._pid).add(self)

@@ -70,6 +70,8 @@ class Rows:
         self._offsets = [0, *accumulate(self._chunks)][:-1]
         own = [stop - start for start, stop in (bounds_of(numel, rank, world_size) for numel in numels)]
         self._short = [(k, size) for k, size in enumerate(own) if size != self._chunks[k]]
+        self.is_full = not self._short
+        """Whether no chunk of this rank is padded."""
 
     @property
     def numel(self) -> int:
@@ -77,7 +79,10 @@ class Rows:
         return self.width * self._world_size
 
     def fill(self, rows: Tensor, flats: Sequence[Tensor]) -> None:
-        """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero."""
+        """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero.
+
+        One whose first dimension is a multiple of the world size need not be flattened.
+        """
         present = [flat for flat in flats if flat.numel()]
         chunk_cat(present, self._world_size, out=rows)
 

@@ -112,7 +112,12 @@ class ParameterGather:
         self._models = models
         self._on_installed = on_installed
         self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
-        self._unit_of = {id(parameter): key for key in self._units for parameter in self._members(key)}
+        self._members = {
+            (number, unit): [models[number].shards[index].parameter for index in models[number].units[unit]]
+            for number, unit in self._units
+        }
+        self._unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
+        self._marked: set[Unit] = set()
         self._pending: dict[Unit, Waitable] = {}
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
@@ -121,10 +126,6 @@ class ParameterGather:
     def __del__(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def _members(self, key: Unit) -> list[Any]:
-        model = self._models[key[0]]
-        return [model.shards[index].parameter for index in model.units[key[1]]]
 
     # ------------------------------------------------------------------ gathering
 
@@ -138,9 +139,10 @@ class ParameterGather:
         """
         self.finish()
         for key in self._units if units is None else [(0, unit) for unit in units]:
-            members = self._members(key)
-            for parameter in members:
-                wait_for(parameter)  # what another optimizer of the same model has sent
+            members = self._members[key]
+            if PendingParameter in set(map(type, members)):  # what another optimizer of the same model has sent
+                for parameter in members:
+                    wait_for(parameter)
             begin = perf_counter_ns()
             pending = self._models[key[0]].gather(key[1])
             if pending is None:
@@ -161,6 +163,7 @@ class ParameterGather:
         if any(type(parameter) is not nn.Parameter for parameter in members):
             self.finish([key])  # one has a class of its own, which we cannot take from it
             return
+        self._marked.add(key)
         increment_version(members)  # lest a graph that was made before the step go backward with what lies there now
         for parameter in members:
             setattr(parameter, _OWNER, self)
@@ -217,9 +220,11 @@ class ParameterGather:
             ) from error
         finally:
             del self._pending[key]
-            for parameter in self._members(key):
-                if vars(parameter).pop(_OWNER, None) is not None:
-                    parameter.__class__ = nn.Parameter
+            if key in self._marked:
+                self._marked.remove(key)
+                for parameter in self._members[key]:
+                    if vars(parameter).pop(_OWNER, None) is not None:
+                        parameter.__class__ = nn.Parameter
 
     def _install(self, key: Unit) -> None:
         # Other threads go on waiting for these parameters, while we use them.

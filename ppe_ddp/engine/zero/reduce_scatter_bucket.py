@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+class AveragedShards(list["Tensor"]):
+    """This rank's shards of some averages: 1-D each, and owned by nobody else."""
+
+
 class ReduceScatterBucket(Bucket):
     """A bucket of dense gradients that is reduce-scattered.
 
@@ -57,6 +61,9 @@ class ReduceScatterBucket(Bucket):
         self._pool = pool
         self._transport = transport
         self._rows = rows
+        world_size = context.groups.world_size
+        # The others have the same chunks along their first dimension.
+        self._ragged = [k for k, spec in enumerate(self.specs) if not spec.shape or spec.shape[0] % world_size]
         self._message: Tensor | None = None
         self._row: Tensor | None = None
 
@@ -69,7 +76,7 @@ class ReduceScatterBucket(Bucket):
         if rows is None:
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
             rows = flat.view(self._groups.world_size, self._rows.width)
-            self._rows.fill(rows, self._flat_gradients())
+            self._rows.fill(rows, self._gradients_to_cut())
         self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
@@ -88,11 +95,13 @@ class ReduceScatterBucket(Bucket):
             return None
         return gradient.as_strided((world_size, self._rows.width), (self._rows.width, 1))
 
-    def _flat_gradients(self) -> list[Tensor]:
+    def _gradients_to_cut(self) -> list[Tensor]:
+        """The gradients, flattened where they are to be cut elsewhere than between two of their rows."""
         dtype, specs = self.plan.dtype, self.specs
-        present = [gradient for gradient in self.gradients if gradient is not None]
-        if self.plan.row_major and len(present) == len(specs):  # which is faster
-            flats = [gradient.reshape(-1) for gradient in present]
+        flats = [gradient for gradient in self.gradients if gradient is not None]
+        if self.plan.row_major and len(flats) == len(specs):  # which is faster
+            for k in self._ragged:
+                flats[k] = flats[k].reshape(-1)
         else:
             zero = torch.zeros((), dtype=dtype, device=self.plan.device)
             flats = [
@@ -116,9 +125,9 @@ class ReduceScatterBucket(Bucket):
     def averages(self) -> list[Tensor]:
         """This rank's chunk of each member's average, 1-D."""
         if self._row is None:
-            return [torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self.specs]
+            return AveragedShards([torch.empty(0, dtype=spec.dtype, device=spec.device) for spec in self.specs])
         row, self._row = self._row, None
-        return self._rows.parts(row)
+        return AveragedShards(self._rows.parts(row))
 
     def release(self) -> None:
         """Drop what belongs to one backward."""

@@ -50,31 +50,32 @@ class GradientShard:
 
     Attributes:
         local: What this rank's backwards have added, whole and not averaged.
+        weight: Whose ``grad`` is the average.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.local: Tensor | None = None
-        self._weight: Weight = _Unclaimed()
+        self.weight: Weight = _Unclaimed()
 
     def attach(self, weight: Tensor) -> None:
         """From now on the average is in ``weight.grad``, in the dtype of ``weight``."""
         value = self.value
-        self._weight = weight
+        self.weight = weight
         self.value = None if value is None else value.to(weight.dtype)
 
     @property
     def value(self) -> Tensor | None:
         """This rank's shard of the average, 1-D; None if there is none."""
-        return self._weight.grad
+        return self.weight.grad
 
     @value.setter
     def value(self, value: Tensor | None) -> None:
-        self._weight.grad = value
+        self.weight.grad = value
 
     def add(self, average: Tensor) -> None:
         """Add an average: 1-D, and owned by this object from here on."""
-        weight = self._weight
+        weight = self.weight
         if isinstance(weight, Tensor) and average.dtype is not weight.dtype:
             average = average.to(weight.dtype)
         value = weight.grad
@@ -82,7 +83,7 @@ class GradientShard:
 
     def drop(self) -> None:
         """Free both."""
-        self._weight.grad = self.local = None
+        self.weight.grad = self.local = None
 
     def accumulate(self, gradient: Tensor) -> None:
         """Add a whole gradient of this rank, not averaged."""
@@ -160,6 +161,10 @@ class GradientSlot:
 
     Args:
         shard: The shard.
+
+    Attributes:
+        content: The average, and what was added since.
+        mark: What ``.grad`` is while there is an average.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -167,20 +172,19 @@ class GradientSlot:
         where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
         self._parameter = parameter
         self.name = shard.name
-        self._content = GradientShard(f"{where} of the gradient of {shard.name!r}")
-        self._mark = ShardedGradient(self._content, parameter)
-        self.attach = self._content.attach
+        self.content = GradientShard(f"{where} of the gradient of {shard.name!r}")
+        self.mark = ShardedGradient(self.content, parameter)
 
     @property
     def value(self) -> Tensor | None:
         """This rank's shard of the average, 1-D; None if there is none."""
-        return self._content.value
+        return self.content.value
 
     @property
     def exists(self) -> bool:
         """Whether there is an average that was not cleared: the same on all ranks that clear alike."""
         gradient = self._parameter.grad
-        return type(gradient) is ShardedGradient and gradient.content is self._content
+        return type(gradient) is ShardedGradient and gradient.content is self.content
 
     @property
     def is_synchronized(self) -> bool:
@@ -190,23 +194,20 @@ class GradientSlot:
     def release(self) -> None:
         """Free the memory of an average that was cleared."""
         gradient = self._parameter.grad  # not by `exists`: this is called for every parameter, several times a step
-        if type(gradient) is not ShardedGradient or gradient.content is not self._content:
-            self._content.drop()
+        if type(gradient) is not ShardedGradient or gradient.content is not self.content:
+            self.content.drop()
 
     def add(self, average: Tensor) -> None:
         """Add an average, 1-D and owned by this object from here on, to what was not cleared."""
         if not self.exists:
-            self._content.value, self._content.local = None, local_of(self._parameter.grad)
-            self._parameter.grad = self._mark
-        self._content.add(average)
+            self.content.value, self.content.local = None, local_of(self._parameter.grad)
+            self._parameter.grad = self.mark
+        self.content.add(average)
 
-    def clear(self, *, set_to_none: bool) -> None:
-        """Clear the gradient, as ``zero_grad()`` of any optimizer does."""
+    def set_to_zero(self) -> None:
+        """Set the gradient to zero, as ``zero_grad(set_to_none=False)`` of any optimizer does."""
         gradient = self._parameter.grad
-        if set_to_none:
-            self._parameter.grad = None
-            self._content.drop()
-        elif gradient is not None:
+        if gradient is not None:
             gradient.detach_().zero_()
 
 

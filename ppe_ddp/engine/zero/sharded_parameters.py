@@ -7,15 +7,19 @@ A bucket is whatever exists in a step, so no buffer is laid out beforehand: each
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.torch_internals import without_torch_function
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.message_pool import MessagePool
-from ppe_ddp.engine.zero.reduce_scatter_bucket import ReduceScatterBucket
+from ppe_ddp.engine.zero.reduce_scatter_bucket import AveragedShards, ReduceScatterBucket
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
@@ -25,7 +29,6 @@ from ppe_ddp.scaling import scale
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module_state import ModuleState
 
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _UNIT_BYTES = 4 << 20
 _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its own (measured: 0.5 to 4 MiB)
 
@@ -64,6 +68,11 @@ class ShardedParameters(ShardedModel):
         self._under_way: dict[int, tuple[UnitGather, Waitable | None]] = {}
         self._written: list[set[int]] = [set() for _ in self.units]
         self._gradients = [GradientSlot(shard) for shard in self.shards]
+        self._parameters = [shard.parameter for shard in self.shards]
+        self._marks = [gradient.mark for gradient in self._gradients]
+        self._contents = [gradient.content for gradient in self._gradients]
+        self._everywhere = [True] * len(self.shards)
+        self._may_release = False
         self.use_module(module_state)
 
     @property
@@ -86,6 +95,7 @@ class ShardedParameters(ShardedModel):
         Raises:
             ValueError: It has a trainable parameter that had no shard so far, or one that has become another.
         """
+        self._last_mask = b"", b""
         known = {id(shard.parameter): k for k, shard in enumerate(self.shards)}
         self._index: dict[int, int] = {}
         for i, (parameter, spec) in enumerate(zip(module_state.parameters, module_state.specs, strict=True)):
@@ -102,7 +112,9 @@ class ShardedParameters(ShardedModel):
 
     def with_shards(self, mask: bytes) -> bytes:
         """``mask`` without the gradients that frozen parameters still have: nobody updates those."""
-        return bytes([here and i in self._index for i, here in enumerate(mask)])
+        if mask != self._last_mask[0]:
+            self._last_mask = mask, bytes([here and i in self._index for i, here in enumerate(mask)])
+        return self._last_mask[1]
 
     def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
         """A reduce-scattered bucket for ``plan``."""
@@ -122,6 +134,9 @@ class ShardedParameters(ShardedModel):
             averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
             factor: What to multiply them by.
         """
+        self._may_release = True
+        if isinstance(averages, AveragedShards) and factor == 1.0 and self._take(indices, averages):
+            return
         for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
@@ -129,6 +144,22 @@ class ShardedParameters(ShardedModel):
             if factor != 1.0:
                 scale(average, average, factor)
             self._gradients[k].add(average)
+
+    def _take(self, indices: Sequence[int], averages: AveragedShards) -> bool:
+        """Set the gradients of these parameters, if all were cleared and none needs another dtype; else do nothing."""
+        places = [self._index[i] for i in indices]
+        parameters = [self._parameters[k] for k in places]
+        contents = [self._contents[k] for k in places]
+        if not all(map(is_, map(_GRAD, parameters), repeat(None))):
+            return False
+        dtype = averages[0].dtype
+        if any(isinstance(c.weight, torch.Tensor) and c.weight.dtype is not dtype for c in contents):
+            return False
+        for parameter, content, average, k in zip(parameters, contents, averages, places, strict=True):
+            content.local = None
+            content.weight.grad = average
+            parameter.grad = self._marks[k]
+        return True
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
         flat = flattened(whole, self._specs[k])
@@ -138,8 +169,11 @@ class ShardedParameters(ShardedModel):
 
     def release(self) -> None:
         """Free the memory of gradients that were cleared."""
-        for gradient in self._gradients:
-            gradient.release()
+        if not self._may_release:
+            return
+        with without_torch_function():  # so that parameters that are being gathered are not waited for
+            for gradient in self._gradients:
+                gradient.release()
 
     def trim(self) -> None:
         """Free message buffers that the last step has not used."""
@@ -150,11 +184,11 @@ class ShardedParameters(ShardedModel):
     @property
     def is_synchronized(self) -> bool:
         """Whether all gradients are averages."""
-        return all(gradient.is_synchronized for gradient in self._gradients)
+        return self._are_averaged() or all(gradient.is_synchronized for gradient in self._gradients)
 
     def attach(self, index: int, weight: Tensor) -> None:
         """Put the gradient of the shard at ``index`` into ``weight.grad`` from now on, as soon as it is averaged."""
-        self._gradients[index].attach(weight)
+        self._contents[index].attach(weight)
 
     def gradients(self) -> list[Tensor | None]:
         """The averages since ``.grad`` was cleared; None for a parameter that no rank used.
@@ -174,17 +208,34 @@ class ShardedParameters(ShardedModel):
                     "synchronization has averaged; run the last backward outside no_sync(), or call "
                     "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
                 )
+        self._may_release = True  # also what a user has given a weight
         self.release()
+
+    def _are_averaged(self) -> bool:
+        """Whether there is an average of every gradient, and nothing was added to it: as in most steps."""
+        with without_torch_function():
+            are_marked = all(map(is_, map(_GRAD, self._parameters), self._marks))
+        return are_marked and all([content.local is None for content in self._contents])
 
     def assign_gradients(self) -> list[bool]:
         """Free what was cleared; averages are written to ``.grad`` of the weights as they arrive."""
+        if self._are_averaged():
+            return self._everywhere
         self._free_cleared()
         return [gradient.exists for gradient in self._gradients]
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
         """Forget the averages, and what has accumulated in ``.grad``."""
-        for index in indices:
-            self._gradients[index].clear(set_to_none=set_to_none)
+        with without_torch_function():
+            if not set_to_none:
+                for index in indices:
+                    self._gradients[index].set_to_zero()
+                return
+            for index in indices:
+                self._parameters[index].grad = None
+                self._contents[index].drop()
+        if len(set(indices)) == len(self.shards):
+            self._may_release = False
 
     def write(self, index: int, values: Tensor) -> None:
         """Set this rank's shard; ``values`` may be that very memory."""
@@ -200,6 +251,11 @@ class ShardedParameters(ShardedModel):
         flat = flattened(parameter, spec)
         flat[shard.start : shard.stop] = values
         parameter.copy_(flat.as_strided(spec.shape, spec.stride))
+
+    def write_in_place(self, indices: Sequence[int]) -> None:
+        """Note that these shards were written."""
+        for index in indices:
+            self._written[self._unit_of[index]].add(index)
 
     def gather(self, unit: int) -> Waitable | None:
         """Start to gather the parameters of ``unit`` that were written since the last time."""

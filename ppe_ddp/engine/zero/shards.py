@@ -103,6 +103,10 @@ class ShardedModel(ABC):
         """Set the shard at ``index`` to ``values`` (1-D, ``shard.numel``, any floating dtype), on this rank only."""
 
     @abstractmethod
+    def write_in_place(self, indices: Sequence[int]) -> None:
+        """Note that the shards at ``indices`` have new values, which were written into the parameters themselves."""
+
+    @abstractmethod
     def gather(self, unit: int) -> Waitable | None:
         """Start to gather what was written to all ranks; every rank calls this for the same units in the same order."""
 
