@@ -46,6 +46,11 @@ def failed_steps_give_their_communicators_back(way):
         failing.hold(way, turns=10)
 
 
+@check("before", "in_backward", ranks=2)
+def nothing_is_left_of_failures(way):
+    failing.hold_without_a_trace(way)
+
+
 @check("in_packing", "before_the_scatter", ranks=2)
 def failed_steps_of_shards_give_their_communicators_back(way):
     with few_communicators():

@@ -230,6 +230,10 @@ class Failures:
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         return error
 
+    def forget(self) -> None:
+        """Delete what this rank has reported; called when no rank uses these connections any more."""
+        self._store.delete_all()
+
     def wait(self, pending: Waitable, device: torch.device) -> Any:
         """Wait for ``pending`` on ``device``, no longer than until another rank reports a failure.
 

@@ -12,7 +12,7 @@ from ppe_ddp.backends.process_group.polling_waits import PollingWaits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppe_ddp.backends.group_internals import Store
+    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
 _KEY = "given up"
 _LOOK_SECONDS = 0.1  # between looks at the store: each is a message, and waits until a busy core serves it
@@ -34,7 +34,7 @@ class StoreWaits(PollingWaits):
         sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
     """
 
-    def __init__(self, store: Store, rank: int, place: str, timeout: float) -> None:
+    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float) -> None:
         super().__init__(place, timeout, "shm")
         self.is_closed_elsewhere: Callable[[], bool] = bool
         self.sees_every_rank = False
