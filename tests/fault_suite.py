@@ -157,6 +157,8 @@ class FaultOutcome:
             one["next"] != "right" for one in survivors
         ):
             found.append("the next step is not right")
+        if case.kind == "cut network" and not self.seen.get(case.culprit, {}).get("error"):
+            found.append("the rank that is cut off has no error")
         if self.orphans and case.kind != "SIGSTOP":  # one that is stopped does not see that its launcher has ended
             found.append(f"processes are left: {self.orphans}")
         return found

@@ -25,8 +25,8 @@ from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
+    from ppe_ddp.backends.process_group.bounded_store import BoundedStore
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bounded_store import BoundedStore
     from ppe_ddp.engine.lost_ranks import LostRanks
 
 START = "start"

@@ -20,6 +20,8 @@ from ppe_ddp.errors import CommunicationError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ppe_ddp.backends.group_internals import Store
+
 T = TypeVar("T")
 
 SILENT = "the store that the ranks share does not answer: the process that serves it has stopped, or the network is cut"
@@ -29,12 +31,12 @@ class BoundedStore:
     """Calls one store.
 
     Args:
-        store: Of torch.distributed.
+        store: Of torch.distributed, or the keys in one.
         seconds: How long to wait for an answer, unless the call says otherwise.
     """
 
-    def __init__(self, store: Any, seconds: float = 1.0) -> None:
-        self._store = WrittenKeys(store)
+    def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
+        self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)
         self._seconds = seconds
 
     def do(self, calls: Callable[[WrittenKeys], T], seconds: float | None = None) -> T:
