@@ -77,15 +77,17 @@ class KilledInTheMiddle:
     """Kills this process once it has come to a step; what has happened is noted in files, as processes forget it."""
 
     def __init__(self, folder: Path, job: ppe_ddp.Job) -> None:
-        self.folder = folder
+        self.folder, self.rank = folder, job.rank
         self.is_meant = job.rank == job.world_size - 1
 
     def between_steps(self, step: int, at: int) -> None:
         if step == at and self.is_first("between"):
+            print(f"rank {self.rank} kills itself after step {step + 1}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def while_saving(self, step: int, at: int) -> None:
         if step >= at and self.is_first("saving"):
+            print(f"rank {self.rank} kills itself while it saves step {step + 1}", flush=True)
             os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # half of the checkpoint is there by then
 
     def is_first(self, name: str) -> bool:

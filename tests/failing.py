@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from one_process import assert_gradients, mean_gradients, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, average, broadcast, overlapped
+from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine import dense_bucket
 
 SECONDS = 8.0  # for a rank to hear of it, on a machine that may be busy; the groups' timeouts are longer
@@ -206,8 +208,8 @@ def wrapped(way, switch, **options):
     return wrapper, expected, patch
 
 
-def hold(way, *, turns=8, seed=0, **options):
-    """Random steps in which a random rank fails in this way, and right ones after each."""
+def hold(way, *, turns=8, seed=0, after_turn=lambda: None, **options):
+    """Random steps in which a random rank fails in this way, and right ones after each, and then `after_turn()`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
     wrapper, expected, patch = wrapped(way, switch, **options)
@@ -228,6 +230,22 @@ def hold(way, *, turns=8, seed=0, **options):
                 wrapper.zero_grad()
                 square(wrapper, rank)
                 assert_gradients(wrapper.module, expected)
+            after_turn()
+
+
+def hold_without_a_trace(way, *, turns=24, **options):
+    """After failures no more is left in the ranks' store, and in torch's tables of groups, than before them."""
+    counts = []
+
+    def count():
+        dist.barrier()  # all have deleted what they delete
+        counts.append((store_of(dist.group.WORLD).num_keys(), len(c10d._world.tags_to_pg)))
+        dist.barrier()
+
+    hold(way, turns=turns, after_turn=count, **options)
+    half = turns // 2
+    for most, last in zip(map(max, zip(*counts[:half], strict=True)), counts[-1], strict=True):
+        assert last < most + half, counts
 
 
 def hold_many(count, *, seed=0):

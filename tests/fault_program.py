@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # which torch.optim imports when it is first used, for seconds
 import torch.distributed as dist
 from torch import nn
 
@@ -33,6 +33,8 @@ from ppe_ddp.checkpoints import checkpointer
 from ppe_ddp.engine import dense_bucket, negotiation
 from ppe_ddp.engine.zero import unit_gather
 
+IMPORTED_FOR_OPTIMIZERS = ["torch._dynamo"]
+"""What torch.optim imports when it is first used, for a second or two, which none of the ranks is to wait for then."""
 TIMEOUT = 3.0
 """The groups' timeout in seconds."""
 LAYERS = 3
@@ -135,6 +137,16 @@ class FaultyNet(nn.Module):
         return x
 
 
+class NoOptimizer:
+    """As SGD whose learning rate is 0, without what torch.optim imports."""
+
+    def __init__(self, model):
+        self.zero_grad = model.zero_grad
+
+    def step(self):
+        pass
+
+
 def loss_of(model, rank, step=0):
     return model(data(5, 8, rank=rank, step=step)).pow(2).sum()
 
@@ -155,8 +167,10 @@ class FaultyTraining:
         if fault.phase == "gather":
             self.optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, self.model, lr=0.0)
             self.come_to(unit_gather.UnitGather, "start", "gather")
-        else:
+        elif fault.phase == "checkpoint":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        else:
+            self.optimizer = NoOptimizer(self.model)
         self.come_to(negotiation.Negotiation, "start", "vote", lambda *_, is_vote=False, **__: is_vote)
         self.checkpointer = None
         if fault.phase == "checkpoint":
@@ -291,6 +305,9 @@ SPOILED = {
 
 
 def main(kind: str, phase: str, culprit: str, step: str, folder: str) -> None:
+    if phase in ("gather", "checkpoint"):
+        for name in IMPORTED_FOR_OPTIMIZERS:
+            importlib.import_module(name)
     job = ppe_ddp.init_process_group(timeout=TIMEOUT, quiet=True)
     fault = Fault(kind, phase, int(step), Path(folder), is_own=job.rank == int(culprit))
     FaultyTraining(fault).run()

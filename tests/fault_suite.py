@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -156,6 +157,8 @@ class FaultOutcome:
             one["next"] != "right" for one in survivors
         ):
             found.append("the next step is not right")
+        if case.kind == "cut network" and not self.seen.get(case.culprit, {}).get("error"):
+            found.append("the rank that is cut off has no error")
         if self.orphans and case.kind != "SIGSTOP":  # one that is stopped does not see that its launcher has ended
             found.append(f"processes are left: {self.orphans}")
         return found
@@ -169,7 +172,7 @@ class FaultOutcome:
 def run(case: FaultCase) -> FaultOutcome:
     """Run the case; nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="ppe_ddp_fault_") as folder, _marked() as mark:
-        errors = STARTERS[case.launcher](case, folder)
+        errors = STARTERS[case.launcher](case, folder, mark)
         end = time.monotonic()
         orphans = _left_with(mark)
         place = Path(folder, "fault")
@@ -179,19 +182,17 @@ def run(case: FaultCase) -> FaultOutcome:
 
 
 @contextmanager
-def _marked() -> Iterator[str]:
-    """Mark all processes of a job, so that what is left of it is found, and ended."""
-    mark = f"{_MARK}={os.getpid()}-{time.monotonic_ns()}"
-    os.environ[_MARK] = mark.partition("=")[2]
+def _marked() -> Iterator[dict[str, str]]:
+    """What all processes of a job have in their environment, so that what is left of it is found, and ended."""
+    mark = {_MARK: f"{os.getpid()}-{time.monotonic_ns()}"}
     try:
         yield mark
     finally:
-        del os.environ[_MARK]
         for pid in _processes_with(mark):
             os.kill(pid, signal.SIGKILL)
 
 
-def _left_with(mark: str) -> list[int]:
+def _left_with(mark: dict[str, str]) -> list[int]:
     """The processes of a job that do not end by themselves when it is over."""
     deadline = time.monotonic() + _ORPHAN_SECONDS
     while (left := _processes_with(mark)) and time.monotonic() < deadline:
@@ -199,11 +200,12 @@ def _left_with(mark: str) -> list[int]:
     return left
 
 
-def _processes_with(mark: str) -> list[int]:
+def _processes_with(mark: dict[str, str]) -> list[int]:
     found = []
+    text = f"{_MARK}={mark[_MARK]}".encode()
     for place in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if int(place.parent.name) != os.getpid() and mark.encode() in place.read_bytes():
+            if int(place.parent.name) != os.getpid() and text in place.read_bytes():
                 found.append(int(place.parent.name))
         except OSError:
             continue
@@ -214,15 +216,16 @@ def _processes_with(mark: str) -> list[int]:
 
 
 def start_fork_server() -> None:
-    """Ranks without a launcher are forked from a process that has imported torch, and belongs to no case."""
-    forkserver.set_forkserver_preload(["fault_program"])
+    """Ranks without a launcher are forked from a process that has imported all they need, and belongs to no case."""
+    # They also run what imports this file as their main module, and so need what that imports.
+    forkserver.set_forkserver_preload(["fault_suite", *fault_program.IMPORTED_FOR_OPTIMIZERS])
     forkserver.ensure_running()
 
 
-def _alone(case: FaultCase, folder: str) -> str:
+def _alone(case: FaultCase, folder: str, mark: dict[str, str]) -> str:
     """Processes without a launcher, which are forked where torch was imported, and end as scripts do."""
     context = multiprocessing.get_context("forkserver")
-    common = {"WORLD_SIZE": str(RANKS), "INIT": f"file://{folder}/meeting", _MARK: os.environ[_MARK]}
+    common = {"WORLD_SIZE": str(RANKS), "INIT": f"file://{folder}/meeting", **mark}
     processes = [context.Process(target=_be_rank, args=(rank, case, folder, common)) for rank in range(RANKS)]
     for process in processes:
         process.start()
@@ -266,17 +269,19 @@ def _be_rank(rank: int, case: FaultCase, folder: str, common: dict[str, str]) ->
     os._exit(code)
 
 
-def _launched(command: Sequence[str], case: FaultCase, folder: str) -> str:
+def _launched(command: Sequence[str], case: FaultCase, folder: str, mark: dict[str, str]) -> str:
     words = [*command, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step), folder]
     with open(f"{folder}/stderr", "w+") as file:
+        environment = os.environ | _environment() | mark
         process = subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True, env=os.environ | _environment()
+            words, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True, env=environment
         )
         deadline = time.monotonic() + _LIMIT
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
             if case.kind == "SIGSTOP" and len(list(Path(folder).glob("[0-9]*.json"))) == RANKS - 1:
-                break  # the launcher waits for the one that is stopped
+                os.killpg(process.pid, signal.SIGKILL)  # it would wait for the one that is stopped
+                process.wait()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:
@@ -287,20 +292,20 @@ def _launched(command: Sequence[str], case: FaultCase, folder: str) -> str:
         return file.read()
 
 
-def _torchrun(case: FaultCase, folder: str) -> str:
+def _torchrun(case: FaultCase, folder: str, mark: dict[str, str]) -> str:
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    return _launched([sys.executable, *words], case, folder)
+    return _launched([sys.executable, *words], case, folder, mark)
 
 
-def _mpirun(case: FaultCase, folder: str) -> str:
-    return _launched([str(MPIRUN), "-n", str(RANKS), sys.executable], case, folder)
+def _mpirun(case: FaultCase, folder: str, mark: dict[str, str]) -> str:
+    return _launched([str(MPIRUN), "-n", str(RANKS), sys.executable], case, folder, mark)
 
 
-def _nodes(case: FaultCase, folder: str) -> str:
+def _nodes(case: FaultCase, folder: str, mark: dict[str, str]) -> str:
     """Two ranks on the first node and one on the second; each by itself, as no launcher should end them."""
     words = [sys.executable, str(HERE / "fault_program.py"), case.kind, case.phase, str(case.culprit), str(case.step)]
     with Nodes(2) as nodes:
-        job = nodes.start("ranks", [*words, folder], ranks=(RANKS - 1, 1), environment=_environment())
+        job = nodes.start("ranks", [*words, folder], ranks=(RANKS - 1, 1), environment=_environment() | mark)
         deadline = time.monotonic() + _LIMIT
         while job.is_running and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -351,33 +356,57 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table into docs/failures.md")
     arguments = parser.parse_args()
     start_fork_server()
-    cells: dict[tuple[str, str], list[tuple[FaultCase, FaultOutcome]]] = {}
-    failed = 0
-    for launcher in arguments.launchers.split(","):
+    launchers, schedule = arguments.launchers.split(","), list[FaultCase]()
+    for launcher in launchers:
         if missing(launcher):
             print(f"skipped: {LAUNCHERS[launcher]}: {missing(launcher)}")
-            continue
-        for case in cases(launcher, arguments.seed, kinds=arguments.kinds.split(","), most=MOST[launcher]):
-            outcome = run(case)
-            complaints = outcome.complaints(case)
-            failed += bool(complaints)
-            print(f"{case!s:60} {outcome.described(case):28} {'; '.join(complaints)}", flush=True)
-            if complaints:
-                print("\n".join(f"    {one['text']}" for one in outcome.survivors(case)), outcome.errors[-1500:])
-            cells.setdefault((case.kind, launcher), []).append((case, outcome))
+        else:
+            schedule += cases(launcher, arguments.seed, kinds=arguments.kinds.split(","), most=MOST[launcher])
+    begin, outcomes = time.monotonic(), dict[FaultCase, FaultOutcome]()
+    for batch, at_once in batches(schedule):
+        with ThreadPoolExecutor(at_once) as threads:
+            for case, outcome in zip(batch, threads.map(run, batch), strict=True):
+                outcomes[case] = outcome
+                report(case, outcome)
+    print(f"{len(outcomes)} cases in {time.monotonic() - begin:.0f} s", flush=True)
+    cells: dict[tuple[str, str], list[tuple[FaultCase, FaultOutcome]]] = {}
+    for case in schedule:
+        cells.setdefault((case.kind, case.launcher), []).append((case, outcomes[case]))
     entries = {place: slowest_of(found) for place, found in cells.items()}
-    print(table_of(entries))
-    if arguments.failures and "none" in arguments.launchers.split(","):
-        with Ranks(RANKS, timeout=600) as ranks:
-            start = time.monotonic()
-            ranks.run(failing.hold_many, arguments.failures)
-            print(
-                f"{arguments.failures} failures in one process, each with a right step after it: "
-                f"{time.monotonic() - start:.0f} s"
-            )
+    print(table_of(entries), flush=True)
+    if arguments.failures and "none" in launchers:
+        fail_many(arguments.failures)
+    failed = any(outcome.complaints(case) for case, outcome in outcomes.items())
     if arguments.write and not failed:
         write(entries)
-    return int(failed > 0)
+    return int(failed)
+
+
+def batches(schedule: Sequence[FaultCase]) -> list[tuple[list[FaultCase], int]]:
+    """The cases that may run beside one another, with how many of them at a time.
+
+    Where all wait for the group's timeout they leave the cores to others. A launcher needs them to start its ranks, the
+    first of which waits for the last no longer than that timeout.
+    """
+    prompt = [case for case in schedule if case.kind not in LATE]
+    late = [case for case in schedule if case.kind in LATE]
+    forked = [case for case in late if case.launcher in BACKENDS]
+    return [(prompt, 1), (forked, 4), ([case for case in late if case not in forked], 2)]
+
+
+def report(case: FaultCase, outcome: FaultOutcome) -> None:
+    complaints = outcome.complaints(case)
+    print(f"{case!s:60} {outcome.described(case):28} {'; '.join(complaints)}", flush=True)
+    if complaints:
+        print("\n".join(f"    {one['text']}" for one in outcome.survivors(case)), outcome.errors[-1500:])
+
+
+def fail_many(count: int) -> None:
+    """So many failures of single ranks, one after another in the same processes."""
+    with Ranks(RANKS, timeout=600) as ranks:
+        start = time.monotonic()
+        ranks.run(failing.hold_many, count)
+        print(f"{count} failures in one process, each with a right step after it: {time.monotonic() - start:.0f} s")
 
 
 def slowest_of(found: list[tuple[FaultCase, FaultOutcome]]) -> str:

@@ -1,16 +1,19 @@
 """Checks that failed steps leave no communicators behind, of which MPI has only so many; run by mpi_checks.py."""
 
+import gc
 import itertools
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import failing
 import failing_shards
 from mpi_check_kit import check
-from ppe_ddp import DisagreementError
+from one_process import assert_gradients, mean_gradients, seeded, square
+from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, broadcast
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.store_exchange import exchange
 
@@ -46,10 +49,49 @@ def failed_steps_give_their_communicators_back(way):
         failing.hold(way, turns=10)
 
 
+@check("before", "in_backward", ranks=2)
+def nothing_is_left_of_failures(way):
+    failing.hold_without_a_trace(way)
+
+
 @check("in_packing", "before_the_scatter", ranks=2)
 def failed_steps_of_shards_give_their_communicators_back(way):
     with few_communicators():
         failing_shards.hold_optimizer(way, turns=8)
+
+
+@check("sending", "before_the_others", ranks=2)
+def failed_starts_give_their_communicators_back(when):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with few_communicators():
+        for culprit in [*range(size)] * 5:
+            with failing_start(when, is_culprit=rank == culprit) as function:
+                expected = failing.Refused if rank == culprit else PeerAbortedError
+                with pytest.raises(expected, match="not today"):
+                    DistributedDataParallel(nn.Linear(3, 3), broadcast_function=function)
+            gc.collect()
+        module = seeded(nn.Linear, 4, 2)
+        wrapper, expected = DistributedDataParallel(module), mean_gradients(module, square)
+        square(wrapper, rank)
+        assert_gradients(module, expected)
+
+
+@contextmanager
+def failing_start(when, *, is_culprit):
+    """A broadcast function; one rank fails in it, or when it has received what it starts from."""
+
+    def send(tensors, group):
+        if is_culprit and when == "sending":
+            raise failing.Refused("not today")
+        return broadcast(tensors, group)
+
+    def refuse(_groups):
+        raise failing.Refused("not today")
+
+    with pytest.MonkeyPatch.context() as patches:
+        if is_culprit and when == "before_the_others":
+            patches.setattr(Groups, "await_start", refuse)
+        yield send
 
 
 @check(ranks=2)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
+from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
 
 class CountingStore:
@@ -27,5 +28,5 @@ def test_the_groups_of_one_name_are_numbered_and_soon_found():
     arguments = SimpleNamespace(store=store, group_rank=0, group_id="again", timeout=timedelta(seconds=20))
     for turn in range(1, 301):
         store.checks = 0
-        assert await_members(arguments, [0], None) == turn
+        assert await_members(arguments, [0], None, WrittenKeys(store)) == turn
         assert store.checks < 25

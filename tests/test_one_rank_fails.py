@@ -39,6 +39,13 @@ def test_after_backward(way):
     failing.hold(way, turns=4, seed=2, overlap=False)
 
 
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["shm", "gloo"])
+@pytest.mark.parametrize("way", ["before", "in_backward"])
+@on_two_ranks
+def test_nothing_is_left_of_failures(way, options):
+    failing.hold_without_a_trace(way, **options)
+
+
 @pytest.mark.parametrize("how", failing.HOOKS)
 @on_two_ranks
 def test_torch_hooks_of_two(how):

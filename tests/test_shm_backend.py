@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import sys
+import threading
 from datetime import timedelta
 from time import monotonic
 
@@ -204,6 +205,28 @@ def test_the_store_is_hardly_asked_where_memory_shows_who_has_given_up(monkeypat
     waits.is_closed_elsewhere, before = lambda: True, store.asked
     assert waits.is_over()
     assert store.asked == before + 1
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_waiting():
+    """As behind a network that was cut, where its calls do not end."""
+    answer = threading.Event()
+
+    class Store:
+        def check(self, keys):
+            answer.wait(60)
+            return False
+
+        def compare_set(self, key, expected, value):
+            answer.wait(60)
+
+    waits, start = store_waits.StoreWaits(Store(), 0, "rank 0 of 2", 60.0), monotonic()
+    try:
+        assert not waits.look_now()
+        waits.give_up("of a test")
+        assert waits.failure == "of a test"
+        assert monotonic() - start < 20
+    finally:
+        answer.set()
 
 
 @on_three_ranks

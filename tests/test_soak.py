@@ -51,3 +51,8 @@ def test_a_spike_is_no_leak():
     assert soak.slope(rounds, [100.0] * 20 + [900.0] + [100.0] * 9) == 0
     assert soak.slope(rounds, [100.0] * 15 + [140.0] * 15) < 0.4
     assert soak.slope(rounds, [100.0 + turn for turn in rounds]) == 1
+
+
+def test_some_pages_for_each_failure_are_a_leak():
+    found = {"rounds": 1000, "growth": {"kilobytes": 16.0, "descriptors": 0.0, "threads": 0.0}}
+    assert soak.leaks(found) == ["kilobytes: 16.00 a round"]

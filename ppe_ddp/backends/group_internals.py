@@ -64,6 +64,24 @@ def store_of(group: ProcessGroup) -> Store:
     return store
 
 
+def address_key(rank: int) -> str:
+    """Under which gloo writes to its store where a rank can be reached; it leaves it there."""
+    return f"0/{rank}"
+
+
+def address_key_in_group(rank: int) -> str:
+    """The same in :func:`store_of` of a registered group over gloo."""
+    return f"cpu//{address_key(rank)}"
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """``dist.destroy_process_group()``, after which torch keeps nothing: it leaves the tag of each group in a table."""
+    tag = c10d._world.pg_to_tag.get(group)
+    dist.destroy_process_group(group)
+    if tag is not None and not c10d._world.tags_to_pg.get(tag):
+        c10d._world.tags_to_pg.pop(tag, None)
+
+
 def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
     """The object of this ``make`` that is kept with a registered ``group``; made when it is first asked for.
 

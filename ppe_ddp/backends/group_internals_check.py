@@ -19,11 +19,14 @@ from ppe_ddp.backends.group_internals import (
     NAMING,
     HashStore,
     PrefixStore,
+    address_key,
+    address_key_in_group,
     backend_for,
     backends_being_made,
     backends_named,
     creator_of,
     default_group,
+    destroy_group,
     device_types,
     end_coalescing,
     flattened_group,
@@ -120,6 +123,24 @@ def _store_of(_group: ProcessGroup) -> bool:
     first, second = (new_group_named(f"ppe_ddp/trial/{k}", [0], _SECONDS, "gloo", None) for k in "ab")
     store_of(first).set("key", "value")
     return bool(store_of(first).check(["key"]) and not store_of(second).check(["key"]))
+
+
+def _address_key(_group: ProcessGroup) -> bool:
+    store = HashStore()
+    dist.ProcessGroupGloo(store, 0, 1, timeout=_SECONDS)
+    return store.check([address_key(0)])
+
+
+def _address_key_in_group(_group: ProcessGroup) -> bool:
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    return bool(store_of(made).check([address_key_in_group(0)]))
+
+
+def _destroy_group(_group: ProcessGroup) -> bool:
+    before = list(c10d._world.tags_to_pg)
+    made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
+    destroy_group(made)
+    return list(c10d._world.tags_to_pg) in (before, ["", *before]) and not is_registered(made)
 
 
 def _kept_with(group: ProcessGroup) -> bool:
@@ -224,6 +245,9 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (registered_groups, _registered_groups),
     (default_group, _default_group),
     (store_of, _store_of),
+    (address_key, _address_key),
+    (address_key_in_group, _address_key_in_group),
+    (destroy_group, _destroy_group),
     (kept_with, _kept_with),
     (device_types, _device_types),
     (backend_for, _backend_for),

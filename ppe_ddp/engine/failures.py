@@ -25,8 +25,8 @@ from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
+    from ppe_ddp.backends.process_group.bounded_store import BoundedStore
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bounded_store import BoundedStore
     from ppe_ddp.engine.lost_ranks import LostRanks
 
 START = "start"
@@ -229,6 +229,10 @@ class Failures:
         error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice} look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         return error
+
+    def forget(self) -> None:
+        """Delete what this rank has reported; called when no rank uses these connections any more."""
+        self._store.delete_all()
 
     def wait(self, pending: Waitable, device: torch.device) -> Any:
         """Wait for ``pending`` on ``device``, no longer than until another rank reports a failure.

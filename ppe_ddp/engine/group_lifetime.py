@@ -16,11 +16,18 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.backends.group_internals import backend_for, device_types
+from ppe_ddp.backends.group_internals import (
+    address_key_in_group,
+    backend_for,
+    destroy_group,
+    device_types,
+    is_registered,
+    store_of,
+)
 from ppe_ddp.backends.process_group.python_group import PythonGroup
+from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,6 +50,10 @@ def close(groups: list[ProcessGroup]) -> list[Release]:
             group.abort()
         if isinstance(group, PythonGroup):
             releases.append(group.release)
+        elif is_registered(group) and "cpu" in device_types(group):  # destroyed by the user meanwhile, or NCCL's alone
+            keys = WrittenKeys(store_of(group))
+            keys.note(address_key_in_group(group.rank()))
+            releases.append(functools.partial(_delete, keys))
         del group
     ending = list(groups)
     destroy(groups)
@@ -63,6 +74,10 @@ def release_all(releases: list[Release], exchange: Callable[[str, Any], list[Any
     releases.clear()
 
 
+def _delete(keys: WrittenKeys, _exchange: Callable[[str, Any], list[Any]]) -> None:
+    keys.delete_all()
+
+
 def _exchange_in(exchange: Callable[[str, Any], list[Any]], place: int, what: str, word: Any) -> list[Any]:
     return exchange(f"{place}/{what}", word)
 
@@ -71,7 +86,7 @@ def destroy(groups: list[ProcessGroup]) -> None:
     """Destroy these; empties the list. Their connections end with the last references."""
     while groups:
         with contextlib.suppress(RuntimeError, ValueError):  # destroyed by the user meanwhile
-            dist.destroy_process_group(groups.pop())
+            destroy_group(groups.pop())
 
 
 def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:

@@ -29,8 +29,8 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
+from ppe_ddp.backends.process_group.bounded_store import BoundedStore
 from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
-from ppe_ddp.engine.bounded_store import BoundedStore
 from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import START, Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates
@@ -144,19 +144,10 @@ class Groups:
         if groups is not None:
             return groups
         pool.count += 1
-        buckets, control = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
+        made = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
         processes = PeerProcesses(rank, address, [packed for *_, packed in known])
-        return cls(
-            parent,
-            buckets,
-            control,
-            rank,
-            world_size,
-            os.getpid(),
-            pool.count,
-            processes=processes,
-            shared_memory=shared_memory,
-        )
+        pid = os.getpid()
+        return cls(parent, *made, rank, world_size, pid, pool.count, processes=processes, shared_memory=shared_memory)
 
     def await_start(self) -> None:
         """Wait until all ranks have received what they start from; every rank must call this together.
@@ -217,6 +208,7 @@ class Groups:
         if reason:
             self._unusable = f"rank {self.rank}: {reason}"
             raise UnusableError(self._unusable)
+        self.failures.forget()  # all have come here, and so left the old connections
         self._connect_failures()
         self._attempts = self._starts = 0
         self.is_closed = False
@@ -339,6 +331,7 @@ class Groups:
         if not self.is_closed:
             self._close()
         self._release("unused")
+        self.failures.forget()
 
     def _connect_failures(self) -> None:
         # a bare group has no store that could be asked for, and is never closed

@@ -8,6 +8,8 @@ ended before; the user's group is not ours to end, so nothing of ours goes throu
 from __future__ import annotations
 
 import json
+from collections import deque
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import default_pg_timeout
 
-from ppe_ddp.backends.group_internals import backend_for, device_types, store_of, timeout_of
+from ppe_ddp.backends.group_internals import backend_for, device_types, kept_with, store_of, timeout_of
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _SHORTEST_NAP = 0.001  # seconds between looks at the store
 _LONGEST_NAP = 0.02
+_LAST = 16  # exchanges whose words stay in the store; all have read the one before, but threads may be in several
 
 
 def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
@@ -42,6 +45,8 @@ def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None]
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     store, advance = store_of(group), progress_of(group)
     keys = [f"ppe_ddp/{name}/{other}" for other in range(world_size)]
+    said = kept_with(group, _keys_of_this_rank)
+    said.append(keys[rank])
     store.set(keys[rank], json.dumps(word))
     seconds, nap = (timeout_of(group) or default_pg_timeout).total_seconds(), _SHORTEST_NAP
     end = monotonic() + seconds
@@ -58,7 +63,16 @@ def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None]
         look()
         sleep(nap)
         nap = min(2 * nap, _LONGEST_NAP)
-    return [json.loads(store.get(key)) for key in keys]
+    words = [json.loads(store.get(key)) for key in keys]
+    while len(said) > _LAST:
+        with suppress(RuntimeError):  # a store of the user's that cannot delete
+            store.delete_key(said.popleft())
+    return words
+
+
+def _keys_of_this_rank() -> deque[str]:
+    """Those that are still in the store, of one group."""
+    return deque()
 
 
 def progress_of(group: ProcessGroup) -> Callable[[], object]:

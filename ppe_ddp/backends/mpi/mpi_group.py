@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
-from ppe_ddp.backends.group_internals import PrefixStore, backends_being_made
+from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi.communicator_release import release
 from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
@@ -30,6 +30,7 @@ from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
 from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -65,21 +66,21 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
     wanted = backends_being_made()
     world, agreed = MPI.COMM_WORLD, (options or MpiOptions()).agreed()
     progress_engine(getpid()).expect(world.Get_size())
-    ranks = list(arguments.global_ranks_in_group)
+    ranks, keys = list(arguments.global_ranks_in_group), WrittenKeys(arguments.store)
     if ranks:
         _check_world(dist.get_rank(), dist.get_world_size())
         # The tag keeps apart the groups that several threads make at a time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
-        turn = await_members(arguments, ranks, agreed)
+        turn = await_members(arguments, ranks, agreed, keys)
         comm = sub_communicator(world, ranks, tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
-        turn = await_members(arguments, range(arguments.group_size), agreed)
+        turn = await_members(arguments, range(arguments.group_size), agreed, keys)
         install_job_hooks(together=True)
         comm = world.Dup()
-    own = MpiProcessGroup(comm, arguments, options or MpiOptions())
+    own = MpiProcessGroup(comm, arguments, options or MpiOptions(), keys)
     if compares_collectives():
-        own.compare_collectives(PrefixStore(f"ppe_ddp/calls/{turn}", arguments.store))
+        own.compare_collectives(keys.under(f"ppe_ddp/calls/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 
@@ -122,10 +123,11 @@ class MpiProcessGroup(PendingGroup):
 
     _waits: Waits
 
-    def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions) -> None:
+    def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
         types = ("cpu", "cuda") if is_available() else ("cpu",)
         super().__init__(comm.Get_rank(), comm.Get_size(), arguments, "mpi4py", types)
         self.pg_options = options
+        self._keys = keys
         seconds = self._timeout.total_seconds()
         place = f"rank {comm.Get_rank()} of {comm.Get_size()}, group {self._group_name!r}"
         self._call = WatchedCall(place, seconds)
@@ -189,6 +191,7 @@ class MpiProcessGroup(PendingGroup):
         """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
         if not MPI.Is_finalized():
             release({} if self._messages.is_used else self._mpi.communicators(), self._waits, exchange)
+        self._keys.delete_all()
 
     monitoredBarrier = monitored_barrier
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
     from ppe_ddp.backends.process_group.python_work import PythonWork
+    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
 _COMMON = {
     "all_reduce": (0, 1),
@@ -111,7 +112,9 @@ class CollectiveComparison:
         progress: Advances the comparison.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, waits: FailableWaits, progress: ProgressEngine) -> None:
+    def __init__(
+        self, store: WrittenKeys, rank: int, size: int, waits: FailableWaits, progress: ProgressEngine
+    ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
@@ -154,6 +157,8 @@ class CollectiveComparison:
             # All have written this one: so all have seen that they agree on the one before.
             if self._number > 1:
                 self._store.delete_key(self._key(self._rank, -1))
+                if self._rank == 0:
+                    self._store.delete_key(self._key("first", -1))
             self._number += 1
             self._queue.popleft().begin()
         return True

@@ -16,10 +16,12 @@ from ppe_ddp.errors import CommunicationError, DisagreementError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+
 _ASK_SECONDS = 0.001
 
 
-def await_members(arguments: Any, ranks: Sequence[int], options: object) -> int:
+def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
     """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
 
     Keeps going what is under way on other groups, which a rank may need to get here.
@@ -28,6 +30,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object) -> int:
         arguments: torch's ``_DistributedBackendOptions``.
         ranks: Of the world, in the order of the group.
         options: What they must all make it with; compared by its text, as is whether collectives are compared.
+        store: That the ranks share, under the name of the group.
 
     Returns:
         How many groups of this name there have been, with this one: keys in the store of those before are still there.
@@ -36,7 +39,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object) -> int:
         CommunicationError: Some have not come within the group's timeout; names them.
         DisagreementError: On every rank: not all have the same options.
     """
-    store, place, seconds = arguments.store, arguments.group_rank, arguments.timeout.total_seconds()
+    place, seconds = arguments.group_rank, arguments.timeout.total_seconds()
     turn = _first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
     keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
     differing = f"ppe_ddp/options/{turn}/differing"

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor, device, dtype
     from torch.distributed import Work
 
-    from ppe_ddp.backends.group_internals import Store
     from ppe_ddp.backends.process_group.pending_work import FailableWaits
     from ppe_ddp.backends.process_group.python_work import PythonWork
+    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
     from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 
@@ -58,7 +58,7 @@ class PendingGroup(CollectiveGroup):
         self._closed = False
         self._comparison: CollectiveComparison | None = None
 
-    def compare_collectives(self, store: Store) -> None:
+    def compare_collectives(self, store: WrittenKeys) -> None:
         """Compare every collective across the ranks before it runs, from now on; on all ranks together."""
         progress = progress_engine(os.getpid())
         self._comparison = CollectiveComparison(store, self.rank(), self.size(), self._waits, progress)

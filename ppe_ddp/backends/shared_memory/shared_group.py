@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.process_group.tensor_memory import overlap
+from ppe_ddp.backends.shared_memory.control_pages import ControlPage, control_pages
 from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
 from ppe_ddp.backends.shared_memory.shared_steps import supports
 from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
-from ppe_ddp.backends.shared_memory.step_queue import CONTROL_BYTES, Peers, StepQueue
+from ppe_ddp.backends.shared_memory.step_queue import Peers, StepQueue
 
 if TYPE_CHECKING:
     import mmap
@@ -259,18 +260,20 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
         nodes cannot be joined; each says why at debug level.
     """
     own: SharedMemory | None = None
-    packed, reason = bytes(ADDRESS_BYTES), ""
+    position, packed, reason = -1, bytes(ADDRESS_BYTES), ""
     try:
         own = shared_memory()
-        packed = own.address.packed(own.reserve(CONTROL_BYTES))
+        position = control_pages().take()
+        packed = own.address.packed(position)
     except (OSError, MemoryError) as error:
         reason = f"it has none: {type(error).__name__}: {error}"
     addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
     layout = NodeLayout.of([address.node for address, _ in addresses], link.rank)
     local = [addresses[rank] for rank in layout.local]
     spaces: list[mmap.mmap] = []
+    controls: list[ControlPage] = []
     if own is not None and not reason:
-        spaces, reason = _attach(own, layout.local, [address for address, _ in local])
+        spaces, controls, reason = _attach(own, layout.local, local)
     reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
     nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
     if not layout.shares_memory:
@@ -279,11 +282,9 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
         reasons.append("the ranks are on several nodes")
     if own is None or reasons:
         logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, "; ".join(reasons))
+        if position >= 0:
+            control_pages().give_back(position)
         return _Connection(() if layout.shares_memory else nodes)
-    controls = [
-        memoryview(space)[start : start + CONTROL_BYTES].cast("q")
-        for space, (_, start) in zip(spaces, local, strict=True)
-    ]
     link.waits.ended_ranks = lambda: [
         rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
     ]
@@ -292,20 +293,25 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
         links_for_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
     queue = StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+    control_pages().leave_with(queue, layout.local_rank, controls)
     hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
     return _Connection(nodes, own, queue, hierarchy)
 
 
-def _attach(own: SharedMemory, ranks: Sequence[int], addresses: Sequence[Address]) -> tuple[list[mmap.mmap], str]:
-    """The reservations of those ranks that have one, and why one cannot be reached."""
+def _attach(
+    own: SharedMemory, ranks: Sequence[int], addresses: Sequence[tuple[Address, int]]
+) -> tuple[list[mmap.mmap], list[ControlPage], str]:
+    """The reservations of those ranks that have one, their control pages, and why one cannot be reached."""
     spaces: list[mmap.mmap] = []
-    for rank, address in zip(ranks, addresses, strict=True):
+    controls: list[ControlPage] = []
+    for rank, (address, position) in zip(ranks, addresses, strict=True):
         if address.nbytes:  # else that rank says why it has none
             try:
                 spaces.append(own.attach(address))
             except (OSError, ValueError) as error:
-                return spaces, f"it does not reach rank {rank}: {type(error).__name__}: {error}"
-    return spaces, ""
+                return spaces, controls, f"it does not reach rank {rank}: {type(error).__name__}: {error}"
+            controls.append(ControlPage(spaces[-1], position))
+    return spaces, controls, ""
 
 
 def _exchange(link: SharedLink, reason: str) -> list[str]:

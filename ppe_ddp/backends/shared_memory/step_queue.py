@@ -47,15 +47,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ppe_ddp.backends.shared_memory.control_pages import ControlPage
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
     from ppe_ddp.backends.shared_memory.node_link import NodeLink
     from ppe_ddp.backends.shared_memory.shared_link import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
 
-# The layout of a control page, in int64; what different ranks write lies in different cache lines.
+# The layout of a control page, in words of int64, as many as a page has; what different ranks write lies in different
+# cache lines.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
-CONTROL_BYTES = 8 * (_RECORDS + _PLACES * _WIDTH)
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
 
@@ -66,13 +67,13 @@ class Peers:
     Attributes:
         layout: Which ranks those are.
         spaces: Their reservations.
-        controls: Their control pages, ``CONTROL_BYTES`` each, as int64.
+        controls: Their control pages.
         links: To the other nodes, one for each slice that this rank owns.
     """
 
     layout: NodeLayout
     spaces: Sequence[mmap.mmap]
-    controls: Sequence[memoryview]
+    controls: Sequence[ControlPage]
     links: Sequence[NodeLink]
 
 
@@ -93,8 +94,8 @@ class StepQueue:
         self._progress = link.progress
         self._memory = memory
         self._spaces = peers.spaces
-        self._controls = peers.controls
-        self._own = peers.controls[self._rank]
+        self._controls = [page.words for page in peers.controls]
+        self._own = self._controls[self._rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
         self._finished = 0  # complete on all ranks, as far as this rank has seen, and its result where it belongs

@@ -12,8 +12,8 @@ from ppe_ddp.backends.process_group.member_rendezvous import paced
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.group_internals import Store
     from ppe_ddp.backends.process_group.polling_waits import PollingWaits
+    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
 _DONE = "done"
 
@@ -28,7 +28,7 @@ class MemberExchange:
         waits: Of the group.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, waits: PollingWaits) -> None:
+    def __init__(self, store: WrittenKeys, rank: int, size: int, waits: PollingWaits) -> None:
         self._store = store
         self._rank = rank
         self._size = size

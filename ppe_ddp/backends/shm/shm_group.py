@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.backends.group_internals import PrefixStore, backends_being_made
+from ppe_ddp.backends.group_internals import address_key, backends_being_made
 from ppe_ddp.backends.process_group.background_progress import background_progress
 from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
@@ -22,6 +22,7 @@ from ppe_ddp.backends.process_group.member_rendezvous import await_members
 from ppe_ddp.backends.process_group.other_device_groups import group_over
 from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
 from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
 from ppe_ddp.backends.shm.gloo_link import GlooLink
@@ -32,12 +33,10 @@ from ppe_ddp.backends.shm.store_waits import StoreWaits
 from ppe_ddp.errors import CommunicationError, UnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
-    from torch.distributed import Work
-
-    from ppe_ddp.backends.group_internals import Store
+    from torch.distributed import ProcessGroup, Work
 
 _MORE_TIME = timedelta(seconds=60)  # for gloo, whose own timeouts name nobody and end its connections
 _LARGEST_TAG = (1 << 31) - 1  # gloo's
@@ -65,10 +64,11 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
     wanted = backends_being_made()
     ranks = list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
     options = options or ShmOptions()
-    turn = await_members(arguments, ranks, options)
-    own = ShmProcessGroup(arguments, options, PrefixStore(f"ppe_ddp/shm/{turn}", arguments.store))
+    keys = WrittenKeys(arguments.store)
+    turn = await_members(arguments, ranks, options, keys)
+    own = ShmProcessGroup(arguments, options, keys.under(f"ppe_ddp/shm/{turn}"))
     if compares_collectives():
-        own.compare_collectives(PrefixStore(f"ppe_ddp/calls/{turn}", arguments.store))
+        own.compare_collectives(keys.under(f"ppe_ddp/calls/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 
@@ -99,20 +99,20 @@ class ShmProcessGroup(PendingGroup):
 
     _waits: StoreWaits
 
-    def __init__(self, arguments: Any, options: ShmOptions, store: Store) -> None:
+    def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, "shm", ("cpu",))
         self.pg_options = options
         self._pid = os.getpid()
         place = f"rank {rank} of {size}, group {self._group_name!r}"
-        self._waits = StoreWaits(store, rank, place, self._timeout.total_seconds())
-        self._exchange = MemberExchange(store, rank, size, self._waits)
-        arguments = _with_more_time(arguments, store)
-        gloo = group_over("gloo", arguments)
+        self._keys = keys
+        self._waits = StoreWaits(keys, rank, place, self._timeout.total_seconds())
+        self._exchange = MemberExchange(keys, rank, size, self._waits)
+        gloo = _over_gloo(_with_more_time(arguments), keys)
         progress = progress_engine(self._pid)
         self._shared = SharedMemoryGroup(
             SharedLink(
-                rank, size, self._exchange.all_gather, self._waits, progress, partial(_join, arguments, store, rank)
+                rank, size, self._exchange.all_gather, self._waits, progress, partial(_join, arguments, keys, rank)
             ),
             SharedMemoryConfig(
                 is_enabled=options.shared_memory,
@@ -171,6 +171,10 @@ class ShmProcessGroup(PendingGroup):
             self._closed = True
             self._waits.give_up("it has called abort()")
 
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Delete what this rank has written to the store; see :class:`PythonGroup`."""
+        self._keys.delete_all()
+
     def end(self) -> None:
         """End the connections of gloo, unless something is under way in them: that would be waited for."""
         if os.getpid() == self._pid and self._collectives.is_idle and not self._shared.is_crossing:
@@ -197,9 +201,9 @@ class ShmProcessGroup(PendingGroup):
         super()._check_open(what)
 
 
-def _join(arguments: Any, store: Store, rank: int, index: int, ranks: Sequence[int]) -> GlooLink:
+def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooLink:
     """Join this rank with those of other nodes that own the same slice."""
-    own = _with_more_time(arguments, store)
+    own = _with_more_time(arguments)
     own.timeout = arguments.timeout
     own.group_rank, own.group_size = ranks.index(rank), len(ranks)
     world = list(arguments.global_ranks_in_group)
@@ -207,17 +211,22 @@ def _join(arguments: Any, store: Store, rank: int, index: int, ranks: Sequence[i
     groups = []
     for number in range(GlooLink.GROUPS):
         own.group_id = f"{arguments.group_id}/slice/{index}/{number}"
-        own.store = PrefixStore(f"slice/{index}/{number}", store)
-        groups.append(group_over("gloo", own))
+        groups.append(_over_gloo(own, keys.under(f"slice/{index}/{number}")))
     return GlooLink(groups, ranks)
 
 
-def _with_more_time(arguments: Any, store: Store) -> Any:
+def _over_gloo(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
+    """A group of gloo; ``keys`` are of this one alone."""
+    arguments.store = keys.store
+    keys.under("beside/gloo").note(address_key(arguments.group_rank))
+    return group_over("gloo", arguments)
+
+
+def _with_more_time(arguments: Any) -> Any:
     """What to make gloo's part of the group with."""
     own = type(arguments)()
     for name in ("group_rank", "group_size", "group_id", "global_ranks_in_group"):
         setattr(own, name, getattr(arguments, name))
-    own.store = store
     own.timeout = arguments.timeout + _MORE_TIME
     return own
 

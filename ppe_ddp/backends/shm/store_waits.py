@@ -7,12 +7,13 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from ppe_ddp.backends.process_group.bounded_store import BoundedStore
 from ppe_ddp.backends.process_group.polling_waits import PollingWaits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppe_ddp.backends.group_internals import Store
+    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
 _KEY = "given up"
 _LOOK_SECONDS = 0.1  # between looks at the store: each is a message, and waits until a busy core serves it
@@ -34,11 +35,11 @@ class StoreWaits(PollingWaits):
         sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
     """
 
-    def __init__(self, store: Store, rank: int, place: str, timeout: float) -> None:
+    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float) -> None:
         super().__init__(place, timeout, "shm")
         self.is_closed_elsewhere: Callable[[], bool] = bool
         self.sees_every_rank = False
-        self._store = store
+        self._store = BoundedStore(store)
         self._rank = rank
         self._looked = -math.inf
 
@@ -52,11 +53,17 @@ class StoreWaits(PollingWaits):
         if not is_closed and now - self._looked < (_RARE_LOOK_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
             return ""
         self._looked = now
-        with suppress(RuntimeError):  # the store may be gone
-            if self._store.check([_KEY]):
-                return self._store.get(_KEY).decode()
+        with suppress(RuntimeError):  # the store may be gone, or out of reach
+            reason = self._store.do(_reason)
+            if reason:
+                return reason
         return "another rank has given this group up" if is_closed else ""
 
     def _tell(self, reason: str) -> None:
         with suppress(RuntimeError):
-            self._store.compare_set(_KEY, "", f"rank {self._rank} has given this group up: {reason}")
+            text = f"rank {self._rank} has given this group up: {reason}"
+            self._store.do(lambda store: store.compare_set(_KEY, "", text))
+
+
+def _reason(store: WrittenKeys) -> str:
+    return store.get(_KEY).decode() if store.check([_KEY]) else ""

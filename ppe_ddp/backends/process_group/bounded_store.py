@@ -11,12 +11,16 @@ import functools
 import os
 import queue
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ppe_ddp.backends.group_internals import Store
 
 T = TypeVar("T")
 
@@ -27,21 +31,26 @@ class BoundedStore:
     """Calls one store.
 
     Args:
-        store: Of torch.distributed.
+        store: Of torch.distributed, or the keys in one.
         seconds: How long to wait for an answer, unless the call says otherwise.
     """
 
-    def __init__(self, store: Any, seconds: float = 1.0) -> None:
-        self._store = store
+    def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
+        self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)
         self._seconds = seconds
 
-    def do(self, calls: Callable[[Any], T], seconds: float | None = None) -> T:
+    def do(self, calls: Callable[[WrittenKeys], T], seconds: float | None = None) -> T:
         """What ``calls(store)`` returns or raises.
 
         Raises:
             CommunicationError: The store does not answer.
         """
         return _caller(os.getpid()).result(functools.partial(calls, self._store), seconds or self._seconds)
+
+    def delete_all(self) -> None:
+        """Delete what this rank has written, which no rank reads any more; not all of it where nobody answers."""
+        with suppress(CommunicationError):
+            self.do(WrittenKeys.delete_all)
 
 
 class _Caller:

@@ -1,0 +1,67 @@
+"""What a rank has written to a store is deleted, and nothing else."""
+
+import os
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from ppe_ddp.backends.process_group.collective_comparison import CollectiveComparison
+from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+from ppe_ddp.engine.store_exchange import exchange
+from rank_tests import on_two_ranks
+
+
+def test_what_was_written_is_deleted_and_nothing_else():
+    store = dist.HashStore()
+    store.set("of another", "1")
+    keys = WrittenKeys(store)
+    keys.set("set", "1")
+    assert keys.add("sum", 2) == 2
+    assert keys.compare_set("first", "", "mine") == b"mine"
+    keys.under("part").set("key", "1")
+    keys.under("part").note("by gloo")
+    store.set("part/by gloo", "1")
+    assert keys.check(["set", "sum", "first", "part/key", "part/by gloo"])
+    assert keys.get("set") == b"1"
+    keys.under("part").delete_key("key")
+    store.set("part/key", "again, by another")
+    keys.delete_all()
+    assert [store.check([key]) for key in ("set", "sum", "first", "part/by gloo")] == [False] * 4
+    assert store.check(["of another", "part/key"])
+    keys.delete_all()  # of nothing
+
+
+def test_a_store_that_cannot_delete_keeps_all():
+    class Store(dist.Store):
+        def set(self, key, value):
+            pass
+
+    keys = WrittenKeys(Store())
+    keys.set("one", "1")
+    keys.set("two", "2")
+    keys.delete_all()
+
+
+@on_two_ranks
+def test_the_words_of_exchanges_that_are_over_are_deleted():
+    store = dist.group.WORLD.get_group_store()
+    for turn in range(60):
+        assert exchange(dist.group.WORLD, f"of a test/{turn}", [turn, dist.get_rank()]) == [[turn, 0], [turn, 1]]
+    dist.barrier()
+    assert sum(store.check([f"ppe_ddp/of a test/{turn}/{rank}"]) for turn in range(60) for rank in range(2)) < 60
+
+
+def test_a_comparison_of_collectives_leaves_none_behind():
+    store, waits = dist.HashStore(), SimpleNamespace(at_failure=[], progress=lambda: None, is_over=bool)
+    comparison = CollectiveComparison(WrittenKeys(store), 0, 1, waits, progress_engine(os.getpid()))
+
+    def barrier():
+        pass
+
+    ended = SimpleNamespace(is_completed=lambda: True, exception=lambda: None)
+    for _ in range(20):
+        work = comparison.append([(barrier,)], lambda: ended)
+        while not work.is_completed():
+            comparison.advance()
+    assert store.num_keys() < 5
