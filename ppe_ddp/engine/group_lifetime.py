@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
+from ppe_ddp.backends.process_group.given_up_groups import close_given_up
 from ppe_ddp.backends.process_group.python_group import PythonGroup
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ def close(groups: list[ProcessGroup]) -> list[Release]:
         del group
     ending = list(groups)
     destroy(groups)
-    # gloo ends what this rank has pending first, which may need the others to come by
-    threading.Thread(target=ending.clear, name="ppe_ddp-close", daemon=True).start()
+    close_given_up(ending)
     return releases
 
 
