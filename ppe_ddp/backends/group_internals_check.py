@@ -20,7 +20,7 @@ from ppe_ddp.backends.group_internals import (
     NAMING,
     HashStore,
     PrefixStore,
-    abort_gloo,
+    abort_of_gloo,
     backend_for,
     backends_being_made,
     backends_named,
@@ -214,7 +214,7 @@ def _process_group_over(group: ProcessGroup) -> bool:
     return (group.rank(), group.size(), group.group_name) == (0, 1, "ppe_ddp/trial")
 
 
-def _abort_gloo(_group: ProcessGroup) -> bool:
+def _abort_of_gloo(_group: ProcessGroup) -> bool:
     store = HashStore()
     made: list[Any] = []
 
@@ -228,7 +228,7 @@ def _abort_gloo(_group: ProcessGroup) -> bool:
     other.join()
     first, second = sorted(made, key=ProcessGroup.rank)
     under_way = [first.allreduce([torch.ones(2)]), second.recv([torch.ones(2)], 0, 0)]
-    abort_gloo(first)
+    abort_of_gloo(first)()
     return all(_has_failed(work) for work in under_way)
 
 
@@ -265,6 +265,6 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (creator_of, _creator_of),
     (nccl_options, _nccl_options),
     (process_group_over, _process_group_over),
-    (abort_gloo, _abort_gloo),
+    (abort_of_gloo, _abort_of_gloo),
     (flattened_group, _flattened_group),
 )

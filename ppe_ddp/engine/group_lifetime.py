@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
-from ppe_ddp.backends.process_group.given_up_groups import close_given_up
+from ppe_ddp.backends.process_group.given_up_groups import CLOSING_THREAD, close_given_up
 from ppe_ddp.backends.process_group.python_group import PythonGroup
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:
 
 def _let_go(backends: list[Any]) -> None:
     """Drop what is in ``backends``, the last references; by another thread, if this one may belong to one of them."""
-    if threading.get_ident() == threading.main_thread().ident:
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or thread.name == CLOSING_THREAD:
         backends.clear()
         return
     try:

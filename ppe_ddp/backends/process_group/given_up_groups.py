@@ -1,4 +1,4 @@
-"""Process groups that this rank has given up: their connections end at once, whatever is under way in them."""
+"""Process groups that this rank has given up: their connections end soon, whatever is under way in them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import threading
 
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.backends.group_internals import abort_gloo
+from ppe_ddp.backends.group_internals import abort_of_gloo
+
+CLOSING_THREAD = "ppe_ddp-close"
+# What all ranks have begun may be completed: torch frees memory of a large all-gather that fails before gloo has let
+# go of it. What some have not begun never is.
+_COMPLETING_SECONDS = 1.0
 
 
 def close_given_up(groups: list[ProcessGroup]) -> None:
-    """Abort those that are over gloo, and let go of all of them; empties the list.
+    """Let go of these, and abort those that are over gloo where something is under way; empties the list.
 
-    By a thread of its own: it takes some milliseconds, and the caller may hold a lock that what fails then needs.
+    By threads of its own: the end of a group waits for what is under way in it.
     """
     ending = groups.copy()
     groups.clear()
-    threading.Thread(target=_close, args=(ending,), name="ppe_ddp-close", daemon=True).start()
+    threading.Thread(target=_close, args=(ending,), name=CLOSING_THREAD, daemon=True).start()
 
 
 def _close(groups: list[ProcessGroup]) -> None:
-    while groups:
-        if type(groups[-1]) is ProcessGroup:  # one that is written in Python ends by itself
-            abort_gloo(groups[-1])
-        groups.pop()
+    aborts = [abort_of_gloo(group) for group in groups if type(group) is ProcessGroup]  # others end by themselves
+    ending = threading.Thread(target=groups.clear, name=CLOSING_THREAD, daemon=True)
+    ending.start()
+    ending.join(_COMPLETING_SECONDS)
+    for abort in aborts:
+        abort()

@@ -66,7 +66,7 @@ class GlooLink:
         self._gloo.clear()
 
     def give_up(self) -> None:
-        """End the connections at once; what is under way there fails."""
+        """End the connections soon; what is under way there fails then."""
         close_given_up(self._gloo)
 
 

@@ -74,7 +74,7 @@ class ShmCollectives:
         self._gloo.clear()
 
     def give_up(self) -> None:
-        """End the connections of gloo at once; what is under way there fails."""
+        """End the connections of gloo soon; what is under way there fails then."""
         close_given_up(self._gloo)
 
     def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> PendingWork:
