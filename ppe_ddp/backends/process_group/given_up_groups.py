@@ -11,7 +11,7 @@ from ppe_ddp.backends.group_internals import abort_of_gloo
 CLOSING_THREAD = "ppe_ddp-close"
 # What all ranks have begun may be completed: torch frees memory of a large all-gather that fails before gloo has let
 # go of it. What some have not begun never is.
-_COMPLETING_SECONDS = 1.0
+_COMPLETING_SECONDS = 2.0
 
 
 def close_given_up(groups: list[ProcessGroup]) -> None:
