@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from closing import await_closing, calls_that_no_rank_ends
 from one_process import assert_gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.backends.group_internals import registered_groups
+from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.group_lifetime import close
-from rank_tests import on_two_ranks
+from rank_tests import on_three_ranks, on_two_ranks
 
 SECONDS = 10.0
 
@@ -124,3 +126,20 @@ def test_torch_does_not_count_groups_that_are_closed():
     assert len(list(registered_groups())) == before + 1
     dist.barrier(group=own)
     go.set()
+
+
+@on_three_ranks
+def test_what_is_under_way_ends_with_the_connections():
+    """No rank comes to what another waits for, and gloo would let each wait until its timeout."""
+    group = dist.new_group(timeout=timedelta(minutes=5))
+    works = calls_that_no_rank_ends(group)
+    dist.barrier()
+    close([group])
+    await_closing()
+    for work in works:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(seconds=SECONDS))
+        assert is_of_transport(caught.value)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total == 3

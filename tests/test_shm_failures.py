@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import failing
+from closing import await_closing, calls_that_no_rank_ends
 from ppe_ddp import CommunicationError
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.testing import Nodes
-from rank_tests import on_two_ranks
+from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop
 
 SCRIPT = """
@@ -134,3 +135,17 @@ def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_pa
         assert f"rank {culprit}, whose process has ended" in line or re.search(rf"of ranks [\d, ]*{culprit}\b", line), (
             line
         )
+
+
+@on_three_ranks
+def test_what_is_under_way_by_gloo_ends_with_the_group():
+    """No rank comes to what another waits for, and gloo would let each wait until its timeout."""
+    options = ShmOptions(shared_memory=False)
+    group = dist.new_group(backend="shm", timeout=timedelta(minutes=5), pg_options=options)
+    works = calls_that_no_rank_ends(group)
+    dist.barrier()
+    group.abort()
+    await_closing()
+    for work in works:
+        with pytest.raises(CommunicationError, match=r"abort"):
+            work.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -260,6 +261,38 @@ def process_group_over(made: Any, backend: str, name: str, store: Any) -> Proces
         group._register_backend(torch.device(device), kind, made)
     group._set_group_name(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str in some versions
     return group
+
+
+# A tag that no message has: what is received is never sent.
+UNSENT_TAG = (1 << 31) - 1
+_SOON = timedelta(milliseconds=1)
+
+
+def abort_of_gloo(group: ProcessGroup) -> Callable[[], None]:
+    """What ends the connections of ``group`` at once, where it is over gloo: what is under way fails.
+
+    It holds the connections, and not the group, whose end waits for what is under way there. Other ranks may never come
+    to that: they may be waiting in the same way. ``abort()`` and ``shutdown()`` do nothing for gloo. Among three ranks
+    and more it does not even rest meanwhile: what comes for a collective that has failed here, since one of its peers
+    has closed, is never read, and the thread that looks after the connections finds it there again and again.
+
+    But gloo closes all connections of a group when the time of a single call is over.
+    """
+    receives: list[Any] = []
+    for kind in device_types(group):
+        backend = backend_for(group, torch.device(kind))
+        gloo = getattr(backend, "wrapped_pg", backend)  # torch wraps it for TORCH_DISTRIBUTED_DEBUG=DETAIL
+        is_gloo = dist.is_gloo_available() and isinstance(gloo, dist.ProcessGroupGloo)
+        for peer in set(range(group.size())) - {group.rank()} if is_gloo else ():
+            with suppress(RuntimeError):  # this connection is closed, and others may be open
+                receives.append(gloo.recv([torch.empty(1)], peer, UNSENT_TAG))
+
+    def abort() -> None:
+        for receive in receives:
+            with suppress(RuntimeError):  # the time is over
+                receive.wait(_SOON)
+
+    return abort
 
 
 def flattened_group(mesh: DeviceMesh) -> ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,6 +20,7 @@ from ppe_ddp.backends.group_internals import (
     NAMING,
     HashStore,
     PrefixStore,
+    abort_of_gloo,
     address_key,
     address_key_in_group,
     backend_for,
@@ -233,6 +235,32 @@ def _process_group_over(group: ProcessGroup) -> bool:
     return (group.rank(), group.size(), group.group_name) == (0, 1, "ppe_ddp/trial")
 
 
+def _abort_of_gloo(_group: ProcessGroup) -> bool:
+    store = HashStore()
+    made: list[Any] = []
+
+    def make(rank: int) -> None:
+        ends = dist.ProcessGroupGloo(store, rank, 2, timeout=_SECONDS)
+        made.append(process_group_over(ends, "gloo", "ppe_ddp/trial/pair", store))
+
+    other = threading.Thread(target=make, args=(1,))
+    other.start()
+    make(0)
+    other.join()
+    first, second = sorted(made, key=ProcessGroup.rank)
+    under_way = [first.allreduce([torch.ones(2)]), second.recv([torch.ones(2)], 0, 0)]
+    abort_of_gloo(first)()
+    return all(_has_failed(work) for work in under_way)
+
+
+def _has_failed(work: dist.Work) -> bool:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return "Timed out" not in str(error)
+    return False
+
+
 def _flattened_group(_group: ProcessGroup) -> bool:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -261,5 +289,6 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (creator_of, _creator_of),
     (nccl_options, _nccl_options),
     (process_group_over, _process_group_over),
+    (abort_of_gloo, _abort_of_gloo),
     (flattened_group, _flattened_group),
 )

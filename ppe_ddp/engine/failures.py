@@ -343,4 +343,5 @@ def is_of_transport(error: BaseException) -> bool:
     """Whether an error may be what a closed connection looks like, from our code or a function of the user's."""
     if isinstance(error, CommunicationError | PeerAbortedError | dist.DistError):
         return True
-    return type(error) is RuntimeError and "gloo" in str(error)  # its sources, which it names; it has no other type
+    # gloo has no type of its own: most name one of its sources, and what ends with another call tells of the connection
+    return type(error) is RuntimeError and any(sign in str(error) for sign in ("gloo", "pair closure"))

@@ -26,6 +26,7 @@ from ppe_ddp.backends.group_internals import (
     is_registered,
     store_of,
 )
+from ppe_ddp.backends.process_group.given_up_groups import CLOSING_THREAD, close_given_up
 from ppe_ddp.backends.process_group.python_group import PythonGroup
 from ppe_ddp.backends.process_group.written_keys import WrittenKeys
 
@@ -57,8 +58,7 @@ def close(groups: list[ProcessGroup]) -> list[Release]:
         del group
     ending = list(groups)
     destroy(groups)
-    # gloo ends what this rank has pending first, which may need the others to come by
-    threading.Thread(target=ending.clear, name="ppe_ddp-close", daemon=True).start()
+    close_given_up(ending)
     return releases
 
 
@@ -99,7 +99,8 @@ def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:
 
 def _let_go(backends: list[Any]) -> None:
     """Drop what is in ``backends``, the last references; by another thread, if this one may belong to one of them."""
-    if threading.get_ident() == threading.main_thread().ident:
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or thread.name == CLOSING_THREAD:
         backends.clear()
         return
     try:

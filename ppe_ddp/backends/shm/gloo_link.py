@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.process_group.given_up_groups import close_given_up
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class GlooLink:
         self._gloo.clear()
 
     def give_up(self) -> None:
-        """Drop the connections; gloo first ends what is pending, which may need the other ranks to come by."""
-        threading.Thread(target=self._gloo.clear, name="ppe_ddp-close", daemon=True).start()
+        """End the connections soon; what is under way there fails then."""
+        close_given_up(self._gloo)
 
 
 class GlooTest:

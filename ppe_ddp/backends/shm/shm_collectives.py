@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
+from ppe_ddp.backends.process_group.given_up_groups import close_given_up
 from ppe_ddp.backends.process_group.tensor_memory import is_addressable
 from ppe_ddp.backends.shm.gloo_reductions import gloo_reduction
 from ppe_ddp.backends.shm.gloo_work import GlooMessage, GlooWork
@@ -71,6 +72,10 @@ class ShmCollectives:
     def close(self) -> None:
         """Drop the connections of gloo, after what this rank has under way there, which the others may have to join."""
         self._gloo.clear()
+
+    def give_up(self) -> None:
+        """End the connections of gloo soon; what is under way there fails then."""
+        close_given_up(self._gloo)
 
     def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> PendingWork:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.

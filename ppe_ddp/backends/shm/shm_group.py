@@ -7,13 +7,12 @@ torch that talks over a process group works: DistributedDataParallel and its hoo
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.backends.group_internals import address_key, backends_being_made
+from ppe_ddp.backends.group_internals import UNSENT_TAG, address_key, backends_being_made
 from ppe_ddp.backends.process_group.background_progress import background_progress
 from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
 from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 _MORE_TIME = timedelta(seconds=60)  # for gloo, whose own timeouts name nobody and end its connections
-_LARGEST_TAG = (1 << 31) - 1  # gloo's
+_LARGEST_TAG = UNSENT_TAG - 1  # gloo has one more
 
 __all__ = ["ShmOptions", "ShmProcessGroup", "make_group"]
 
@@ -129,7 +128,7 @@ class ShmProcessGroup(PendingGroup):
             self._waits.sees_every_rank = self._shared.shows_every_rank
         self._collectives = ShmCollectives(gloo, self._waits, self._shared, options)
         self._over = self._collectives
-        self._waits.at_failure.append(partial(_close_later, self._collectives))
+        self._waits.at_failure.append(self._collectives.give_up)
         ended_at_exit(self._pid).add(self)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
@@ -229,8 +228,3 @@ def _with_more_time(arguments: Any) -> Any:
         setattr(own, name, getattr(arguments, name))
     own.timeout = arguments.timeout + _MORE_TIME
     return own
-
-
-def _close_later(collectives: ShmCollectives) -> None:
-    # gloo ends what this rank has pending first, which may need the others to come by
-    threading.Thread(target=collectives.close, name="ppe_ddp-close", daemon=True).start()
