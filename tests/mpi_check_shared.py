@@ -1,6 +1,7 @@
 """Checks of sums in memory that the ranks share, over the backend `mpi4py`; run by mpi_checks.py."""
 
 import functools
+import gc
 import os
 
 import pytest
@@ -185,6 +186,14 @@ def shared_sums_of_different_tensors():
     assert total.tolist() == [size] * 100
 
 
+def no_holes():
+    """Memory that fills what earlier checks have left free: what is allocated next lies behind it, and alone."""
+    from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
+
+    gc.collect()
+    return [shared_memory().allocate(1, torch.uint8) for _ in range(500)]
+
+
 @check(ranks=2)
 def shared_steps_are_cut_once_for_the_same_memory():
     """The second collective cuts nothing; one rank that brings another place is followed; no tensor is kept alive."""
@@ -193,6 +202,7 @@ def shared_steps_are_cut_once_for_the_same_memory():
 
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(pg_options=shared_group().pg_options)
+    fillers = no_holes()
     total, rows = in_shared_memory(torch.ones(5000), group), in_shared_memory(torch.ones(size * 5000), group)
     cut, view = [], Region.view
 
@@ -223,6 +233,7 @@ def shared_steps_are_cut_once_for_the_same_memory():
     del total
     again = group.allocate_tensor(5000, dtype=torch.float32, device=CPU)
     assert shared_memory().position(again) == position  # kept steps do not hold it
+    del fillers
     run(again, count=False)  # and serve what lies there now
     group.allreduce([again.view(50, 100).t().fill_(2.0)]).wait()  # not in the order of memory: not by these steps
     assert again.tolist() == [2.0 * size] * 5000
@@ -248,7 +259,7 @@ def shared_memory_goes_back():
     """To the system with the last view of a tensor, and to the next tensor of its size."""
     from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 
-    memory = shared_memory()
+    memory, fillers = shared_memory(), no_holes()
     used = os.fstat(memory.address.descriptor).st_blocks * 512
     large = memory.allocate(1 << 20, torch.float32).fill_(1.0)
     view, position = large[5:], memory.position(large)
@@ -258,6 +269,7 @@ def shared_memory_goes_back():
     assert os.fstat(memory.address.descriptor).st_blocks * 512 <= used
     again = memory.allocate(1 << 20, torch.float32)
     assert memory.position(again) == position
+    del fillers
     assert not again.any()
     assert memory.position(torch.ones(3)) == -1
     with pytest.raises(MemoryError, match="in a row"):
