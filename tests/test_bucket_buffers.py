@@ -195,10 +195,12 @@ def test_runs_are_the_places_of_gradients_that_one_call_concatenates(is_first):
     assert [count for count, _ in buffer.runs] == [4, 4]
     (gradients,) = members_of(bucket, [torch.randn(shape) for shape in shapes])
     gradients[0] = gradients[0].t().contiguous().t()  # in another memory format
-    assert concatenate(buffer.runs, gradients)
+    own = [slot.shape for slot in buffer.slots]
+    assert concatenate(buffer.runs, own, gradients)
     for slot, gradient in zip(buffer.slots, gradients, strict=True):
         assert torch.equal(slot, gradient)
-    assert not concatenate(buffer.runs, [None, *gradients[1:]])
+    assert not concatenate(buffer.runs, own, [None, *gradients[1:]])
+    assert not concatenate(buffer.runs, own, [gradients[0][:1], *gradients[1:]])
     del buffer
     assert world.buffer(bucket).is_free()
 

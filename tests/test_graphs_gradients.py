@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import on_two_ranks
 
 VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
@@ -226,3 +226,23 @@ def test_a_gradient_that_no_average_fits_into_is_replaced(options):
             backward(wrapper if module is wrapper.module else module, r, step)
         assert_gradients(wrapper.module, one_process.average())
         assert_same_on_all_ranks(wrapper.module)
+
+
+@on_two_ranks
+def test_a_gradient_of_another_shape_is_an_error_and_moves_no_other():
+    module = seeded(Layers)
+    model = DistributedDataParallel(module)
+    with model.no_sync():
+        model(data(2, 3), 0).sum().backward()
+    grad = module.layers[1].weight.grad
+    if dist.get_rank() == 1:
+        grad.data = torch.ones(2, 3)
+        with pytest.raises(RuntimeError, match="size"):
+            model.finish_grad_sync()
+        grad.data = torch.ones(3, 3)
+    else:
+        with pytest.raises(PeerAbortedError, match="rank 1"):
+            model.finish_grad_sync()
+    model.zero_grad()
+    model(data(2, 3), 0).sum().backward()
+    assert_same_on_all_ranks(module)

@@ -149,6 +149,7 @@ class PackedBucket(DenseBucket):
     ) -> None:
         super().__init__(plan, context, present)
         self._buffers = buffers
+        self._shapes = [spec.shape for spec in self.specs]
         self._is_fused = plan.nbytes >= _LARGE_BYTES * len(plan.members)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
@@ -160,7 +161,7 @@ class PackedBucket(DenseBucket):
         if self._is_fused:
             fill(buffer.slots, gradients, factor)
         else:
-            if not concatenate(buffer.runs, gradients):
+            if not concatenate(buffer.runs, self._shapes, gradients):
                 fill(buffer.slots, gradients, 1.0)
             scale(buffer.flat, buffer.flat, factor)
         return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
@@ -186,13 +187,16 @@ def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: fl
         torch._foreach_copy_(filled, present)
 
 
-def concatenate(runs: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None]) -> bool:
-    """Put gradients one behind another into ``runs``, if there are any and every gradient exists; whether that is so.
+def concatenate(
+    runs: Sequence[tuple[int, Tensor]], shapes: list[tuple[int, ...]], gradients: Sequence[Tensor | None]
+) -> bool:
+    """Put gradients one behind another into ``runs``, if there are any and all exist in ``shapes``; whether that is so.
 
-    A copy for each would take four times as long where they are small.
+    A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
+    would move those behind it, without an error.
     """
     present = [gradient for gradient in gradients if gradient is not None]
-    if not runs or len(present) < len(gradients):
+    if not runs or [gradient.shape for gradient in present] != shapes:
         return False
     start = 0
     for count, run in runs:
