@@ -45,7 +45,7 @@ class FiniteCheck:
         self._groups = groups
         self._names = names
         self._found: set[int] = set()
-        self._looked: dict[int, list[Tensor]] = {}
+        self._looked: list[tuple[int, Tensor]] = []
         self._totals: list[Tensor] = []
 
     @property
@@ -67,8 +67,7 @@ class FiniteCheck:
         present = {i: values for i, values in present.items() if values.is_floating_point() or values.is_complex()}
         if not present:
             return
-        for i, values in present.items():
-            self._looked.setdefault(i, []).append(values)
+        self._looked += present.items()
         totals = _totals(list(present.values()))
         self._totals += totals
         if totals[0].device.type != "cpu":  # the vote may be on another stream
@@ -77,8 +76,7 @@ class FiniteCheck:
     def _decide(self) -> None:
         """Find out which of the gradients that were looked at are not finite."""
         if self._totals and not bool(torch.stack(self._totals).sum().isfinite()):
-            unsure = self._looked.items()
-            self._found.update(i for i, every in unsure if not all(bool(one.isfinite().all()) for one in every))
+            self._found.update(i for i, values in self._looked if not bool(values.isfinite().all()))
         self._forget()
 
     def _forget(self) -> None:
