@@ -6,8 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ppe_ddp.backends.shared_memory.control_pages import ControlPage, ControlPages
-from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory, shared_memory
+from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, ControlPages, SharedMemory, shared_memory
 from ppe_ddp.testing import Ranks
 
 GROUPS = 12

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ppe_ddp.backends.process_group.bounded_store import BoundedStore
+from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.failures import Failure, Failures
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks

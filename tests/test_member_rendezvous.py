@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from ppe_ddp.backends.process_group.member_rendezvous import await_members
-from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 
 
 class CountingStore:

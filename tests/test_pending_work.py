@@ -7,21 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppe_ddp.backends.process_group.pending_work import PendingWork
+from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
-
-
-class FailedWork(PendingWork):
-    def _has_ended(self):
-        return True
-
-    def _failure(self):
-        return CommunicationError("on purpose")
 
 
 def future_of_a_failed_work():
     gradient = torch.ones(3)
-    return FailedWork("all_reduce", SimpleNamespace()).get_future(), weakref.ref(gradient)
+
+    def poll():
+        raise CommunicationError("on purpose")
+
+    return Work("all_reduce", SimpleNamespace(), poll).get_future(), weakref.ref(gradient)
 
 
 def test_the_future_of_what_has_failed_does_not_hold_what_its_caller_had():
@@ -33,22 +29,12 @@ def test_the_future_of_what_has_failed_does_not_hold_what_its_caller_had():
         future.wait()
 
 
-class OpenWork(PendingWork):
-    has_ended = False
-
-    def _has_ended(self):
-        return self.has_ended
-
-    def _failure(self):
-        return None
-
-
 def test_who_asks_to_be_told_of_the_end_is_told_once_and_changes_nothing():
-    told = []
-    work = OpenWork("all_reduce", SimpleNamespace(progress=lambda: told.append("advanced"), is_over=bool))
+    told, ended = [], []
+    work = Work("all_reduce", SimpleNamespace(progress=lambda: told.append("advanced"), is_over=bool), ended.__len__)
     work.when_ended(lambda: told.append("ended"))
     assert told == []
-    work.has_ended = True
+    ended.append(True)
     assert told == []
     work.wait()
     work.wait()

@@ -2,7 +2,7 @@
 
 import time
 
-from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
+from ppe_ddp.waiting import ProgressEngine
 
 
 class Busy:

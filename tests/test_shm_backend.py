@@ -16,16 +16,16 @@ import torch.distributed as dist
 from mpi_check_collectives import all_gather_single
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
-from ppe_ddp.backends.process_group.background_progress import BackgroundProgress
-from ppe_ddp.backends.process_group.progress_engine import progress_engine
 from ppe_ddp.backends.shared_memory import shared_reservation
-from ppe_ddp.backends.shm import ShmOptions, store_waits
-from ppe_ddp.backends.shm.shm_collectives import ShmCollectives
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.shm import shm_group as shm_group_module
+from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.cases import Case
 from ppe_ddp.testing.models import Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
+from ppe_ddp.waiting import background_thread, progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
 from shm_checks import names_for, run_checks, run_wrappers
 from subprocesses import run
@@ -131,15 +131,15 @@ def test_the_background_thread_rests_where_nothing_is_under_way():
     dist.all_reduce(shared(1000, group), group=group)
     engine = progress_engine(os.getpid())
     end = monotonic() + 20
-    while engine.at_begin.__self__._work.is_set() and monotonic() < end:  # naps for a while first
+    thread = background_thread(os.getpid())
+    while not thread.is_resting and monotonic() < end:  # naps for a while first
         pass
-    assert isinstance(engine.at_begin.__self__, BackgroundProgress)
     turns = engine.turns
     dist.barrier()
     assert engine.turns == turns
     total = shared(1000, group)
     dist.all_reduce(total, group=group)  # wakes it up
-    assert engine.at_begin.__self__._work.is_set()
+    assert not thread.is_resting
     assert total.unique().tolist() == [2.0]
 
 
@@ -150,26 +150,25 @@ def test_what_is_small_goes_directly_where_the_group_is_for_control():
     groups = {True: shm_group(shared_memory=False, direct_bytes=most), False: shm_group(shared_memory=False)}
     sent = []
 
-    def all_to_all(collectives, what, *arguments):
-        sent.append(what)
-        return to_each(collectives, what, *arguments)
+    def all_to_all(wire, *arguments):
+        sent.append(True)
+        return to_each(wire, *arguments)
 
-    to_each = ShmCollectives._all_to_all
+    to_each = GlooWire.all_to_all
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShmCollectives, "_all_to_all", all_to_all)
+        patch.setattr(GlooWire, "all_to_all", all_to_all)
         for (is_direct, group), nbytes in itertools.product(groups.items(), (1, most, most + 1)):
             mask, whole = torch.full((nbytes,), rank, dtype=torch.uint8), torch.zeros(size * nbytes, dtype=torch.uint8)
             all_gather_single(whole, mask, group=group)
             assert whole.view(size, -1).tolist() == [[other] * nbytes for other in range(size)]
             dist.all_reduce(mask, dist.ReduceOp.MAX, group=group)
             assert mask.unique().tolist() == [size - 1]
-            assert sent == (["all_gather", "all_reduce"] if is_direct and nbytes <= most else [])
+            assert len(sent) == (2 if is_direct and nbytes <= most else 0)
             sent.clear()
         total = torch.tensor([1.5 + rank, 2.0], dtype=torch.bfloat16)
         dist.all_reduce(total, dist.ReduceOp.AVG, group=groups[True])
         assert total.tolist() == [2.5, 2.0]
-    control = ShmOptions.goes_directly
-    assert [control(options, 16, most), control(options, 17, most), control(options, 2, 0)] == [True, False, False]
+    assert [options.direct_up_to(size) for size in (2, 16, 17)] == [most, most, 0]
 
 
 @on_two_ranks
@@ -189,9 +188,9 @@ def test_the_store_is_hardly_asked_where_memory_shows_who_has_given_up(monkeypat
             return False
 
     seconds = itertools.count()  # a second passes between looks
-    monkeypatch.setattr(store_waits, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(shm_group_module, "monotonic", lambda: float(next(seconds)))
     store = Store()
-    waits = store_waits.StoreWaits(store, 0, "rank 0 of 2", 60.0)
+    waits = shm_group_module.StoreWaits(store, 0, "rank 0 of 2", 60.0)
 
     def asked(looks, look):
         before = store.asked
@@ -219,7 +218,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting():
         def compare_set(self, key, expected, value):
             answer.wait(60)
 
-    waits, start = store_waits.StoreWaits(Store(), 0, "rank 0 of 2", 60.0), monotonic()
+    waits, start = shm_group_module.StoreWaits(Store(), 0, "rank 0 of 2", 60.0), monotonic()
     try:
         assert not waits.look_now()
         waits.give_up("of a test")

@@ -14,8 +14,8 @@ from torch import nn
 
 import ppe_ddp
 from ppe_ddp import megatron
-from ppe_ddp.backends.process_group.pending_work import PendingWork
-from ppe_ddp.backends.shared_memory.step_parts import StepParts
+from ppe_ddp.backends.shared_memory.step_queue import StepParts
+from ppe_ddp.backends.work import Work
 from ppe_ddp.cli import main
 from ppe_ddp.compression import Int8
 from ppe_ddp.engine.event_log import EventLog, Span
@@ -131,9 +131,9 @@ def test_what_ranks_of_a_node_sum_in_memory_is_a_part_of_its_bucket():
 
 @on_two_ranks
 def test_a_timeline_asks_for_no_futures_which_would_poll_and_start_threads():
-    asked, get_future = [], PendingWork.get_future
+    asked, get_future = [], Work.get_future
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PendingWork, "get_future", lambda work: asked.append(work) or get_future(work))
+        patch.setattr(Work, "get_future", lambda work: asked.append(work) or get_future(work))
         model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
         with record() as recording:
             for _ in range(3):

@@ -75,7 +75,7 @@ class Link:
     def broadcast(self, flat, source):
         return self.end(len(self.begun)).broadcast(flat, source)
 
-    def Test(self):
+    def done(self):
         return len(self.begun) == self.size
 
     def end(self, place):

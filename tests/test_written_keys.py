@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from ppe_ddp.backends.process_group.collective_comparison import CollectiveComparison
-from ppe_ddp.backends.process_group.progress_engine import progress_engine
-from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+from ppe_ddp.backends.collective_comparison import CollectiveComparison
+from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.engine.store_exchange import exchange
+from ppe_ddp.waiting import progress_engine
 from rank_tests import on_two_ranks
 
 

@@ -145,7 +145,7 @@ def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
     """
     if cluster.world_size == 1:
         return 0.0
-    is_direct = ShmOptions().for_control().goes_directly(cluster.world_size, mask_bytes(load, cluster))
+    is_direct = mask_bytes(load, cluster) <= ShmOptions().for_control().direct_up_to(cluster.world_size)
     if is_direct and cluster.nodes > 1 and constants.algorithm == "ring":
         return constants.wire_latency
     has_many_ranks = ShmOptions().two_levels_from(cluster.world_size) == 0

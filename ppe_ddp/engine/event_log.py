@@ -11,7 +11,7 @@ from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ppe_ddp.backends.process_group.pending_work import PendingWork
+from ppe_ddp.backends.work import Work
 from ppe_ddp.engine.torch_internals import is_future
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class EventLog:
 def watch(pending: Any, arrived: Callable[[], None]) -> bool:
     """Have ``arrived`` called when ``pending`` has, in whatever thread that is noticed; False if nobody can tell."""
     pending = getattr(pending, "work", pending)
-    if isinstance(pending, PendingWork):  # its future would wait for it, and take the time that is to be measured
+    if isinstance(pending, Work):  # its future would wait for it, and take the time that is to be measured
         pending.when_ended(arrived)
         return True
     try:

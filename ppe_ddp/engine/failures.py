@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.process_group.python_work import PythonWork
+from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.engine.lost_ranks import LostRank
 from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.process_group.bounded_store import BoundedStore
+    from ppe_ddp.backends.rank_store import BoundedStore
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.lost_ranks import LostRanks
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.collective_comparison import compares_collectives
 from ppe_ddp.backends.group_internals import (
     backend_for,
     backends_named,
@@ -18,8 +19,7 @@ from ppe_ddp.backends.group_internals import (
     new_group_named,
     timeout_of,
 )
-from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
-from ppe_ddp.backends.shm.shm_options import ShmOptions
+from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.errors import DisagreementError
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
+from ppe_ddp.backends.group import PythonGroup
 from ppe_ddp.backends.group_internals import (
     address_key_in_group,
     backend_for,
@@ -26,9 +27,8 @@ from ppe_ddp.backends.group_internals import (
     is_registered,
     store_of,
 )
-from ppe_ddp.backends.process_group.given_up_groups import CLOSING_THREAD, close_given_up
-from ppe_ddp.backends.process_group.python_group import PythonGroup
-from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+from ppe_ddp.backends.rank_store import WrittenKeys
+from ppe_ddp.backends.shm.gloo_wire import CLOSING_THREAD, close_given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, default_pg_timeout
 
+from ppe_ddp.backends.group import ended_at_exit
 from ppe_ddp.backends.group_internals import (
     HashStore,
     device_types,
@@ -29,8 +30,7 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
-from ppe_ddp.backends.process_group.bounded_store import BoundedStore
-from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
+from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import START, Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates

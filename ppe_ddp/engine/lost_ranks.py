@@ -22,7 +22,7 @@ from ppe_ddp.errors import CommunicationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ppe_ddp.backends.process_group.bounded_store import BoundedStore
+    from ppe_ddp.backends.rank_store import BoundedStore
     from ppe_ddp.engine.peer_processes import PeerProcesses
 
 # A connection is closed a moment before the system lets anybody see that its process is no more.

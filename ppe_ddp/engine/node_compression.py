@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy, SliceLink
+    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
     from ppe_ddp.contracts import Waitable

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppe_ddp.backends.shared_memory.memory_file import (
+from ppe_ddp.backends.shared_memory.shared_reservation import (
     TOKEN_BYTES,
     new_memory_file,
     node_name,

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of, timeout_of
-from ppe_ddp.backends.process_group.bounded_store import BoundedStore
+from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.failures import Failure, Failures, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json

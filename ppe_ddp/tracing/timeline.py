@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
 from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.backends.shared_memory.step_parts import StepParts
+from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.tracing.clock_offset import ClockOffset, alone, measure_offset
 from ppe_ddp.tracing.rank_record import RankRecord

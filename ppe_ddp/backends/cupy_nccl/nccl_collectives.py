@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, pack, unpack
 from ppe_ddp.backends.cupy_nccl.nccl_datatypes import BYTE, reduction_of
 from ppe_ddp.backends.group_internals import premul_factor
-from ppe_ddp.backends.process_group.collective_arguments import CollectiveArguments, pack, unpack
 
 if TYPE_CHECKING:
     from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator

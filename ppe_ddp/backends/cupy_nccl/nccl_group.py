@@ -20,9 +20,8 @@ from ppe_ddp.backends.cupy_nccl.nccl_collectives import NcclCollectives
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members
 from ppe_ddp.backends.cupy_nccl.nccl_watchdog import Watchdog
 from ppe_ddp.backends.cupy_nccl.nccl_work import NcclOperation, NcclWork
-from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup
-from ppe_ddp.backends.process_group.other_device_groups import group_over
-from ppe_ddp.backends.process_group.python_group import CollectiveGroup
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
+from ppe_ddp.backends.group import CollectiveGroup
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.backends.process_group.python_work import PythonWork
+from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """A process group of torch.distributed over mpi4py: backend name ``mpi4py``.
 
-Only translates torch's names and calling conventions; the work is in the modules beside it. Everything in
-torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
+Everything in torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
 """
 
 from __future__ import annotations
@@ -15,30 +14,24 @@ from mpi4py import MPI
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
+from ppe_ddp.backends.collective_arguments import HostMemory
+from ppe_ddp.backends.collectives import Collectives
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends
+from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup
 from ppe_ddp.backends.group_internals import backends_being_made
-from ppe_ddp.backends.mpi.communicator_release import release
-from ppe_ddp.backends.mpi.mpi_collectives import MpiCollectives
+from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
-from ppe_ddp.backends.mpi.mpi_messages import MpiMessages
-from ppe_ddp.backends.mpi.mpi_options import MpiOptions
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
-from ppe_ddp.backends.mpi.mpi_waits import Waits
-from ppe_ddp.backends.mpi.progress_thread import is_possible, progress_thread
-from ppe_ddp.backends.mpi.sub_communicator import sub_communicator
-from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
-from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
-from ppe_ddp.backends.process_group.member_rendezvous import await_members
-from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
-from ppe_ddp.backends.process_group.progress_engine import progress_engine
-from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+from ppe_ddp.backends.mpi.mpi_wire import MpiWaits, MpiWire, release, sub_communicator
+from ppe_ddp.backends.rank_store import WrittenKeys, await_members
+from ppe_ddp.backends.shared_memory.shared_group import SharedLink, SharedMemoryConfig, SharedMemoryGroup
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
+from ppe_ddp.waiting import network_thread, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
-    from torch import Tensor
     from torch.distributed import Work
 
 _FEWEST_TAGS = 32767  # that any MPI allows
@@ -78,9 +71,8 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         turn = await_members(arguments, range(arguments.group_size), agreed, keys)
         install_job_hooks(together=True)
         comm = world.Dup()
-    own = MpiProcessGroup(comm, arguments, options or MpiOptions(), keys)
-    if compares_collectives():
-        own.compare_collectives(keys.under(f"ppe_ddp/calls/{turn}"))
+    own = MpiProcessGroup(comm, arguments, options or MpiOptions(), keys.under(f"ppe_ddp/mpi/{turn}"))
+    own.compare_collectives_if_asked(keys.under(f"ppe_ddp/calls/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 
@@ -121,49 +113,41 @@ class MpiProcessGroup(PendingGroup):
         UnusableError: The group was destroyed.
     """
 
-    _waits: Waits
+    _waits: MpiWaits
 
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
-        types = ("cpu", "cuda") if is_available() else ("cpu",)
-        super().__init__(comm.Get_rank(), comm.Get_size(), arguments, "mpi4py", types)
+        rank, size = comm.Get_rank(), comm.Get_size()
+        super().__init__(rank, size, arguments, "mpi4py", ("cpu", "cuda") if is_available() else ("cpu",))
         self.pg_options = options
         self._keys = keys
         seconds = self._timeout.total_seconds()
-        place = f"rank {comm.Get_rank()} of {comm.Get_size()}, group {self._group_name!r}"
+        place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._call = WatchedCall(place, seconds)
-        self._waits = Waits(comm, place, seconds)
-        self._mpi = MpiCollectives(comm, self._waits, options)
-        self._over = self._mpi
-        self._shared = self._mpi.shared
-        has_thread = is_possible() and bool(self._shared.nodes) if options.thread is None else options.thread
-        self._thread = progress_thread(getpid()) if has_thread else None
-        self._messages = MpiMessages(comm, self._mpi, self._waits)
+        self._waits = MpiWaits(comm, place, seconds)
+        self._wire = MpiWire(comm, options.piece_bytes)
+        self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(size))}
+        memory = HostMemory(rank, "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware)
+        self._over = Collectives(self._wire, rank, self._waits, memory)
+        self._shared = self._over.shared = SharedMemoryGroup(
+            SharedLink(rank, size, self._over.gather_bytes, self._waits, progress_engine(getpid()), self._join),
+            SharedMemoryConfig(
+                is_enabled=options.shared_memory and not options.gpu_aware,
+                parts=options.shared_parts,
+                smallest_bytes=options.shared_bytes,
+                two_level_bytes=options.two_level_bytes,
+                piece_bytes=options.shared_piece_bytes,
+            ),
+        )
+        self._waits.at_failure.append(self._wire.give_up)
+        is_threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        if options.thread and not is_threaded:
+            raise ValueError(
+                "MpiOptions(thread=True) needs MPI_THREAD_MULTIPLE, which this MPI does not give: leave it out, or "
+                "use another MPI library"
+            )
+        if options.thread or (options.thread is None and is_threaded and self._shared.nodes):
+            network_thread(getpid())
         install_job_hooks().watch(self._call)
-
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
-        """Wait until every rank is here; the host waits, not a CUDA stream."""
-        return self._run("barrier", [(self._mpi.barrier,)], None)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        self._check_open("monitored_barrier")
-        self._messages.monitored_barrier(seconds, wait_all_ranks)
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to send one tensor; complete when the tensor may be changed again."""
-        self._check_open("send")
-        return self._noted(self._messages.send(only(tensors), peer, tag))
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to receive one tensor."""
-        self._check_open("recv")
-        return self._noted(self._messages.receive(only(tensors), peer, tag))
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
-        self._check_open("recv")
-        return self._noted(self._messages.receive(only(tensors), None, tag))
 
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
@@ -172,14 +156,15 @@ class MpiProcessGroup(PendingGroup):
         self._closed = True
         is_idle = False
         with suppress(CommunicationError):  # of a group that was given up
-            self._mpi.drain(DRAIN_SECONDS)
+            self._over.drain(DRAIN_SECONDS)
             self._waits.check("destroy_process_group")
             is_idle = True
         # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the
         # number of the communicator, and what comes for this one.
         if is_idle and not MPI.Is_finalized():
             with self._call.under_way("destroy_process_group"):
-                self._mpi.free()
+                for wire, _ in self._wires.values():
+                    wire.comm.Free()
 
     def abort(self) -> None:
         """Give the group up without waiting; the other ranks leave their waits in it with an error."""
@@ -190,10 +175,8 @@ class MpiProcessGroup(PendingGroup):
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
         if not MPI.Is_finalized():
-            release({} if self._messages.is_used else self._mpi.communicators(), self._waits, exchange)
+            release({} if self._wire.has_messages else self._wires, self._waits, exchange)
         self._keys.delete_all()
-
-    monitoredBarrier = monitored_barrier
 
     def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
         self._check_open(what)
@@ -203,6 +186,10 @@ class MpiProcessGroup(PendingGroup):
         work = self._begin(calls, result)
         if is_on_cuda:
             work.wait()  # a result comes back in the order of the stream that makes this call
-        elif self._thread is not None:
-            self._thread.wake()
         return self._noted(work)
+
+    def _join(self, index: int, ranks: Sequence[int]) -> MpiWire:
+        """Join this rank with those of other nodes that own the same slice."""
+        wire = MpiWire(sub_communicator(self._wire.comm, ranks, index))
+        self._wires[f"slice {index}"] = wire, ranks
+        return wire

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from ppe_ddp.backends.process_group.progress_engine import progress_engine
+from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,9 +112,7 @@ class _JobHooks:
             )
             _abort(self._code)
         request = self._exit_comm.Ibarrier()
-        while not request.Test():
-            progress_engine(self._pid).progress()  # others may still need this rank's part
-            time.sleep(_NAP_SECONDS)
+        progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # others may still need this rank's part
 
     def _watch(self) -> None:
         while True:

@@ -9,7 +9,6 @@ import ipaddress
 import json
 import os
 import socket
-from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlparse
 
@@ -76,13 +75,16 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
     # It listens already, so that the others may come before the store serves; they hear of the port only afterwards.
     address[:] = json.dumps([host, port]).encode().ljust(_ADDRESS_BYTES)
     world.Bcast(address)
-    serving = partial(
-        TCPStore, host, port, size, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
-    try:
-        return serving(is_master=True), rank, size
-    except NotImplementedError:  # torch 2.6, whose newer server listens only by itself
-        return serving(is_master=True, use_libuv=False), rank, size
+    return store, rank, size
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:

@@ -9,28 +9,35 @@ tensor alive, and what is allocated there later may use them.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.process_group.tensor_memory import overlap
-from ppe_ddp.backends.shared_memory.control_pages import ControlPage, control_pages
-from ppe_ddp.backends.shared_memory.hierarchical_reduction import Hierarchy
+from ppe_ddp.backends.collective_arguments import overlap
+from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-from ppe_ddp.backends.shared_memory.shared_reservation import ADDRESS_BYTES, Address, shared_memory
+from ppe_ddp.backends.shared_memory.shared_reservation import (
+    ADDRESS_BYTES,
+    Address,
+    ControlPage,
+    control_pages,
+    shared_memory,
+)
 from ppe_ddp.backends.shared_memory.shared_steps import supports
-from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
 from ppe_ddp.backends.shared_memory.step_queue import Peers, StepQueue
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Sequence
 
-    from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
+    from ppe_ddp.backends.wire import Wire
+    from ppe_ddp.backends.work import Waits, Work
+    from ppe_ddp.waiting import ProgressEngine
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -40,6 +47,48 @@ _Kind: Any = ReduceOp.RedOpType
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
 _REASON_BYTES = 200
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """How the ranks of one group reach each other besides their shared memory.
+
+    Attributes:
+        rank: This process in the group.
+        size: How many ranks the group has.
+        all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
+        waits: How to wait for other ranks.
+        progress: Advances the group's collectives whenever this process calls any backend.
+        join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
+            it together, for one slice after another. None where nodes cannot be joined.
+    """
+
+    rank: int
+    size: int
+    all_gather: Callable[[bytes], list[bytes]]
+    waits: Waits
+    progress: ProgressEngine
+    join: Callable[[int, Sequence[int]], Wire] | None = None
+
+
+@dataclass(frozen=True)
+class SharedMemoryConfig:
+    """Which collectives go through shared memory; the same on every rank.
+
+    Attributes:
+        is_enabled: Whether any does.
+        parts: Whether reduce-scatters and all-gathers do, too.
+        smallest_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, a 16th
+            of the output.
+        two_level_bytes: In a group of several nodes what is smaller than this goes by messages, too.
+        piece_bytes: What is larger goes in pieces of this size.
+    """
+
+    is_enabled: bool
+    parts: bool
+    smallest_bytes: int
+    two_level_bytes: int
+    piece_bytes: int
 
 
 class _Collective(NamedTuple):
@@ -153,12 +202,12 @@ class SharedMemoryGroup:
         """The rank of one of :attr:`nodes`, if it has no other."""
         return self.nodes[node][0] if node is not None and len(self.nodes[node]) == 1 else None
 
-    def start(self, what: str, *arguments: Any, source: int | None = None) -> SharedMemoryWork | None:
+    def start(self, what: str, *arguments: Any, source: int | None = None) -> Work | None:
         """Begin a collective of addressable tensors.
 
         Args:
             what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
-            *arguments: As a :class:`Transport` takes them.
+            *arguments: As :class:`Collectives` takes them.
             source: Of an all-reduce: the only one of :attr:`nodes` whose tensors are not zero; None where several may.
 
         Returns:
@@ -169,7 +218,7 @@ class SharedMemoryGroup:
             return None
         queue = self._queue
         assert queue is not None
-        return SharedMemoryWork(self._link.waits, queue, queue.launch(collective.steps, arguments))
+        return queue.work(queue.launch(collective.steps, arguments))
 
     def _collective(self, what: str, arguments: tuple[Any, ...], source: int | None) -> _Collective | None:
         """The steps of a collective: kept ones where it came with the same memory before."""

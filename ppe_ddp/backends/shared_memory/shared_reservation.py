@@ -4,15 +4,26 @@
     rank 1   |== control ==|  |==== bucket ====|     ...     only what is touched takes memory
 
 A peer maps the reservation once, so a tensor in it is known to all by its position alone, and making one needs no
-agreement.
+agreement. The file has no name and is opened by process number and descriptor, so that nothing is left of a process
+that is killed. Only processes of the same user can open it. It begins with a token, as the same number may mean another
+process elsewhere (containers).
+
+In a control page of each rank for each group the others see how far it has come:
+
+    life of a page    0: of its first group     1: its rank has left that group, or has a page of another one here
+    rank 0 leaves     its page goes from 0 to 1; rank 1 may look at it all the same
+    rank 1 leaves     its page goes from 0 to 1, so both are unused: each rank takes its own again, for another group
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import mmap
 import os
 import secrets
+import socket
+import stat
 import struct
 import threading
 import weakref
@@ -22,19 +33,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.backends.shared_memory.memory_file import (
-    TOKEN_BYTES,
-    new_memory_file,
-    node_name,
-    open_memory_file,
-    path_of,
-)
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+TOKEN_BYTES = 16
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _ADDRESS = struct.Struct(f"<qqqq{TOKEN_BYTES}s{TOKEN_BYTES}s")
 ADDRESS_BYTES = _ADDRESS.size
+_LIFE_WORDS = 8  # a cache line of its own
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,167 @@ def shared_memory() -> SharedMemory:
 @functools.cache
 def _made(_pid: int) -> SharedMemory:
     return SharedMemory()
+
+
+class ControlPage:
+    """The page of one rank for one group; made before that rank can know that this one has all it needs, and leave.
+
+    Args:
+        space: The reservation of that rank.
+        position: Where the page begins in it.
+
+    Attributes:
+        position: The same.
+        words: What the rank shows, as int64; zeros at first. Only that rank writes there.
+    """
+
+    def __init__(self, space: mmap.mmap, position: int) -> None:
+        page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")
+        self.position = position
+        self.words = page[_LIFE_WORDS:]
+        self._life = page[:1]
+        self._first_seen = self._life[0]
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its rank has left the group."""
+        return bool(self._life[0] != self._first_seen)
+
+    def leave(self) -> None:
+        """Show the others that this rank, whose page it is, looks at no page of the group any more."""
+        self._life[0] = self._first_seen + 1
+
+    def clear(self) -> None:
+        """Make it zeros again for another group; it has the same life until that is left."""
+        self.words[:] = memoryview(bytes(self.words.nbytes)).cast("q")
+
+
+class ControlPages:
+    """The control pages of this process.
+
+    Args:
+        memory: The reservation that they lie in.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # Filled by finalizers, which may run in the middle of anything: never under the lock.
+        self._left: list[tuple[int, Sequence[ControlPage]]] = []
+
+    def take(self) -> int:
+        """The position of a page for a group that is being made.
+
+        Raises:
+            MemoryError: The reservation is full.
+        """
+        with self._lock:
+            for place, (position, pages) in enumerate(self._left):
+                if all([page.is_left for page in pages]):
+                    del self._left[place]
+                    ControlPage(self._memory.attach(self._memory.address), position).clear()
+                    return position
+        return self._memory.reserve(mmap.PAGESIZE)
+
+    def give_back(self, position: int) -> None:
+        """A page that no rank has come to look at."""
+        self._left.append((position, ()))
+
+    def leave_with(self, user: object, own: int, pages: Sequence[ControlPage]) -> None:
+        """Leave a group as soon as ``user`` is no more.
+
+        Args:
+            user: What looks at the pages.
+            own: Which of the pages is this rank's.
+            pages: Of all ranks of this node.
+        """
+        weakref.finalize(user, self._leave, own, pages).atexit = False
+
+    def _leave(self, own: int, pages: Sequence[ControlPage]) -> None:
+        if os.getpid() == self._pid:  # a forked child has no say in it
+            pages[own].leave()
+            self._left.append((pages[own].position, pages))
+
+
+def control_pages() -> ControlPages:
+    """Those of this process.
+
+    Raises:
+        OSError: It has no reservation.
+    """
+    return _pages_of(os.getpid())
+
+
+@functools.cache
+def _pages_of(_pid: int) -> ControlPages:
+    return ControlPages(shared_memory())
+
+
+def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A file of ``nbytes`` zeros, which take memory only as they are touched: its descriptor, and a map of it.
+
+    Raises:
+        OSError: The system has no such memory, or allows this process none.
+    """
+    try:
+        descriptor = os.memfd_create("ppe_ddp")
+    except AttributeError:
+        raise OSError("this system has no memfd_create") from None
+    try:
+        os.fchmod(descriptor, 0o600)  # it is made for everybody
+        os.ftruncate(descriptor, nbytes)
+        return descriptor, _mapped(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def open_memory_file(path: str, nbytes: int, token: bytes, *, is_writable: bool = True) -> mmap.mmap:
+    """Map the file of another process.
+
+    Args:
+        path: What :func:`path_of` gives.
+        nbytes: Its size.
+        token: What it begins with.
+        is_writable: Whether this process may write there.
+
+    Raises:
+        OSError: It is out of reach, or another file.
+    """
+    access = os.O_RDWR if is_writable else os.O_RDONLY
+    descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+            raise OSError(f"{path} is not what was announced")
+        memory = _mapped(descriptor, nbytes, is_writable=is_writable)
+    finally:
+        os.close(descriptor)
+    if memory[:TOKEN_BYTES] != token:
+        raise OSError(f"{path} is of another process here")
+    return memory
+
+
+def path_of(pid: int, descriptor: int) -> str:
+    """The file that process ``pid`` has made, as others of its node may open it."""
+    return f"/proc/{pid}/fd/{descriptor}"
+
+
+def node_name() -> bytes:
+    """What tells this machine from others, and its containers from one another: ``TOKEN_BYTES`` bytes.
+
+    Raises:
+        OSError: The system does not show it.
+    """
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        name = file.read() + socket.gethostname().encode()
+    return hashlib.sha256(name).digest()[:TOKEN_BYTES]
+
+
+def _mapped(descriptor: int, nbytes: int, *, is_writable: bool = True) -> mmap.mmap:
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NORESERVE, prot=access)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -16,13 +16,14 @@ waits behind it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ppe_ddp.backends.shared_memory.launched_step import LaunchedStep
 from ppe_ddp.backends.shared_memory.shared_steps import (
     Region,
     Scratch,
@@ -31,7 +32,6 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     describe_record,
     reduce_scatter_steps,
 )
-from ppe_ddp.backends.shared_memory.step_parts import StepParts
 from ppe_ddp.backends.shared_memory.two_level_steps import (
     TwoLevelStep,
     WireMemory,
@@ -39,25 +39,77 @@ from ppe_ddp.backends.shared_memory.two_level_steps import (
     two_level_all_reduce_steps,
     two_level_reduce_scatter_steps,
 )
+from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.backends.shared_memory.control_pages import ControlPage
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.node_link import NodeLink
-    from ppe_ddp.backends.shared_memory.shared_link import SharedLink
-    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
+    from ppe_ddp.backends.shared_memory.shared_group import SharedLink
+    from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
+    from ppe_ddp.backends.shared_memory.two_level_steps import Crossing
+    from ppe_ddp.backends.wire import Wire
 
 # The layout of a control page, in words of int64, as many as a page has; what different ranks write lies in different
 # cache lines.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
+
+
+PartListener = Callable[[str, str, int, int], None]
+"""Called with ``"node"`` or ``"wire"``, the step's number, its begin by ``perf_counter_ns()``, and bytes; by any
+thread."""
+
+
+class StepParts:
+    """The one who asks."""
+
+    listener: ClassVar[PartListener | None] = None
+
+    @classmethod
+    def begin(cls) -> int:
+        """The time; 0 where nobody asks."""
+        return 0 if cls.listener is None else perf_counter_ns()
+
+    @classmethod
+    def end(cls, kind: str, number: int, begin: int, nbytes: int) -> None:
+        """A part of step ``number`` has ended; nothing where nobody asked as it began, or does not any more."""
+        if begin and cls.listener is not None:
+            cls.listener(kind, str(number), begin, nbytes)
+
+
+class LaunchedStep:
+    """One run of a step.
+
+    Args:
+        step: The step.
+        number: Counted on each group, from 1.
+        tensors: What must not be freed before all ranks have done their part.
+
+    Attributes:
+        is_staged: Whether its tensor is to be copied into shared memory, and the result back.
+        error: What is wrong with it; empty while nothing is known.
+        crossing: What is under way between nodes.
+        crossed_at: Since when; 0 where nobody asks.
+        at_end: Called when it is complete on all ranks, under the lock of the progress engine; None where nobody asks.
+    """
+
+    __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
+
+    def __init__(self, step: Step, number: int, tensors: Any) -> None:
+        self.step = step
+        self.number = number
+        self.tensors = tensors
+        self.is_staged = step.shared is None
+        self.error = ""
+        self.crossing: Crossing | None = None
+        self.crossed_at = 0
+        self.at_end: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +126,7 @@ class Peers:
     layout: NodeLayout
     spaces: Sequence[mmap.mmap]
     controls: Sequence[ControlPage]
-    links: Sequence[NodeLink]
+    links: Sequence[Wire]
 
 
 class StepQueue:
@@ -153,6 +205,30 @@ class StepQueue:
             self._progress.add(self)
         self._progress.progress()
         return launched
+
+    def work(self, launched: Sequence[LaunchedStep]) -> Work:
+        """The Work of a collective's steps.
+
+        Its ``wait()`` also raises CommunicationError where the ranks have brought different sizes or dtypes; the same
+        on all.
+        """
+        last = launched[-1]
+
+        def poll() -> bool:
+            if not self.is_left_alone(last):
+                return False
+            for one in launched:
+                reason = self.failure_of(one)
+                if reason:
+                    raise CommunicationError(reason)
+            return True
+
+        def ask_queue(call: Callable[[], None]) -> None:
+            last.at_end = call
+
+        work = Work(launched[0].step.title, self._waits, poll, absent=partial(self.absent, last))
+        work.ask_transport = ask_queue
+        return work
 
     def is_finished(self, launched: LaunchedStep) -> bool:
         """Whether a step is complete on all ranks, and its result where it belongs."""

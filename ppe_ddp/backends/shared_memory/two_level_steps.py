@@ -1,21 +1,21 @@
-"""The arithmetic of collectives over several nodes: in shared memory within each, by links between them.
+"""The arithmetic of collectives over several nodes: in shared memory within each, by wires between them.
 
     TwoLevelAllReduceStep
         all ranks of the node have published     sum own slices over the node     into memory of its own
-        then                                     sum them over the nodes          NodeLink, under way by itself
+        then                                     sum them over the nodes          by a Wire, under way by itself
         when that is over                        write them into the memory of all ranks of the node
     the same, of what only one node has
         all ranks of that node have published    sum own slices over the node     into memory of its own
-        then, on all nodes                       send them to the other nodes     NodeLink, half as many bytes
+        then, on all nodes                       send them to the other nodes     by a Wire, half as many bytes
         when that is over                        write them into the memory of all ranks of the node
     TwoLevelReduceScatterStep
         all ranks of the node have published     sum own row over the node, and the rows of the owners of the same
                                                  slices on the other nodes
-        then                                     send each of them its row        NodeLink
+        then                                     send each of them its row        by a Wire
         when those for this rank have come       add them up, in the order of nodes
     TwoLevelAllGatherStep
         all ranks of the node have published     write own share into the memory of all ranks of the node; send it to
-                                                 the owner of the same slice on every other node    NodeLink
+                                                 the owner of the same slice on every other node    by a Wire
         when theirs have come                    write them into the memory of all ranks of the node
 
 What is under way between nodes lies in memory of its own: a transport goes on with it in a group that was given up,
@@ -25,6 +25,7 @@ and would change gradients.
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.backends.process_group.progress_engine import Testable
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.node_link import NodeLink
     from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch
+    from ppe_ddp.backends.wire import Wire
+    from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
 # Halves are rounded once, at the end; of int16 no transport need know anything.
@@ -97,7 +98,7 @@ class Sent(NamedTuple):
 
     views: tuple[Tensor, ...]
     wires: tuple[Tensor, ...]
-    under_way: Testable
+    under_way: InFlight
 
 
 class Crossing(NamedTuple):
@@ -118,7 +119,7 @@ class Crossing(NamedTuple):
 
     def is_over(self) -> bool:
         """Whether all has arrived; moves it."""
-        return all([one.under_way.Test() for one in self.sent])
+        return all([one.under_way.done() for one in self.sent])
 
     def give_back(self, memory: WireMemory) -> None:
         """Let its memory be used again."""
@@ -130,7 +131,7 @@ class TwoLevelStep(Step):
     """A step of a group of several nodes."""
 
     @abstractmethod
-    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         """Do this rank's part within the node, and begin what goes between nodes; by a link for each own slice."""
 
     @abstractmethod
@@ -158,7 +159,7 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         self._source = source
         self._size = sum(map(len, layout.nodes))
 
-    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         """Sum this rank's slices over the node, and begin to bring the sums to the other nodes."""
         sent = []
         has_some = self._source is None or self._layout.nodes[self._source] == self._layout.local
@@ -221,7 +222,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         """Copy the rows of the others."""
         super().stage(memory, self._layout.rank, len(self.local))
 
-    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         """Sum own row and those of others over the node, and begin to send these."""
         if not self._views:
             return Crossing([])
@@ -288,7 +289,7 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         if self.shared is not None and self.shared is not self.local:
             self.local.copy_(self.shared)
 
-    def cross(self, links: Sequence[NodeLink], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         """Write this rank's share, and begin to send it."""
         if not self._views:
             return Crossing([])
@@ -327,6 +328,102 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
 
     def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
         raise AssertionError("crosses instead")
+
+
+class NodeSumStep(AllReduceStep, TwoLevelStep):
+    """A sum over the ranks of a node in ranges that its caller has chosen, who does the part between the nodes.
+
+    A compressor, for one:
+
+        all ranks of the node have published     sum own ranges over the node, into memory of its own
+        then                                     the caller makes them what they are over all nodes
+        when it says that they are               write them into the memory of all ranks of the node
+
+    It is for one run; memory between the two parts is the rank's own.
+
+    Args:
+        local: This rank's tensor, of the same size and dtype on every rank.
+        kind: SUM.
+        ranges: Of each slice, where its elements begin and end; the same on every rank. What is in none stays.
+        layout: The nodes.
+        is_shared: Whether ``local`` lies in shared memory.
+
+    Attributes:
+        sums: Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.
+        is_over_nodes: Whether they are what all ranks shall have.
+    """
+
+    name = 3
+
+    def __init__(
+        self,
+        local: Tensor,
+        kind: object,
+        ranges: Sequence[Sequence[tuple[int, int]]],
+        layout: NodeLayout,
+        *,
+        is_shared: bool,
+    ) -> None:
+        super().__init__(local, kind, is_shared=is_shared)
+        self._ranges = ranges
+        self._own = layout.own_slices
+        self.sums: list[Tensor] | None = None
+        self.is_over_nodes = False
+
+    def done(self) -> bool:
+        """Whether the caller has done its part: what is under way between the nodes."""
+        return self.is_over_nodes
+
+    def block(self) -> None:
+        """Nothing: the caller moves it."""
+
+    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+        """Copy what the others sum."""
+        self.shared = memory[: self.local.nbytes].view(self.local.dtype)
+        for start, stop in self._ranges_of_others():
+            self.shared[start:stop].copy_(self.local[start:stop])
+
+    def finish(self, rank: int, size: int) -> None:
+        """Take what the others have written."""
+        if self.shared is not None and self.shared is not self.local:
+            for start, stop in self._ranges_of_others():
+                self.local[start:stop].copy_(self.shared[start:stop])
+
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+        """Sum this rank's ranges over the node."""
+        sums, views = [], iter(self._views)
+        dtype = WIRE.get(self.local.dtype, self.local.dtype)
+        for index in self._own:
+            sizes = [stop - start for start, stop in self._ranges[index]]
+            total = memory.take(sum(sizes), dtype)
+            for part in total.split(sizes) if sizes else ():
+                own, *others = next(views)
+                sum_up(part, own, others, self.kind)
+            sums.append(total)
+        self.sums = sums
+        return Crossing([Sent((), tuple(sums), self)])
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        """Write what the sums have become into the memory of all ranks of the node."""
+        assert self.sums is not None
+        views = iter(self._views)
+        for index, total in zip(self._own, self.sums, strict=True):
+            sizes = [stop - start for start, stop in self._ranges[index]]
+            for part in total.split(sizes) if sizes else ():
+                for source, *targets in columns(part, *next(views)):
+                    for target in targets:
+                        target.copy_(source)
+        crossing.give_back(memory)
+
+    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+        """Each range of this rank: its own part and those of the others of the node."""
+        others = [region for i, region in enumerate(regions) if i != rank]
+        for start, stop in chain.from_iterable(self._ranges[index] for index in self._own):
+            theirs = [region.view(self.local.dtype, start, stop - start) for region in others]
+            yield self.local[start:stop], *theirs
+
+    def _ranges_of_others(self) -> Iterator[tuple[int, int]]:
+        return chain.from_iterable(ranges for index, ranges in enumerate(self._ranges) if index not in self._own)
 
 
 def two_level_all_reduce_steps(

@@ -1,44 +1,41 @@
 """A process group of torch.distributed over shared memory within a node and gloo for all else: backend name ``shm``.
 
-Only translates torch's names and calling conventions; the work is in the modules beside it. Everything in
-torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
+Everything in torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.backends.group_internals import UNSENT_TAG, address_key, backends_being_made
-from ppe_ddp.backends.process_group.background_progress import background_progress
-from ppe_ddp.backends.process_group.collective_comparison import compares_collectives
-from ppe_ddp.backends.process_group.device_routed_group import DeviceRoutedGroup, beside_other_backends
-from ppe_ddp.backends.process_group.ended_at_exit import ended_at_exit
-from ppe_ddp.backends.process_group.member_rendezvous import await_members
-from ppe_ddp.backends.process_group.other_device_groups import group_over
-from ppe_ddp.backends.process_group.pending_group import DRAIN_SECONDS, PendingGroup, only
-from ppe_ddp.backends.process_group.progress_engine import progress_engine
-from ppe_ddp.backends.process_group.written_keys import WrittenKeys
-from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-from ppe_ddp.backends.shared_memory.shared_link import SharedLink, SharedMemoryConfig
-from ppe_ddp.backends.shm.gloo_link import GlooLink
-from ppe_ddp.backends.shm.member_exchange import MemberExchange
-from ppe_ddp.backends.shm.shm_collectives import ShmCollectives
-from ppe_ddp.backends.shm.shm_options import ShmOptions
-from ppe_ddp.backends.shm.store_waits import StoreWaits
+from ppe_ddp.backends.collective_arguments import HostMemory
+from ppe_ddp.backends.collectives import Collectives
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, group_over
+from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
+from ppe_ddp.backends.group_internals import address_key, backends_being_made
+from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys, await_members
+from ppe_ddp.backends.shared_memory.shared_group import SharedLink, SharedMemoryConfig, SharedMemoryGroup
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.shm.gloo_wire import GlooWire
+from ppe_ddp.backends.work import Waits
 from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.waiting import background_thread, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 _MORE_TIME = timedelta(seconds=60)  # for gloo, whose own timeouts name nobody and end its connections
-_LARGEST_TAG = UNSENT_TAG - 1  # gloo has one more
+_SLICE_GROUPS = 2  # of gloo between nodes: what one node sends must not wait for what it receives
+_GIVEN_UP = "given up"
+_LOOK_SECONDS = 0.1  # between looks at the store: each is a message, and waits until a busy core serves it
+_RARE_LOOK_SECONDS = 10.0  # ... where memory shows when it is time
 
 __all__ = ["ShmOptions", "ShmProcessGroup", "make_group"]
 
@@ -66,8 +63,7 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
     keys = WrittenKeys(arguments.store)
     turn = await_members(arguments, ranks, options, keys)
     own = ShmProcessGroup(arguments, options, keys.under(f"ppe_ddp/shm/{turn}"))
-    if compares_collectives():
-        own.compare_collectives(keys.under(f"ppe_ddp/calls/{turn}"))
+    own.compare_collectives_if_asked(keys.under(f"ppe_ddp/calls/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 
@@ -103,16 +99,16 @@ class ShmProcessGroup(PendingGroup):
         super().__init__(rank, size, arguments, "shm", ("cpu",))
         self.pg_options = options
         self._pid = os.getpid()
-        place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._keys = keys
-        self._waits = StoreWaits(keys, rank, place, self._timeout.total_seconds())
-        self._exchange = MemberExchange(keys, rank, size, self._waits)
-        gloo = _over_gloo(_with_more_time(arguments), keys)
+        place = f"rank {rank} of {size}, group {self._group_name!r}"
+        waits = self._waits = StoreWaits(keys, rank, place, self._timeout.total_seconds())
+        self._wire = GlooWire([_over_gloo(_with_more_time(arguments), keys)])
+        memory = HostMemory(rank, "shm")
+        self._over = Collectives(self._wire, rank, waits, memory, direct_bytes=options.direct_up_to(size))
         progress = progress_engine(self._pid)
-        self._shared = SharedMemoryGroup(
-            SharedLink(
-                rank, size, self._exchange.all_gather, self._waits, progress, partial(_join, arguments, keys, rank)
-            ),
+        join = partial(_join, arguments, keys, rank)
+        self._shared = self._over.shared = SharedMemoryGroup(
+            SharedLink(rank, size, self._over.gather_bytes, waits, progress, join),
             SharedMemoryConfig(
                 is_enabled=options.shared_memory,
                 parts=options.shared_parts,
@@ -123,36 +119,11 @@ class ShmProcessGroup(PendingGroup):
         )
         if self._shared.is_open:
             progress.expect(size)
-            background_progress(self._pid)
-            self._waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
-            self._waits.sees_every_rank = self._shared.shows_every_rank
-        self._collectives = ShmCollectives(gloo, self._waits, self._shared, options)
-        self._over = self._collectives
-        self._waits.at_failure.append(self._collectives.give_up)
+            background_thread(self._pid)
+            waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
+            waits.sees_every_rank = self._shared.shows_every_rank
+        waits.at_failure.append(self._wire.give_up)
         ended_at_exit(self._pid).add(self)
-
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
-        """Wait until every rank is here."""
-        return self._run("barrier", [(self._collectives.barrier,)], None)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
-        self._check_open("monitored_barrier")
-        self._exchange.monitored_barrier(timeout.total_seconds() if timeout is not None else 0.0, wait_all_ranks)
-
-    monitoredBarrier = monitored_barrier
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to send one tensor; complete when the tensor may be changed again."""
-        return self._message("send", self._collectives.send, tensors, peer, tag)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to receive one tensor."""
-        return self._message("recv", self._collectives.receive, tensors, peer, tag)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
-        return self._message("recv", self._collectives.receive, tensors, None, tag)
 
     def shutdown(self) -> None:
         """End the connections; called by ``destroy_process_group`` on every rank of the group."""
@@ -162,7 +133,7 @@ class ShmProcessGroup(PendingGroup):
         with suppress(CommunicationError):  # one that was given up
             self._shared.drain(DRAIN_SECONDS)
         self._shared.close()
-        self._collectives.close()
+        self._wire.close()
 
     def abort(self) -> None:
         """Give the group up without waiting; the other ranks leave their waits in it with an error."""
@@ -176,20 +147,10 @@ class ShmProcessGroup(PendingGroup):
 
     def end(self) -> None:
         """End the connections of gloo, unless something is under way in them: that would be waited for."""
-        if os.getpid() == self._pid and self._collectives.is_idle and not self._shared.is_crossing:
+        if os.getpid() == self._pid and self._wire.is_idle and not self._shared.is_crossing:
             self._closed = True
             self._shared.close()
-            self._collectives.close()
-
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        self._check_open(what)
-        return self._noted(self._begin(calls, result))
-
-    def _message(self, what: str, call: Any, tensors: list[Tensor], peer: int | None, tag: int) -> Work:
-        self._check_open(what)
-        if not 0 <= tag <= _LARGEST_TAG:
-            raise ValueError(f"{self._waits.place}: tag {tag} is not between 0 and {_LARGEST_TAG}")
-        return self._noted(call(only(tensors), peer, tag))
+            self._wire.close()
 
     def _check_open(self, what: str) -> None:
         if os.getpid() != self._pid:
@@ -200,7 +161,7 @@ class ShmProcessGroup(PendingGroup):
         super()._check_open(what)
 
 
-def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooLink:
+def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooWire:
     """Join this rank with those of other nodes that own the same slice."""
     own = _with_more_time(arguments)
     own.timeout = arguments.timeout
@@ -208,10 +169,10 @@ def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Seque
     world = list(arguments.global_ranks_in_group)
     own.global_ranks_in_group = [world[one] for one in ranks] if world else list(ranks)
     groups = []
-    for number in range(GlooLink.GROUPS):
+    for number in range(_SLICE_GROUPS):
         own.group_id = f"{arguments.group_id}/slice/{index}/{number}"
         groups.append(_over_gloo(own, keys.under(f"slice/{index}/{number}")))
-    return GlooLink(groups, ranks)
+    return GlooWire(groups, f"between nodes, of ranks {', '.join(map(str, ranks))}: ")
 
 
 def _over_gloo(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
@@ -228,3 +189,52 @@ def _with_more_time(arguments: Any) -> Any:
         setattr(own, name, getattr(arguments, name))
     own.timeout = arguments.timeout + _MORE_TIME
     return own
+
+
+class StoreWaits(Waits):
+    """The waits of one group.
+
+    Args:
+        store: Of these ranks alone, and of this group alone.
+        rank: This process in the group.
+        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
+        timeout: How long a wait may take, in seconds.
+
+    Attributes:
+        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
+            is in the store then.
+        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
+    """
+
+    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float) -> None:
+        super().__init__(place, timeout, "shm")
+        self.is_closed_elsewhere: Callable[[], bool] = bool
+        self.sees_every_rank = False
+        self._store = BoundedStore(store)
+        self._rank = rank
+        self._looked = -math.inf
+
+    def look_now(self) -> bool:
+        """Whether a rank has given the group up; asks the store in any case."""
+        self._looked = -math.inf
+        return self.is_over()
+
+    def _notice(self) -> str:
+        now, is_closed = monotonic(), self.is_closed_elsewhere()
+        if not is_closed and now - self._looked < (_RARE_LOOK_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
+            return ""
+        self._looked = now
+        with suppress(RuntimeError):  # the store may be gone, or out of reach
+            reason = self._store.do(_reason)
+            if reason:
+                return reason
+        return "another rank has given this group up" if is_closed else ""
+
+    def _tell(self, reason: str) -> None:
+        with suppress(RuntimeError):
+            text = f"rank {self._rank} has given this group up: {reason}"
+            self._store.do(lambda store: store.compare_set(_GIVEN_UP, "", text))
+
+
+def _reason(store: WrittenKeys) -> str:
+    return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else ""

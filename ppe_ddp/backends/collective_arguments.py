@@ -1,11 +1,13 @@
-"""Checks and conversions of collectives' arguments that every transport needs.
+"""Arguments of collectives: their checks, and memory that a wire can read and write.
 
-They see one rank's arguments; whether the ranks fit together no transport checks here.
+The checks see one rank's arguments; whether the ranks fit together nothing checks here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +106,78 @@ class CollectiveArguments:
             raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
 
 
+class HostMemory:
+    """Memory of tensors that a wire can read and write: their own where possible.
+
+    Args:
+        rank: This rank, for errors.
+        backend: The name of the backend, for errors.
+        takes_cuda: Whether CUDA tensors are taken: copied to pinned memory and back.
+        gpu_aware: Whether the wire reads and writes CUDA memory itself.
+    """
+
+    def __init__(self, rank: int, backend: str, *, takes_cuda: bool = False, gpu_aware: bool = False) -> None:
+        self._rank = rank
+        self._backend = backend
+        self._takes_cuda = takes_cuda
+        self._gpu_aware = gpu_aware
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether the wire can use the memory of ``tensor`` itself."""
+        return is_addressable(tensor, on_cuda=self._gpu_aware)
+
+    def input(self, tensor: Tensor) -> Tensor:
+        """The tensor, where the wire can read its memory, else a contiguous copy (of CUDA: in pinned memory)."""
+        self._check_kind(tensor)
+        if self.is_own(tensor):
+            return tensor.data  # as a backend in C++ writes there, unseen by autograd
+        host = self.output(tensor)
+        host.copy_(tensor.detach(), non_blocking=True)
+        _synchronize(tensor)
+        return host
+
+    def output(self, tensor: Tensor) -> Tensor:
+        """Memory of a tensor's size that the wire can write."""
+        self._check_kind(tensor)
+        return tensor.data if self.is_own(tensor) else self._empty(tensor, tensor.shape)
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Memory for ``tensors`` one after another; for none of them, no bytes."""
+        for tensor in tensors:
+            self._check_kind(tensor)
+        if not tensors:
+            return torch.empty(0, dtype=torch.uint8)
+        return self._empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
+
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copies of ``tensors`` one after another."""
+        flat = pack(self.flat(tensors), tensors)
+        if tensors:
+            _synchronize(tensors[0])
+        return flat
+
+    def copy_back(self, tensor: Tensor, host: Tensor) -> None:
+        """Copy what the wire wrote to where the user wants it, if that is elsewhere; in the current stream's order."""
+        if host.data_ptr() != tensor.data_ptr() or not self.is_own(tensor):
+            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+
+    def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        is_staged = tensor.is_cuda and not self._gpu_aware
+        device = "cpu" if is_staged else tensor.device
+        return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
+
+    def _check_kind(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"
+            )
+        if tensor.device.type != "cpu" and not (tensor.is_cuda and self._takes_cuda):
+            raise TypeError(
+                f"rank {self._rank}: the {self._backend} backend is for tensors on cpu, not on {tensor.device}; make a "
+                f'group of several backends: "cpu:{self._backend},cuda:nccl"'
+            )
+
+
 def pack(flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Copy ``tensors`` one after another into ``flat``, which may be pinned memory: the copies are not waited for."""
     for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
@@ -112,14 +186,41 @@ def pack(flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy from ``flat`` what :func:`pack` has put there."""
+    """Copy to ``tensors`` what lies one after another in ``flat``."""
     for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
         tensor.detach().copy_(part, non_blocking=True)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, 1-D."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def is_addressable(tensor: Tensor, *, on_cuda: bool = False) -> bool:
+    """Whether the memory of a tensor is its elements in order, on the host; or, with ``on_cuda``, on a GPU."""
+    return (
+        (not tensor.is_cuda or on_cuda)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory, which torch allows for input and output and MPI forbids."""
+    start, begin = one.data_ptr(), other.data_ptr()
+    return start < begin + other.nbytes and begin < start + one.nbytes
+
+
 def _parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _check_dtypes(*tensors: Tensor) -> None:

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ppe_ddp.backends.process_group.member_rendezvous import paced
-from ppe_ddp.backends.process_group.pending_work import PendingWork
-from ppe_ddp.errors import CommunicationError, DisagreementError
+from ppe_ddp.backends.work import Work
+from ppe_ddp.errors import DisagreementError
+from ppe_ddp.waiting import paced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
-    from ppe_ddp.backends.process_group.pending_work import FailableWaits
-    from ppe_ddp.backends.process_group.progress_engine import ProgressEngine
-    from ppe_ddp.backends.process_group.python_work import PythonWork
-    from ppe_ddp.backends.process_group.written_keys import WrittenKeys
+    from ppe_ddp.backends.rank_store import WrittenKeys
+    from ppe_ddp.backends.work import Waits
+    from ppe_ddp.waiting import ProgressEngine
 
 _COMMON = {
     "all_reduce": (0, 1),
@@ -37,7 +35,7 @@ _COMMON = {
     "reduce_scatter": (0, 1, 2),
     "reduce_scatter_list": (1, 2),
 }
-"""Which arguments of a :class:`Transport`'s method are the same on every rank; of others the dtype and the root are."""
+"""Which arguments of a collective are the same on every rank; of others the dtype and the root are."""
 
 
 def compares_collectives() -> bool:
@@ -45,24 +43,13 @@ def compares_collectives() -> bool:
     return os.environ.get("PPE_DDP_DEBUG") == "1"
 
 
-class ComparedWork(PendingWork):
-    """A collective that is begun once all ranks have called the same.
+class _ComparedCall:
+    """A collective that is begun once all ranks have called the same."""
 
-    Args:
-        what: It, with its arguments.
-        waits: Of its group.
-        begin: Begins it.
-        comparison: Of the group.
-    """
-
-    def __init__(
-        self, what: str, waits: FailableWaits, begin: Callable[[], PythonWork], comparison: CollectiveComparison
-    ) -> None:
-        super().__init__(what, waits)
+    def __init__(self, what: str, begin: Callable[[], Work]) -> None:
         self.what = what
         self._begin = begin
-        self._comparison = comparison
-        self._work: PythonWork | None = None
+        self._work: Work | None = None
         self._reason: BaseException | None = None
 
     def begin(self) -> None:
@@ -76,29 +63,13 @@ class ComparedWork(PendingWork):
         """End it, before it has begun."""
         self._reason = reason
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is complete.
-
-        Raises:
-            DisagreementError: The ranks have called different collectives.
-            CommunicationError: As :meth:`PendingWork.wait`.
-        """
-        try:
-            return super().wait(timeout)
-        except CommunicationError:  # another rank has found them different, and has given the group up
-            disagreement = self._comparison.disagreement()
-            if disagreement is None:
-                raise
-            raise disagreement from None
-
-    def _has_ended(self) -> bool:
-        return self._reason is not None or (self._work is not None and self._work.is_completed())
-
-    def _absent(self) -> Sequence[int]:
-        return self._comparison.absent()
-
-    def _failure(self) -> BaseException | None:
-        return self._reason if self._work is None else self._work.exception()
+    def poll(self) -> bool:
+        """Whether it has ended well."""
+        if self._reason is not None:
+            raise self._reason
+        if self._work is None or not self._work.is_completed():
+            return False
+        return self._work.wait()
 
 
 class CollectiveComparison:
@@ -112,9 +83,7 @@ class CollectiveComparison:
         progress: Advances the comparison.
     """
 
-    def __init__(
-        self, store: WrittenKeys, rank: int, size: int, waits: FailableWaits, progress: ProgressEngine
-    ) -> None:
+    def __init__(self, store: WrittenKeys, rank: int, size: int, waits: Waits, progress: ProgressEngine) -> None:
         self._store = store
         self._rank = rank
         self._size = size
@@ -123,24 +92,24 @@ class CollectiveComparison:
         self._number = 1  # of the collective that is compared next
         self._written = 0
         self._error: BaseException | None = None
-        self._queue: deque[ComparedWork] = deque()
+        self._queue: deque[_ComparedCall] = deque()
         self._are_here = paced(lambda: store.check(self._keys()))
         waits.at_failure.append(self._give_up)
 
-    def append(self, calls: Sequence[tuple[Any, ...]], begin: Callable[[], PythonWork]) -> ComparedWork:
+    def append(self, calls: Sequence[tuple[Any, ...]], begin: Callable[[], Work]) -> Work:
         """Begin a call that all ranks make alike.
 
         Args:
-            calls: Methods of a :class:`Transport` with their arguments.
+            calls: Methods of a collective with their arguments.
             begin: Begins them.
         """
         what = "; ".join(_described(call.__name__, arguments) for call, *arguments in calls)
-        work = ComparedWork(what, self._waits, begin, self)
+        call = _ComparedCall(what, begin)
         with self._progress.lock:
-            self._queue.append(work)
+            self._queue.append(call)
             self._progress.add(self)
         self._progress.progress()
-        return work
+        return Work(what, self._waits, call.poll, absent=self.absent)
 
     def advance(self) -> bool:
         """Begin what all ranks have called; whether nothing is left to compare."""

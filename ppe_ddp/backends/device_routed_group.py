@@ -10,9 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppe_ddp.backends.group_internals import backend_for, end_coalescing, start_coalescing
-from ppe_ddp.backends.process_group.other_device_groups import group_over
-from ppe_ddp.backends.process_group.python_group import PythonGroup
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from ppe_ddp.backends.group import PythonGroup
+from ppe_ddp.backends.group_internals import (
+    PrefixStore,
+    backend_for,
+    creator_of,
+    end_coalescing,
+    nccl_options,
+    process_group_over,
+    start_coalescing,
+)
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -21,7 +31,7 @@ if TYPE_CHECKING:
 
 _Own = TypeVar("_Own", bound=PythonGroup)
 
-__all__ = ["DeviceRoutedGroup", "beside_other_backends"]
+__all__ = ["DeviceRoutedGroup", "beside_other_backends", "group_over"]
 
 
 def _routed(name: str) -> Any:
@@ -155,3 +165,34 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
         for kind, backend in backends.items()
     }
     return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers, made=(own,))
+
+
+def group_over(backend: str, arguments: Any) -> ProcessGroup:
+    """Make a group over another backend for the same ranks, which call this together.
+
+    Args:
+        backend: ``gloo``, ``nccl``, or one that was registered with torch.
+        arguments: torch's ``_DistributedBackendOptions`` for the group as a whole.
+
+    Raises:
+        ValueError: It cannot be made here.
+    """
+    rank, size = arguments.group_rank, arguments.group_size
+    store = PrefixStore(f"beside/{backend}", arguments.store)
+    creator = creator_of(backend)
+    made: Any
+    if creator is not None:  # since torch 2.15 also for its own backends
+        own = type(arguments)()
+        for name in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
+            setattr(own, name, getattr(arguments, name))
+        own.store = store
+        made = creator(own, None)
+        if isinstance(made, ProcessGroup):
+            return made
+    elif backend == "gloo":
+        made = dist.ProcessGroupGloo(store, rank, size, timeout=arguments.timeout)
+    elif backend == "nccl" and dist.is_nccl_available():
+        made = dist.ProcessGroupNCCL(store, rank, size, nccl_options(arguments))
+    else:
+        raise ValueError(f"rank {rank}: no {backend!r} group can be made here beside a group written in Python")
+    return process_group_over(made, backend, arguments.group_id, store)

@@ -15,25 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.process_group.pending_work import PendingWork
-from ppe_ddp.backends.shared_memory.node_sum_step import NodeSumStep
-from ppe_ddp.backends.shared_memory.shared_work import SharedMemoryWork
+from ppe_ddp.backends.shared_memory.two_level_steps import NodeSumStep
+from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from ppe_ddp.backends.process_group.pending_work import FailableWaits
-    from ppe_ddp.backends.process_group.progress_engine import ProgressEngine, Testable
-    from ppe_ddp.backends.shared_memory.launched_step import LaunchedStep
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.node_link import NodeLink
-    from ppe_ddp.backends.shared_memory.shared_link import SharedLink
+    from ppe_ddp.backends.shared_memory.shared_group import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.step_queue import StepQueue
+    from ppe_ddp.backends.wire import Wire
+    from ppe_ddp.backends.work import Waits
+    from ppe_ddp.waiting import InFlight, ProgressEngine
 
 _Kind: Any = ReduceOp.RedOpType
 _SUM = _Kind.SUM
@@ -60,7 +57,7 @@ class Hierarchy:
         layout: NodeLayout,
         memory: SharedMemory,
         queue: StepQueue,
-        links: Sequence[NodeLink],
+        links: Sequence[Wire],
         shared: SharedLink,
     ) -> None:
         self.layout = layout
@@ -112,12 +109,12 @@ class HierarchicalReduction:
         summed: The first part.
     """
 
-    def __init__(self, queue: StepQueue, waits: FailableWaits, flat: Tensor, step: NodeSumStep) -> None:
+    def __init__(self, queue: StepQueue, waits: Waits, flat: Tensor, step: NodeSumStep) -> None:
         self._queue = queue
         self._waits = waits
         self._step = step
         (self._launched,) = queue.launch([step], flat)
-        self.summed: PendingWork = _Summed(waits, queue, self._launched, step)
+        self.summed = Work(step.title, waits, self._is_summed, absent=partial(queue.absent, self._launched))
 
     @property
     def sums(self) -> list[Tensor]:
@@ -125,11 +122,18 @@ class HierarchicalReduction:
         assert self._step.sums is not None
         return self._step.sums
 
-    def deliver(self) -> PendingWork:
+    def deliver(self) -> Work:
         """Begin to bring the sums, as they are now, to all ranks of the node; what it returns is to be waited for."""
         self._step.is_over_nodes = True
         self._waits.progress()
-        return SharedMemoryWork(self._waits, self._queue, [self._launched])
+        return self._queue.work([self._launched])
+
+    def _is_summed(self) -> bool:
+        if self._step.sums is not None:
+            return True
+        if self._queue.is_left_alone(self._launched):
+            raise CommunicationError(self._queue.failure_of(self._launched))
+        return False
 
 
 class SliceLink:
@@ -147,9 +151,7 @@ class SliceLink:
         rank: This one's place among them.
     """
 
-    def __init__(
-        self, link: NodeLink, ranks: Sequence[int], rank: int, waits: FailableWaits, progress: ProgressEngine
-    ) -> None:
+    def __init__(self, link: Wire, ranks: Sequence[int], rank: int, waits: Waits, progress: ProgressEngine) -> None:
         self._link = link
         self._waits = waits
         self._progress = progress
@@ -158,86 +160,53 @@ class SliceLink:
         self.size = len(ranks)
         self.rank = ranks.index(rank)
 
-    def all_reduce(self, flat: Tensor) -> PendingWork:
+    def all_reduce(self, flat: Tensor) -> Work:
         """Sum ``flat``, 1-D, contiguous, float32 or float64, in place."""
         return self._message("all_reduce", partial(self._link.all_reduce, flat, _SUM))
 
-    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> PendingWork:
-        """See :meth:`NodeLink.all_to_all`."""
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Work:
+        """See :meth:`Wire.all_to_all`."""
         return self._message("all_to_all", partial(self._link.all_to_all, output, flat, receiving, sending))
 
     def advance(self) -> bool:
         """Move what is under way; whether nothing is left."""
-        self._under_way = [message for message in self._under_way if not message.is_over()]
+        self._under_way = [message for message in self._under_way if not message.advance()]
         return not self._under_way
 
-    def _message(self, what: str, start: Callable[[], Testable]) -> PendingWork:
+    def _message(self, what: str, start: Callable[[], InFlight]) -> Work:
         self._waits.check(what)
         with self._progress.lock:
-            message = _Message(f"{what} between nodes", self._waits, start(), self._elsewhere, self._progress.lock)
+            message = _Message(f"{what} between nodes", self._waits, start())
             self._under_way.append(message)
             self._progress.add(self)
-        return message
+        return Work(message.what, self._waits, message.poll, absent=lambda: self._elsewhere)
 
 
-class _Summed(PendingWork):
-    """The sum over a node: ended when it is there, though the step goes on."""
+class _Message:
+    """A collective of the owners of a slice; the progress engine advances it."""
 
-    def __init__(self, waits: FailableWaits, queue: StepQueue, launched: LaunchedStep, step: NodeSumStep) -> None:
-        super().__init__(step.title, waits)
-        self._queue = queue
-        self._launched = launched
-        self._step = step
-
-    def _has_ended(self) -> bool:
-        return self._step.sums is not None or self._queue.is_left_alone(self._launched)
-
-    def _failure(self) -> BaseException | None:
-        if self._step.sums is not None:
-            return None
-        return CommunicationError(self._queue.failure_of(self._launched))
-
-    def _absent(self) -> Sequence[int]:
-        return self._queue.absent(self._launched)
-
-
-class _Message(PendingWork):
-    """A collective of the owners of a slice."""
-
-    def __init__(
-        self,
-        what: str,
-        waits: FailableWaits,
-        under_way: Testable,
-        others: Sequence[int],
-        lock: AbstractContextManager[Any],
-    ) -> None:
-        super().__init__(what, waits)
+    def __init__(self, what: str, waits: Waits, under_way: InFlight) -> None:
+        self.what = what
+        self._waits = waits
         self._under_way = under_way
-        self._others = others
-        self._lock_of_all = lock
         self._is_over = False
         self._reason = ""
 
-    def is_over(self) -> bool:
-        """Whether it has ended, well or not; moves it. Under the lock of the progress engine."""
+    def advance(self) -> bool:
+        """Whether it has ended, well or not; moves it."""
         if not self._is_over:
             try:
-                self._is_over = bool(self._under_way.Test())
+                self._is_over = self._under_way.done()
             except RuntimeError as error:
                 self._reason = str(error)
-                self._waits.give_up(f"{self._what} failed: {error}")
+                self._waits.give_up(f"{self.what} failed: {error}")
             if not self._is_over and self._waits.failure:
                 self._reason = self._reason or self._waits.failure
                 self._is_over = True
         return self._is_over
 
-    def _has_ended(self) -> bool:
-        with self._lock_of_all:
-            return self.is_over()
-
-    def _failure(self) -> BaseException | None:
-        return CommunicationError(f"{self._waits.place}: {self._reason}") if self._reason else None
-
-    def _absent(self) -> Sequence[int]:
-        return self._others
+    def poll(self) -> bool:
+        """Whether it has ended well."""
+        if self._reason and self._is_over:
+            raise CommunicationError(f"{self._waits.place}: {self._reason}")
+        return self._is_over

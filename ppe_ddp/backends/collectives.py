@@ -1,0 +1,495 @@
+"""Collectives on tensors within one group: through shared memory where that can be, by the group's wire where not.
+
+All ranks come to the same answer which way a collective goes: by its name, the size and dtype of the whole. Each is
+begun in the call, and under way until it is waited for. Apart from the process group, which only translates torch's
+many names, because here is what can be measured and what can be numerically wrong.
+
+    steps of an all-reduce    begin piece 1    done?    begin piece 2    done?    bring the result home
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, overlap, unpack
+from ppe_ddp.backends.reductions import reduction_of
+from ppe_ddp.backends.work import Work
+from ppe_ddp.errors import CommunicationError
+from ppe_ddp.waiting import InFlight, progress_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.backends.collective_arguments import HostMemory
+    from ppe_ddp.backends.reductions import Reduction
+    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+    from ppe_ddp.backends.wire import MessageInFlight, Wire
+    from ppe_ddp.backends.work import Waits
+
+_LARGEST = ReduceOp(ReduceOp.MAX)
+
+Steps = Generator[InFlight, None, None]
+"""Begins a call of the wire, yields it, and is resumed when it is done."""
+
+
+class Collectives:
+    """All collectives of one group; an ``op`` is a ReduceOp.
+
+    Every method must be called by all its ranks, in the same order; what it returns is to be waited for. Errors in this
+    rank's own arguments are raised by the call.
+
+    Tensors may be non-contiguous or empty. Sizes and dtypes must agree between ranks as each method says: shared memory
+    has an error where they do not; MPI computes wrong numbers or hangs, and gloo ends the process.
+
+    Args:
+        wire: Joins the ranks.
+        rank: This one.
+        waits: How to wait for them.
+        memory: Where the wire reads and writes tensors.
+        direct_bytes: All-reduces and all-gathers of up to so many bytes by the wire are sent from each rank to each at
+            once, and added up when they have come.
+
+    Attributes:
+        shared: Runs what goes through shared memory; set when the ranks have been connected there.
+    """
+
+    def __init__(self, wire: Wire, rank: int, waits: Waits, memory: HostMemory, *, direct_bytes: int = 0) -> None:
+        self.rank = rank
+        self.size = wire.size
+        self.shared: SharedMemoryGroup | None = None
+        self._wire = wire
+        self._waits = waits
+        self._memory = memory
+        self._direct_bytes = direct_bytes
+        self._arguments = CollectiveArguments(rank, wire.size)
+        self._calls = CallQueue(waits) if wire.piece_bytes else CallSet(waits)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> Work:
+        """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.
+
+        Args:
+            tensor: Changed in place.
+            op: The operation.
+            source: Of a sum, the only node on which ``tensor`` is not zero, where that is known; its number in
+                :attr:`SharedMemoryGroup.nodes`.
+        """
+        reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
+        host = self._memory.input(tensor)
+        shared = self._shared("all_reduce", tensor, host, host, op, source=source)
+        if shared is not None:
+            return shared
+        root = self.shared.only_rank(source) if self.shared is not None else None
+        if root is not None:
+            return self.broadcast(tensor, root)
+        return self._begin("all_reduce", self._all_reduce(tensor, host, reduction))
+
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> Work:
+        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
+        reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
+        host = self._memory.input(tensor).clone(memory_format=torch.contiguous_format)
+        return self._begin("reduce", self._all_reduce(tensor, host, reduction, lands=self.rank == root))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
+        host = self._memory.input(tensor)
+
+        def steps() -> Steps:
+            for piece in self._pieces(as_bytes(host)):
+                yield self._wire.broadcast(piece, root)
+            if self.rank != root:
+                self._memory.copy_back(tensor, host)
+
+        return self._begin("broadcast", steps())
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
+        self._arguments.check_all_gather(output, tensor)
+        result, host = self._memory.output(output), self._memory.input(tensor)
+
+        def steps() -> Steps:
+            yield self._all_gather(result, host)
+            self._memory.copy_back(output, result)
+
+        return self._shared("all_gather", output, result, result, host) or self._begin("all_gather", steps())
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
+        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
+        self._arguments.check_all_gather_list(outputs, tensor)
+        host, result = self._memory.input(tensor), self._memory.flat(outputs)
+        counts = [output.nbytes for output in outputs]
+        if len(set(counts)) == 1 and self.shared is not None:
+            shared = self.shared.start("all_gather", result, host)
+            if shared is not None:
+                shared.at_arrival = partial(unpack, result, outputs)
+                return shared
+
+        def steps() -> Steps:
+            if len(set(counts)) == 1:
+                yield self._all_gather(result, host)
+            else:
+                copies = as_bytes(host).repeat(self.size)
+                yield self._wire.all_to_all(as_bytes(result), copies, counts, [host.nbytes] * self.size)
+            unpack(result, outputs)
+
+        return self._begin("all_gather", steps())
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Work:
+        """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
+        self._arguments.check_reduce_scatter(output, tensor)
+        reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
+        host, result = self._memory.input(tensor), self._memory.output(output)
+        shared = self._shared("reduce_scatter", output, result, result, host, op)
+        counts = [output.numel()] * self.size
+        return shared or self._begin("reduce_scatter", self._reduce_scatter(output, host.view(-1), reduction, counts))
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Work:
+        """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
+        self._arguments.check_reduce_scatter_list(output, tensors)
+        reduction = reduction_of(output.dtype, op.op, self._wire.dtypes)
+        flat, counts = self._memory.packed(tensors), [tensor.numel() for tensor in tensors]
+        return self._begin("reduce_scatter", self._reduce_scatter(output, flat, reduction, counts))
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Work:
+        """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
+
+        Args:
+            output: Changed in place.
+            tensor: Of the same dtype, and of the same shape after dimension 0.
+            output_splits: How many rows come from each rank; empty for equal parts.
+            input_splits: How many rows go to each rank; empty for equal parts.
+        """
+        self._arguments.check_all_to_all(output, tensor)
+        host, result = self._memory.input(tensor), self._memory.output(output)
+        send = self._arguments.split_sizes(host, input_splits)
+        receive = self._arguments.split_sizes(result, output_splits)
+
+        def steps() -> Steps:
+            yield self._wire.all_to_all(result.view(-1), host.view(-1), receive, send)
+            self._memory.copy_back(output, result)
+
+        return self._begin("all_to_all", steps())
+
+    def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Work:
+        """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
+        self._arguments.check_all_to_all_list(outputs, tensors)
+        return self._exchange("all_to_all", outputs, tensors, _sizes(outputs), _sizes(tensors))
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Work:
+        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
+        is_root = self.rank == root
+        if is_root:
+            self._arguments.check_gather(outputs, tensor)
+        send = [tensor.nbytes if rank == root else 0 for rank in range(self.size)]
+        receive = _sizes(outputs) if is_root else [0] * self.size
+        return self._exchange("gather", outputs if is_root else [], [tensor], receive, send)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Work:
+        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
+        is_root = self.rank == root
+        if is_root:
+            self._arguments.check_scatter(output, tensors)
+        send = _sizes(tensors) if is_root else [0] * self.size
+        receive = [output.nbytes if rank == root else 0 for rank in range(self.size)]
+        return self._exchange("scatter", [output], tensors if is_root else [], receive, send)
+
+    def barrier(self) -> Work:
+        """Complete when every rank has called it."""
+
+        def steps() -> Steps:
+            yield self._wire.barrier()
+
+        shared = self.shared.start("all_reduce", torch.zeros(1), _LARGEST) if self.shared is not None else None
+        return shared or self._begin("barrier", steps())
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
+        self._check_tag(tag)
+        host = self._memory.input(tensor)
+        return self._message(f"send to rank {peer} (tag {tag})", self._wire.send(as_bytes(host), peer, tag), tensor)
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Work:
+        """Start receiving into ``tensor`` from rank ``peer``, or from anyone where it is None."""
+        self._check_tag(tag)
+        host = self._memory.output(tensor)
+        what = f"receive from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
+        work = self._message(what, self._wire.receive(as_bytes(host), peer, tag), tensor)
+        work.at_arrival = partial(self._memory.copy_back, tensor, host)
+        return work
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, as many from each; every rank calls it together."""
+        table = torch.empty(self.size, len(own), dtype=torch.uint8)
+
+        def steps() -> Steps:
+            yield self._all_gather(table, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+
+        self._begin("the connection of shared memory", steps()).wait()
+        return [bytes(row.tolist()) for row in table]
+
+    def drain(self, seconds: float) -> None:
+        """Wait until nothing is under way; raises CommunicationError if that takes longer."""
+        if self.shared is not None:
+            self.shared.drain(seconds)
+        self._waits.until(self._calls.is_empty, "destroy_process_group", seconds=seconds)
+
+    def _shared(
+        self, what: str, tensor: Tensor, host: Tensor, *arguments: Any, source: int | None = None
+    ) -> Work | None:
+        """A collective in shared memory, with its way home; None where it does not go there."""
+        work = self.shared.start(what, *arguments, source=source) if self.shared is not None else None
+        if work is not None and not self._memory.is_own(tensor):
+            work.at_arrival = partial(self._memory.copy_back, tensor, host)
+        return work
+
+    def _all_reduce(self, tensor: Tensor, host: Tensor, reduction: Reduction, *, lands: bool = True) -> Steps:
+        for elements in self._pieces(host.view(-1).view(reduction.view), reduction.wire.itemsize):
+            wire = reduction.to_wire(elements, self._scratch_for(elements, reduction.wire))
+            if not reduction.is_known or 0 < wire.nbytes <= self._direct_bytes:
+                rows = wire.new_empty((self.size, wire.numel()))
+                yield self._all_gather(rows, wire)
+                wire = reduction.fold(list(rows))
+            else:
+                yield self._wire.all_reduce(wire, reduction.kind)
+            if lands:
+                reduction.from_wire(wire, elements, self.size)
+        if lands:
+            self._memory.copy_back(tensor, host)
+
+    def _reduce_scatter(self, output: Tensor, flat: Tensor, reduction: Reduction, counts: list[int]) -> Steps:
+        elements = flat.view(reduction.view)
+        wire, result = reduction.to_wire(elements), self._memory.output(output)
+        width = elements.numel() // flat.numel() if flat.numel() else 0  # a complex number is two
+        rows = wire.new_empty((self.size, width * output.numel()))
+        sending, receiving = [count * width for count in counts], [output.numel() * width] * self.size
+        yield self._wire.all_to_all(rows.view(-1), wire, receiving, sending)
+        reduction.from_wire(reduction.fold(list(rows)), result.view(-1).view(reduction.view), self.size)
+        self._memory.copy_back(output, result)
+
+    def _all_gather(self, result: Tensor, host: Tensor) -> InFlight:
+        if 0 < host.nbytes <= self._direct_bytes:
+            counts = [host.nbytes] * self.size
+            return self._wire.all_to_all(as_bytes(result), as_bytes(host).repeat(self.size), counts, counts)
+        host = host.clone() if overlap(host, result) else host
+        return self._wire.all_gather(result, host)
+
+    def _exchange(
+        self, what: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], receive: list[int], send: list[int]
+    ) -> Work:
+        """An all-to-all of lists, which may be empty on a rank that sends or receives nothing; sizes in bytes."""
+        result, flat = self._memory.flat(outputs), self._memory.packed(tensors)
+
+        def steps() -> Steps:
+            yield self._wire.all_to_all(as_bytes(result), as_bytes(flat), receive, send)
+            unpack(result, outputs)
+
+        return self._begin(what, steps())
+
+    def _pieces(self, flat: Tensor, itemsize: int = 1) -> Iterator[Tensor]:
+        most = self._wire.piece_bytes // itemsize
+        return iter(flat.split(most) if most else (flat,))
+
+    def _scratch_for(self, piece: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Memory to compute in: kept from call to call, as fresh memory costs page faults.
+
+        All-reduces are done there if the wire goes on with them in a group that was given up, as it would change
+        gradients.
+        """
+        if not self._wire.piece_bytes:
+            return None
+        if piece.is_cuda:
+            return torch.empty_like(piece, dtype=dtype)
+        scratch = self._scratch.get(dtype)
+        if scratch is None:
+            scratch = self._scratch[dtype] = torch.empty(self._wire.piece_bytes // dtype.itemsize, dtype=dtype)
+        return scratch[: piece.numel()]
+
+    def _begin(self, what: str, steps: Steps) -> Work:
+        absent: Callable[[], Sequence[int]] = tuple
+        if self.shared is not None:
+            absent = partial(self.shared.ranks_without_message, self.shared.count_message())
+        call = _Call(what, self._waits, steps, is_queued=isinstance(self._calls, CallQueue))
+        self._calls.begin(call)
+        work = Work(what, self._waits, call.poll, absent=absent, block=call.block)
+        work.ask_transport = call.tell_end
+        return work
+
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag <= self._wire.largest_tag:
+            raise ValueError(f"{self._waits.place}: tag {tag} is not between 0 and {self._wire.largest_tag}")
+
+    def _message(self, what: str, message: MessageInFlight, tensor: Tensor) -> Work:
+        waits = self._waits
+
+        def poll() -> bool:
+            try:
+                if message.done():
+                    work.source = message.source
+                    return True
+            except RuntimeError as error:
+                waits.look_now()
+                raise waits.error(what, waits.failure or str(error)) from None
+            if waits.failure:
+                raise waits.error(what, waits.failure)
+            return False
+
+        work = Work(what, waits, poll, block=message.block, is_message=True)
+        work.outputs = [tensor]
+        return work
+
+
+class _Call:
+    """A collective by the wire: advances from step to step as its calls are done.
+
+    Args:
+        what: The collective, for errors.
+        waits: Of the group.
+        steps: What is done.
+        is_queued: Whether a queue advances it, and not who looks at it.
+    """
+
+    def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
+        self.is_over = False
+        self._is_queued = is_queued
+        self._what = what
+        self._waits = waits
+        self._steps = steps
+        self._lock = threading.RLock()  # giving the group up ends this call in the middle of its advance
+        self._current: InFlight | None = None
+        self._error: BaseException | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Begin its first step; raises what is wrong with the arguments."""
+        with torch.no_grad():
+            self._current = next(self._steps)
+
+    def advance(self) -> bool:
+        """Go on as far as what is done lets it; whether it is over."""
+        with self._lock:
+            try:
+                while not self.is_over and (self._current is None or self._current.done()):
+                    self.start()
+            except StopIteration:
+                self._end(None)
+            except BaseException as error:
+                # whatever it was, the ranks are out of step here
+                reason = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+                self._end(self._waits.error(self._what, reason))
+                self._error = self._waits.failed(self._what, reason)
+                if not isinstance(error, Exception):
+                    raise
+        return self.is_over
+
+    def fail(self) -> None:
+        """End it, as the group was given up; the wire keeps the memory of what is under way."""
+        with self._lock:
+            if not self.is_over:
+                self._end(self._waits.error(self._what, self._waits.failure))
+
+    def poll(self) -> bool:
+        """Whether it has ended well."""
+        is_over = self.is_over if self._is_queued else self.advance()
+        if self._error is not None:
+            raise self._error
+        return is_over
+
+    def block(self) -> None:
+        """Give the core to the threads of the wire."""
+        current = self._current
+        if current is not None:
+            current.block()
+
+    def tell_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when it is over."""
+        self._at_end = call
+        ask = getattr(self._current, "tell_end", None)  # where the wire has threads, which see it sooner
+        if ask is not None:
+            ask(call)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._current = error, None
+        self._steps.close()
+        self.is_over = True
+        if self._at_end is not None:
+            self._at_end()
+
+
+class CallSet:
+    """The calls of a wire whose threads move them: all under way at a time, looked at by who waits for them."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._calls: deque[_Call] = deque()
+        waits.at_failure.append(self._fail_all)
+
+    def begin(self, call: _Call) -> None:
+        """Begin a call at once."""
+        call.start()
+        while self._calls and self._calls[0].is_over:
+            self._calls.popleft()
+        self._calls.append(call)
+
+    def is_empty(self) -> bool:
+        """True: the wire ends what is under way by itself."""
+        return True
+
+    def _fail_all(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.advance():
+                call.fail()
+
+
+class CallQueue:
+    """The calls of a wire that moves only in this process's calls: one after another, so that all ranks have one order.
+
+    Each goes on in every call of a backend, on any group: no call waits inside MPI.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._calls: deque[_Call] = deque()
+        self._progress = progress_engine(os.getpid())
+        waits.at_failure.append(self._fail_all)
+
+    def begin(self, call: _Call) -> None:
+        """Begin a call as soon as those before it are over."""
+        with self._progress.lock:
+            self._calls.append(call)
+            self._progress.add(self)
+        self._progress.progress()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._calls
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether nothing is left to do or to wait for."""
+        while self._calls:
+            if not self._calls[0].advance():
+                return False
+            if self._calls:  # a failure has ended all
+                self._calls.popleft()
+        return True
+
+    def _fail_all(self) -> None:
+        with self._progress.lock:
+            while self._calls:
+                self._calls.popleft().fail()
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.nbytes for tensor in tensors]

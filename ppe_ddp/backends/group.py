@@ -1,0 +1,438 @@
+"""Base classes of process groups in Python: torch's calls, translated to the collectives of one transport.
+
+Apart from the transports because it is torch's side only: names under which torch finds a group, its many names for
+one collective, and the forms in which it hands over arguments.
+
+    PythonGroup       the identity of a group
+    CollectiveGroup   torch's names for collectives
+    PendingGroup      calls that are under way until they are waited for; memory that a node shares
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, device
+from torch.distributed import ProcessGroup, ReduceOp
+
+from ppe_ddp.backends.collective_comparison import CollectiveComparison, compares_collectives
+from ppe_ddp.backends.group_internals import is_registered
+from ppe_ddp.backends.rank_store import monitored_barrier
+from ppe_ddp.backends.work import combined
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.waiting import progress_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from datetime import timedelta
+
+    from torch import dtype
+    from torch.distributed import Work as TorchWork
+
+    from ppe_ddp.backends.collectives import Collectives
+    from ppe_ddp.backends.rank_store import WrittenKeys
+    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
+    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+    from ppe_ddp.backends.work import Waits, Work
+
+DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
+
+SUM = ReduceOp(ReduceOp.SUM)
+
+
+class _GroupOptions:
+    """The options of a group, as torch and this library read them from ``_get_backend(device).options``."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+
+class PythonGroup(ProcessGroup):
+    """The identity of a group that torch.distributed made by a Python creator.
+
+    Args:
+        rank: This rank in the group.
+        size: How many ranks the group has.
+        arguments: torch's ``_DistributedBackendOptions``.
+        backend_name: The name that the backend is registered under.
+        device_types: Whose tensors the group takes, such as ``("cpu", "cuda")``.
+    """
+
+    def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store = arguments.store
+        self._timeout: timedelta = arguments.timeout
+        self._group_name: str = arguments.group_id
+        self._group_desc = ""
+        self._backend_name = backend_name
+        self._types = tuple(device_types)
+
+    # torch asks these of a backend; a Python group is its own.
+    supports_splitting = False
+    supports_coalescing = True
+    supports_time_estimate = False
+
+    def getBackendName(self) -> str:
+        """The name that the backend is registered under."""
+        return self._backend_name
+
+    def name(self) -> str:
+        """The name that the backend is registered under."""
+        return self._backend_name
+
+    def get_group_store(self) -> Any:
+        """The store that the ranks of this group share."""
+        return self._store
+
+    def getGroupName(self) -> str:
+        """The name by which torch finds the group; functional collectives need it."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch when the group is made."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """What the user says that the group is for."""
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Called by torch when the group is made."""
+        self._group_desc = desc
+
+    @property
+    def _device_types(self) -> list[device]:
+        # torch 2.15 has a recorder follow each group that it has just made, unless it has no devices: which is how it
+        # knows groups in Python, that cannot be followed. On those that have some, it raises.
+        return [device(kind) for kind in self._types] if is_registered(self) else []
+
+    @property
+    def options(self) -> _GroupOptions:
+        """The group's timeout, where torch's own backends have it."""
+        return _GroupOptions(self._timeout)
+
+    def _get_backend(self, _device: device) -> Any:
+        return self
+
+    # By these names torch's C++ part asks for them, in versions of torch after 2.13.
+    def start_coalescing(self, device: device) -> None:
+        """Begin calls that belong together."""
+        self._start_coalescing(device)
+
+    def end_coalescing(self, device: device) -> TorchWork:
+        """End them; what comes back stands for all."""
+        return self._end_coalescing(device)
+
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Give back what ``abort()`` could not, as other ranks used the group; called when all ranks have aborted it.
+
+        Args:
+            exchange: Brings a word of each rank, as JSON can write it, under a name, to all ranks.
+
+        Raises:
+            CommunicationError: Not all ranks have come to exchange words.
+        """
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the transport orders the collectives itself."""
+
+
+class CollectiveGroup(PythonGroup):
+    """A group over one transport: translates torch's calls to those of :class:`Collectives`.
+
+    A subclass sets ``_over``, which has the same methods, and defines :meth:`_run`, messages and barrier.
+    """
+
+    _over: Any
+
+    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> TorchWork:
+        """Do what ``calls`` say, together.
+
+        Args:
+            what: The collective's name, for errors.
+            calls: Methods of ``_over``, each with its arguments.
+            result: What the Work's ``result()`` and future give.
+        """
+        raise NotImplementedError  # an abstract class would need another metaclass than torch's
+
+    def allreduce(
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Reduce each tensor over the ranks, in place."""
+        tensors, op = _listed(tensors), op_of(opts)
+        return self._run("all_reduce", [(self._over.all_reduce, tensor, op) for tensor in tensors], tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> TorchWork:
+        """Reduce each tensor over the ranks, in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> TorchWork:  # type: ignore[override]
+        """Reduce each tensor over the ranks, into that of one rank; the others keep theirs."""
+        tensors = _listed(tensors)
+        root, op = (opts, op_of(op)) if isinstance(opts, int) else (_root_of(opts), op_of(opts))
+        return self._run("reduce", [(self._over.reduce, tensor, op, root) for tensor in tensors], tensors)
+
+    def broadcast(
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Overwrite each tensor by that of one rank."""
+        tensors, root = _listed(tensors), _root_of(opts)
+        return self._run("broadcast", [(self._over.broadcast, tensor, root) for tensor in tensors], tensors)
+
+    def allgather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:
+        """Put rank j's ``inputs[i]`` into ``outputs[i][j]``."""
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self._run("all_gather", _zipped(self._over.all_gather_list, outputs, inputs), outputs)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TorchWork:
+        """Put rank j's ``inputs[i]`` into ``outputs[j][i]``."""
+        columns = [[row[index] for row in outputs] for index in range(len(inputs))]
+        return self._run("all_gather_coalesced", _zipped(self._over.all_gather_list, columns, inputs), outputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
+        """Put the tensors of all ranks one after another into ``output``."""
+        return self._run("all_gather_single", [(self._over.all_gather, output, tensor)], [output])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
+        """Do what ``all_gather_single`` does for several tensors."""
+        return self._run("all_gather_single_coalesced", _zipped(self._over.all_gather, outputs, inputs), outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
+        """Reduce ``inputs[i][j]`` over the ranks into rank j's ``outputs[i]``."""
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        calls = _zipped(self._over.reduce_scatter_list, outputs, inputs, op_of(opts))
+        return self._run("reduce_scatter", calls, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
+        """Reduce over the ranks; rank i gets the i-th of equal parts."""
+        calls = [(self._over.reduce_scatter, output, tensor, op_of(opts))]
+        return self._run("reduce_scatter_single", calls, [output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Do what ``reduce_scatter_single`` does for several tensors."""
+        calls = _zipped(self._over.reduce_scatter, outputs, inputs, op_of(opts))
+        return self._run("reduce_scatter_single_coalesced", calls, outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> TorchWork:
+        """Send each rank its rows, and receive its rows from each."""
+        calls = [(self._over.all_to_all, output, tensor, output_splits, input_splits)]
+        return self._run("all_to_all_single", calls, [output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
+        """Send ``inputs[j]`` to rank j, and receive rank i's tensor into ``outputs[i]``."""
+        return self._run("all_to_all", [(self._over.all_to_all_list, outputs, inputs)], outputs)
+
+    def gather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:  # type: ignore[override]
+        """Put rank j's ``inputs[i]`` into ``outputs[i][j]`` of one rank; ``outputs`` is not looked at elsewhere."""
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        filled = outputs or [[]] * len(inputs)
+        return self._run("gather", _zipped(self._over.gather, filled, inputs, _root_of(opts)), outputs or inputs)
+
+    def scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
+        """Put ``inputs[i][j]`` of one rank into rank j's ``outputs[i]``; ``inputs`` is not looked at elsewhere."""
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        filled = inputs or [[]] * len(outputs)
+        return self._run("scatter", _zipped(self._over.scatter, outputs, filled, _root_of(opts)), outputs)
+
+    # The names of earlier versions of torch.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+class PendingGroup(CollectiveGroup):
+    """A group of which a subclass sets ``_over``, ``_waits``, ``_shared`` and ``_keys``, and defines the end.
+
+    Args:
+        rank: This rank in the group.
+        size: How many ranks the group has.
+        arguments: torch's ``_DistributedBackendOptions``.
+        backend_name: The name that the backend is registered under.
+        device_types: Whose tensors the group takes.
+    """
+
+    _over: Collectives
+    _waits: Waits
+    _shared: SharedMemoryGroup
+    _keys: WrittenKeys
+
+    def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
+        super().__init__(rank, size, arguments, backend_name, device_types)
+        self._coalesced: list[Any] | None = None
+        self._closed = False
+        self._comparison: CollectiveComparison | None = None
+        self._barriers = 0
+
+    def compare_collectives_if_asked(self, store: WrittenKeys) -> None:
+        """Compare every collective across the ranks before it runs, where the user wants it; on all ranks together."""
+        if compares_collectives():
+            progress = progress_engine(os.getpid())
+            self._comparison = CollectiveComparison(store, self.rank(), self.size(), self._waits, progress)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
+        """Wait until every rank is here; the host waits, not a CUDA stream."""
+        return self._run("barrier", [(self._over.barrier,)], None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
+        self._check_open("monitored_barrier")
+        self._barriers += 1
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        name = f"barrier/{self._barriers}"
+        monitored_barrier(self._keys, name, self.rank(), self.size(), self._waits, seconds, wait_all_ranks)
+
+    monitoredBarrier = monitored_barrier
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
+        """Start to send one tensor; complete when the tensor may be changed again."""
+        self._check_open("send")
+        return self._noted(self._over.send(_only(tensors), peer, tag))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
+        """Start to receive one tensor."""
+        self._check_open("recv")
+        return self._noted(self._over.receive(_only(tensors), peer, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
+        """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
+        self._check_open("recv")
+        return self._noted(self._over.receive(_only(tensors), None, tag))
+
+    def supports_tensor_alloc(self, device: device) -> bool:
+        """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
+        return self._shared.is_open and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
+        """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
+
+        Not collective. An all-reduce, reduce-scatter or all-gather of it is under way until its Work was waited for.
+
+        Raises:
+            ValueError: There is no such memory for this device.
+        """
+        if not self.supports_tensor_alloc(device):
+            raise ValueError(f"{self._waits.place}: no shared memory for tensors on {device}")
+        return self._shared.allocate(size, dtype)
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, where it makes a difference to :meth:`sum_of_node`; else none. The same on all."""
+        return self._shared.nodes
+
+    def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
+        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one node.
+
+        The same sum as an all-reduce makes; but what is large is sent from that node instead of being summed over the
+        nodes, which takes half the traffic. All ranks call it together, as any collective.
+
+        Args:
+            tensor: Of the same size and dtype everywhere; changed in place.
+            node: Which of :attr:`nodes`; the same everywhere.
+        """
+        return self._run("all_reduce", [(self._over.all_reduce, tensor, SUM, node)], [tensor])
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        """For reductions in two levels, where ranks of several nodes share memory; the same answer on all ranks."""
+        return self._shared.hierarchy
+
+    def progress(self) -> None:
+        """Move all that is outstanding on all groups of this process, without waiting."""
+        self._waits.progress()
+
+    def _start_coalescing(self, _device: device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, _device: device) -> TorchWork:
+        works, self._coalesced = self._coalesced or [], None
+        return combined(works, self._waits)
+
+    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> TorchWork:
+        self._check_open(what)
+        return self._noted(self._begin(calls, result))
+
+    def _noted(self, work: Work) -> TorchWork:
+        """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _begin(self, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
+        def begin() -> Work:
+            works = [call(*arguments) for call, *arguments in calls]
+            return works[0] if len(works) == 1 else combined(works, self._waits)
+
+        work = begin() if self._comparison is None else self._comparison.append(calls, begin)
+        work.outputs = result
+        return work
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise UnusableError(f"{self._waits.place}: {what} on a process group that was destroyed")
+        self._waits.check(what)
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    if len(tensors) != 1:
+        raise ValueError(f"a message is one tensor, not {len(tensors)}")
+    return tensors[0]
+
+
+def _zipped(
+    call: Callable[..., Any], first: Sequence[Any], second: Sequence[Any], *arguments: Any
+) -> list[tuple[Any, ...]]:
+    return [(call, one, other, *arguments) for one, other in zip(first, second, strict=True)]
+
+
+def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
+    """The bindings of a ProcessGroup take one tensor, too."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def op_of(opts: Any) -> ReduceOp:
+    """The operation, from torch's options, or given as it is."""
+    if opts is None:
+        return SUM
+    op = getattr(opts, "reduceOp", opts)
+    return op if isinstance(op, ReduceOp) else ReduceOp(op)
+
+
+def _root_of(opts: Any) -> int:
+    if opts is None:
+        return 0
+    return opts if isinstance(opts, int) else int(opts.rootRank)
+
+
+class Ending(Protocol):
+    """Connections that can be ended."""
+
+    def end(self) -> None:
+        """End now what can be ended without waiting for other ranks."""
+        ...
+
+
+@functools.cache
+def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
+    """The set of objects that this process ends when Python exits, held weakly."""
+    alive: weakref.WeakSet[Ending] = weakref.WeakSet()
+    atexit.register(_end_all, alive)
+    return alive
+
+
+def _end_all(alive: Iterable[Ending]) -> None:
+    for each in list(alive):
+        each.end()

@@ -1,0 +1,438 @@
+"""The wire over one MPI communicator: MPI's non-blocking calls, and the release of the communicator.
+
+MPI can neither cancel a collective that was begun nor free a communicator in which one is under way:
+
+    rank 0 has begun   all-reduce 7    all-reduce 8          8 is under way when the group is given up
+    rank 1 has begun   all-reduce 7                          makes 8 up, with numbers that nobody looks at
+    both               wait for what is under way, receive the notices of giving up, free the communicator
+
+Where that does not succeed, the communicator is left as it is, and never used again. There are some two thousand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ppe_ddp.backends.work import Waits
+from ppe_ddp.waiting import progress_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    Buffer = tuple[MPI.buffer, int, MPI.Datatype]
+
+_DATATYPES = {
+    torch.uint8: MPI.UINT8_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_Kind: Any = ReduceOp.RedOpType
+_OPS = {
+    _Kind.SUM: MPI.SUM,
+    _Kind.PRODUCT: MPI.PROD,
+    _Kind.MIN: MPI.MIN,
+    _Kind.MAX: MPI.MAX,
+    _Kind.BAND: MPI.BAND,
+    _Kind.BOR: MPI.BOR,
+    _Kind.BXOR: MPI.BXOR,
+}
+_REMEMBERED = 64  # calls; ranks are apart by a few, as only a root or a leaf ends before all others have come
+_RELEASE_SECONDS = 2.0  # for all ranks to make up what is missing
+_NOTICE_BYTES = 1000  # short enough to leave without a receiver
+
+Call = list[Any]
+"""The name of a collective, and its arguments as JSON can write them, tensors by number and dtype of their elements."""
+
+
+class MpiCall:
+    """What MPI has under way.
+
+    Args:
+        request: MPI's handle.
+        memory: What MPI reads or writes; kept alive until it is done.
+    """
+
+    def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
+        self.request = request
+        self.memory = memory
+
+    def done(self) -> bool:
+        """See :meth:`InFlight.done`."""
+        if not self.request.Test():
+            return False
+        self.memory = ()
+        return True
+
+    def block(self) -> None:
+        """Nothing: only calls move it."""
+
+
+class MpiMessage:
+    """A message over MPI.
+
+    Args:
+        start: Returns MPI's handle of it; None while it cannot be started yet, and is asked again.
+        memory: What MPI reads or writes; kept alive.
+    """
+
+    def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
+        self.source = -1
+        self.memory = memory
+        self._start = start
+        self._request = start()
+        self._is_over = False
+
+    @property
+    def is_started(self) -> bool:
+        """Whether MPI reads or writes the memory."""
+        return self._request is not None and not self._is_over
+
+    def done(self) -> bool:
+        """See :meth:`InFlight.done`."""
+        if self._request is None:
+            self._request = self._start()
+        status = MPI.Status()
+        if not self._is_over and self._request is not None and self._request.Test(status):
+            self.source = status.Get_source()
+            self._is_over = True
+        return self._is_over
+
+    def block(self) -> None:
+        """Nothing: only calls move it."""
+
+
+class MpiWire:
+    """See :class:`~ppe_ddp.backends.wire.Wire`.
+
+    Args:
+        comm: A communicator of the ranks, in order.
+        piece_bytes: In pieces of which size large collectives are begun one after another, so that they stay in the
+            cache; 0 as a whole.
+
+    Attributes:
+        comm: The same.
+        count: How many collectives were begun.
+        left: What was under way when the wire was given up.
+        has_messages: Whether there was any message, which may not have been received.
+    """
+
+    dtypes = frozenset(_DATATYPES)
+
+    def __init__(self, comm: MPI.Intracomm, piece_bytes: int = 0) -> None:
+        self.comm = comm
+        self.size = comm.Get_size()
+        self.piece_bytes = piece_bytes
+        self.count = 0
+        self.left: list[MpiCall] = []
+        self.has_messages = False
+        self._rank = comm.Get_rank()
+        self._last: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
+        self._under_way: list[MpiCall] = []
+        self._messages: deque[MpiMessage] = deque()
+        self.largest_tag = tag_limit(comm) - 1
+
+    def all_reduce(self, flat: Tensor, kind: Any) -> MpiCall:
+        """See :meth:`Wire.all_reduce`."""
+        return self._all_reduce(flat, _DATATYPES[flat.dtype], _OPS[kind])
+
+    def broadcast(self, flat: Tensor, root: int) -> MpiCall:
+        """See :meth:`Wire.broadcast`."""
+        return self._begun(self.comm.Ibcast(_byte_buffer(flat), root), (flat,), "broadcast", flat, root)
+
+    def all_gather(self, rows: Tensor, flat: Tensor) -> MpiCall:
+        """See :meth:`Wire.all_gather`."""
+        block = (_byte_buffer(rows)[0], flat.nbytes, MPI.BYTE)  # mpi4py wants the count of one rank's part
+        request = self.comm.Iallgather(_byte_buffer(flat), block)
+        return self._begun(request, (rows, flat), "all_gather", rows, flat)
+
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> MpiCall:
+        """See :meth:`Wire.all_to_all`."""
+        size = flat.itemsize
+        bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
+        there, here = [_byte_buffer(flat)[0], bytes_out, MPI.BYTE], [_byte_buffer(output)[0], bytes_in, MPI.BYTE]
+        return self._begun(self.comm.Ialltoallv(there, here), (output, flat), "all_to_all", bytes_in, bytes_out)
+
+    def barrier(self) -> MpiCall:
+        """See :meth:`Wire.barrier`."""
+        return self._begun(self.comm.Ibarrier(), (), "barrier")
+
+    def send(self, flat: Tensor, peer: int, tag: int) -> MpiMessage:
+        """See :meth:`Wire.send`."""
+        return self._noted(MpiMessage(lambda: self.comm.Isend(_byte_buffer(flat), peer, tag), flat))
+
+    def receive(self, flat: Tensor, peer: int | None, tag: int) -> MpiMessage:
+        """See :meth:`Wire.receive`."""
+
+        def start() -> MPI.Request | None:
+            if peer is not None:
+                return self.comm.Irecv(_byte_buffer(flat), peer, tag)
+            # MPICH loses messages from other nodes for which a receive from anyone was posted before they came.
+            found = self.comm.Improbe(MPI.ANY_SOURCE, tag)
+            return None if found is None else found.Irecv(_byte_buffer(flat))
+
+        return self._noted(MpiMessage(start, flat))
+
+    def close(self) -> None:
+        """Nothing: communicators are freed by all ranks together."""
+
+    def give_up(self) -> None:
+        """Keep the memory of what is under way."""
+        progress = progress_engine(os.getpid())
+        under_way, self._under_way = self._under_way, []
+        for call in under_way:
+            progress.keep(call, call.memory)
+        for message in self._messages:
+            if message.is_started:
+                progress.keep(message, message.memory)
+        self.left += under_way
+
+    def since(self, count: int) -> list[Call]:
+        """The calls after the first ``count``; those that are not remembered are left out."""
+        missing = min(self.count - count, len(self._last))
+        return [[_written(word) for word in call] for call in list(self._last)[len(self._last) - missing :]]
+
+    def make_up(self, calls: Mapping[int, Call]) -> MpiCall:
+        """Begin a collective that this rank has not come to, with numbers that mean nothing.
+
+        Args:
+            calls: Of the ranks that have begun it; they belong to one collective.
+        """
+        name, *words = next(iter(calls.values()))
+        if name == "all_to_all":
+            receiving, sending = (
+                [calls[rank][place][self._rank] if rank in calls else 0 for rank in range(self.size)]
+                for place in (2, 1)  # what another sends is what this one receives
+            )
+            return self.all_to_all(_bytes(sum(receiving)), _bytes(sum(sending)), receiving, sending)
+        call: MpiCall = getattr(self, "_all_reduce" if name == "all_reduce" else name)(*map(_read, words))
+        return call
+
+    def _all_reduce(self, flat: Tensor, datatype: MPI.Datatype, op: MPI.Op) -> MpiCall:
+        request = self.comm.Iallreduce(MPI.IN_PLACE, _typed_buffer(flat, datatype), op)
+        return self._begun(request, (flat,), "all_reduce", flat, datatype, op)
+
+    def _begun(self, request: MPI.Request, memory: tuple[Tensor, ...], *call: Any) -> MpiCall:
+        self.count += 1
+        # not the tensors themselves, which must not live longer for it
+        self._last.append(tuple([(word.numel(), word.dtype) if isinstance(word, Tensor) else word for word in call]))
+        begun = MpiCall(request, memory)
+        self._under_way = [one for one in self._under_way if one.request != MPI.REQUEST_NULL]
+        self._under_way.append(begun)
+        return begun
+
+    def _noted(self, message: MpiMessage) -> MpiMessage:
+        """Keep a message until it has ended: who drops it must not free what MPI still reads."""
+        self.has_messages = True
+        while self._messages and self._messages[0].done():
+            self._messages.popleft()
+        self._messages.append(message)
+        return message
+
+
+class MpiWaits(Waits):
+    """The waits of one group, in which a rank finds the notice of another that has given the group up.
+
+    Args:
+        comm: Its ranks are the ranks of the group, in order.
+        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
+        timeout: How long a wait may take, in seconds.
+
+    Attributes:
+        has_told: Whether this rank has sent the notice that it has given the group up.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, place: str, timeout: float) -> None:
+        super().__init__(place, timeout, "MPI")
+        self._comm = comm
+        self._tag = tag_limit(comm)
+        self._noticed: set[int] = {comm.Get_rank()}
+        self.has_told = False
+
+    def have_noticed(self, ranks: Iterable[int]) -> bool:
+        """Whether the notices of these ranks have arrived; no other group is to get one that has the number of this."""
+        missing = set(ranks) - self._noticed
+        while missing and self._notice():
+            missing -= self._noticed
+        return not missing
+
+    def _notice(self) -> str:
+        if not self._comm.Iprobe(MPI.ANY_SOURCE, self._tag):
+            return ""
+        status = MPI.Status()
+        message = self._comm.Improbe(MPI.ANY_SOURCE, self._tag, status)
+        if message is None:  # another thread has it
+            return ""
+        notice = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([notice, MPI.BYTE])
+        self._noticed.add(status.Get_source())
+        return notice.decode(errors="replace")
+
+    def _tell(self, reason: str) -> None:
+        self.has_told = True
+        rank = self._comm.Get_rank()
+        notice = bytearray(f"rank {rank} has given this group up: {reason}".encode()[:_NOTICE_BYTES])
+        for peer in range(self._comm.Get_size()):
+            if peer != rank:
+                request = self._comm.Isend([notice, MPI.BYTE], peer, self._tag)
+                self._progress.keep(MpiCall(request, ()), notice)
+
+
+def release(
+    wires: Mapping[str, tuple[MpiWire, Sequence[int]]], waits: MpiWaits, exchange: Callable[[str, Any], list[Any]]
+) -> None:
+    """Free the communicators of a group; every rank of it calls this, when all have given the group up.
+
+    Args:
+        wires: With their ranks in the group, by a name that is the same on all of those; the first is that of the
+            group. A rank that lacks one keeps it from being freed.
+        waits: Of the group.
+        exchange: Brings a word of each rank, under a name, to all.
+
+    Raises:
+        CommunicationError: Not all ranks have come.
+    """
+    with progress_engine(os.getpid()).lock:
+        own = {name: wire.count for name, (wire, _) in wires.items()}
+    counts: list[dict[str, int]] = []
+    tellers: list[int] = []
+    for rank, (has_told, count) in enumerate(exchange("begun", [waits.has_told, own])):
+        counts.append(count)
+        tellers += [rank] * has_told
+    least = {name: min(one[name] for one in counts if name in one) for one in counts for name in one}
+    missing: list[dict[str, list[Call]]] = [{} for _ in counts]
+    if any(count > least[name] for one in counts for name, count in one.items()):
+        missing = exchange("missing", {name: wire.since(least[name]) for name, (wire, _) in wires.items()})
+    for place, (name, (wire, ranks)) in enumerate(wires.items()):
+        begun = [missing[rank].get(name, []) for rank in ranks]
+        wanted = [counts[rank].get(name, -1) - least[name] for rank in ranks]
+        if [len(calls) for calls in begun] == wanted:
+            _end(wire, begun, waits, tellers if place == 0 else [])
+
+
+def _end(wire: MpiWire, begun: Sequence[list[Call]], waits: MpiWaits, tellers: Sequence[int]) -> None:
+    """Bring what is under way in a communicator to its end and free it.
+
+    Args:
+        wire: Over the communicator.
+        begun: By its ranks, what each has begun that not all have.
+        waits: Of the group.
+        tellers: The ranks that have told the others that they have given the group up.
+    """
+    progress = progress_engine(os.getpid())
+    steps = [
+        {rank: calls[step] for rank, calls in enumerate(begun) if step < len(calls)}
+        for step in range(max(map(len, begun)))
+    ]
+    if not all(_fit(list(calls.values())) for calls in steps):
+        return
+    with progress.lock:
+        # What is made up writes into memory that the user may still have.
+        kept = [(tensor, tensor.clone()) for call in wire.left for tensor in call.memory]
+        made_up = [wire.make_up(calls) for calls in steps[len(begun[wire.comm.Get_rank()]) :]]
+    under_way = [*wire.left, *made_up]
+
+    def is_over() -> bool:
+        # of all of them, so that each moves
+        return all([call.done() for call in under_way]) and waits.have_noticed(tellers)
+
+    try:
+        if progress.wait_until(is_over, seconds=_RELEASE_SECONDS):
+            wire.comm.Free()
+    except MPI.Exception:  # such as a message of another length: a rank had called something else
+        pass
+    finally:
+        for call in made_up:
+            progress.keep(call, call.memory)
+        with torch.no_grad():
+            for tensor, content in kept:
+                tensor.copy_(content)
+
+
+def _fit(calls: Sequence[Call]) -> bool:
+    """Whether these, of one rank each, belong to one collective that other ranks can make up."""
+    name = calls[0][0]
+    return all(call[0] == name if name == "all_to_all" else call == calls[0] for call in calls)
+
+
+def tag_limit(comm: MPI.Intracomm) -> int:
+    """The largest tag, which is that of the notices."""
+    limit = comm.Get_attr(MPI.TAG_UB)
+    return limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
+
+
+def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:
+    """A communicator of ``ranks`` of ``comm``, in their order; each of them must call this, and no other.
+
+    Args:
+        comm: The communicator.
+        ranks: In ``comm``.
+        tag: Keeps apart those that are made at the same time.
+    """
+    everyone = comm.Get_group()
+    members = everyone.Incl(list(ranks))
+    try:
+        return comm.Create_group(members, tag)
+    finally:  # which MPI keeps until they are given back
+        members.Free()
+        everyone.Free()
+
+
+def _typed_buffer(tensor: Tensor, datatype: MPI.Datatype) -> Buffer:
+    """The memory of a contiguous tensor as ``numel`` numbers of an MPI datatype; it must outlive the MPI call."""
+    _synchronize_cuda(tensor)
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), datatype
+
+
+def _byte_buffer(tensor: Tensor) -> Buffer:
+    """The memory of a contiguous tensor as plain bytes: for what is moved and not computed with."""
+    _synchronize_cuda(tensor)
+    nbytes = tensor.nbytes
+    return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE
+
+
+def _synchronize_cuda(tensor: Tensor) -> None:
+    """A GPU-aware MPI does not know the streams: what writes the tensor has to have ended."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _written(word: Any) -> Any:
+    if isinstance(word, MPI.Datatype):
+        return {"datatype": word.py2f()}
+    if isinstance(word, MPI.Op):
+        return {"op": word.py2f()}
+    if isinstance(word, tuple):
+        numel, dtype = word
+        return {"numel": numel, "dtype": str(dtype).removeprefix("torch.")}
+    return word if isinstance(word, str | int) else list(word)
+
+
+def _read(word: Any) -> Any:
+    match word:
+        case {"datatype": number}:
+            return MPI.Datatype.f2py(number)
+        case {"op": number}:
+            return MPI.Op.f2py(number)
+        case {"numel": numel, "dtype": name}:
+            return torch.zeros(numel, dtype=getattr(torch, name))
+    return word
+
+
+def _bytes(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8)

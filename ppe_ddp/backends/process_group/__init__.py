@@ -1,1 +1,0 @@
-"""Base classes for process groups written in Python, whatever transport carries their tensors."""

@@ -1,0 +1,216 @@
+"""The wire over gloo, whose own threads move the bytes; and the end of its connections."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from ppe_ddp.backends.collective_arguments import as_bytes
+from ppe_ddp.backends.group_internals import UNSENT_TAG, abort_of_gloo, source_of
+from ppe_ddp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.distributed import Work
+
+CLOSING_THREAD = "ppe_ddp-close"
+_COMPLETING_SECONDS = 5.0
+_MOMENT = timedelta(milliseconds=1)
+
+
+class GlooCall:
+    """A collective by gloo.
+
+    Args:
+        work: gloo's; it keeps the tensors alive.
+        place: Whose, for errors.
+    """
+
+    def __init__(self, work: Work, place: str) -> None:
+        self._work: Work | None = work
+        self._place = place
+
+    def done(self) -> bool:
+        """See :meth:`InFlight.done`."""
+        work = self._work
+        if work is None:
+            return True
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{self._place}{error}") from None
+        self._work = None  # gloo's keeps the tensors alive
+        return True
+
+    def block(self) -> None:
+        """See :meth:`InFlight.block`."""
+        work = self._work
+        if work is not None:
+            with suppress(RuntimeError):
+                work.wait(_MOMENT)
+
+    def tell_end(self, call: Callable[[], None]) -> None:
+        """Have gloo's thread call it at the end."""
+        work = self._work
+        if work is not None:
+            work.get_future().add_done_callback(lambda _: call())
+
+
+class GlooMessage:
+    """A message by gloo, which says whether it has arrived only to who waits for it inside gloo: so a thread does."""
+
+    def __init__(self, work: Work) -> None:
+        self.source = -1
+        self._ended = threading.Event()
+        self._reason = ""
+        threading.Thread(target=self._await, args=(work,), name="ppe_ddp-message", daemon=True).start()
+
+    def _await(self, work: Work) -> None:
+        try:
+            work.wait()
+            with suppress(RuntimeError):  # of a message that was sent
+                self.source = source_of(work)
+        except RuntimeError as error:
+            self._reason = str(error) or "gloo gives no reason"
+        self._ended.set()
+
+    def done(self) -> bool:
+        """See :meth:`InFlight.done`."""
+        if self._reason:
+            raise CommunicationError(self._reason)
+        return self._ended.is_set()
+
+    def block(self) -> None:
+        """See :meth:`InFlight.block`."""
+        self._ended.wait(_MOMENT.total_seconds())
+
+
+class GlooWire:
+    """See :class:`~ppe_ddp.backends.wire.Wire`.
+
+    Args:
+        groups: Groups of gloo of these ranks, the only references: the connections end with them. A group has two
+            threads, each of which does one collective at a time; broadcasts of several roots go by several groups.
+        place: Whose, for errors.
+    """
+
+    dtypes = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
+    piece_bytes = 0
+    largest_tag = UNSENT_TAG - 1  # gloo has one more
+
+    def __init__(self, groups: list[ProcessGroup], place: str = "") -> None:
+        self.size = groups[0].size()
+        self._groups = groups
+        self._place = place
+        self._begun: deque[GlooCall] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return all([_has_ended(call) for call in self._begun])
+
+    def all_reduce(self, flat: Tensor, kind: Any) -> GlooCall:
+        """See :meth:`Wire.all_reduce`."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(kind)
+        return self._call(self._group().allreduce([flat], options))
+
+    def broadcast(self, flat: Tensor, root: int) -> GlooCall:
+        """See :meth:`Wire.broadcast`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._call(self._group(root).broadcast([as_bytes(flat)], options))
+
+    def all_gather(self, rows: Tensor, flat: Tensor) -> GlooCall:
+        """See :meth:`Wire.all_gather`."""
+        whole = as_bytes(rows)
+        parts = list(whole.view(self.size, -1)) if whole.numel() else [whole] * self.size
+        return self._call(self._group().allgather([parts], [as_bytes(flat)]))
+
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> GlooCall:
+        """See :meth:`Wire.all_to_all`."""
+        group, size = self._group(), flat.itemsize
+        call = getattr(group, "alltoall_base", None) or group.all_to_all_single
+        bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
+        return self._call(call(as_bytes(output), as_bytes(flat), bytes_in, bytes_out))
+
+    def barrier(self) -> GlooCall:
+        """See :meth:`Wire.barrier`."""
+        return self._call(self._group().barrier())
+
+    def send(self, flat: Tensor, peer: int, tag: int) -> GlooMessage:
+        """See :meth:`Wire.send`."""
+        return GlooMessage(self._group().send([flat], peer, tag))
+
+    def receive(self, flat: Tensor, peer: int | None, tag: int) -> GlooMessage:
+        """See :meth:`Wire.receive`."""
+        group = self._group()
+        work = group.recv_anysource([flat], tag) if peer is None else group.recv([flat], peer, tag)
+        return GlooMessage(work)
+
+    def close(self) -> None:
+        """Drop the connections, after what this rank has under way there, which the others may have to join."""
+        self._groups.clear()
+
+    def give_up(self) -> None:
+        """End the connections soon; what is under way there fails then."""
+        close_given_up(self._groups)
+
+    def _group(self, root: int = 0) -> Any:
+        groups = self._groups
+        if not groups:
+            raise CommunicationError(f"{self._place}the connections of gloo were given up")
+        return groups[root % len(groups)]
+
+    def _call(self, work: Work) -> GlooCall:
+        call = GlooCall(work, self._place)
+        while self._begun and _has_ended(self._begun[0]):
+            self._begun.popleft()
+        self._begun.append(call)
+        return call
+
+
+def _has_ended(call: GlooCall) -> bool:
+    work = call._work
+    return work is None or work.is_completed()
+
+
+def close_given_up(groups: list[ProcessGroup]) -> None:
+    """Let go of process groups, and abort those over gloo where something is under way; empties the list.
+
+    What all ranks have begun has five seconds to complete: torch frees memory of a large all-gather that is aborted
+    before gloo has let go of it. What some have not begun never completes.
+
+    By threads of its own: the end of a group waits for what is under way in it.
+    """
+    ending = groups.copy()
+    groups.clear()
+    if ending:
+        threading.Thread(target=_close, args=(ending,), name=CLOSING_THREAD, daemon=True).start()
+
+
+def _close(groups: list[ProcessGroup]) -> None:
+    until = monotonic() + _COMPLETING_SECONDS
+    aborts = [abort_of_gloo(group) for group in groups if type(group) is ProcessGroup]  # others end by themselves
+    alive = [weakref.ref(group) for group in groups]
+    ending = threading.Thread(target=groups.clear, name=CLOSING_THREAD, daemon=True)
+    ending.start()
+    ending.join(_COMPLETING_SECONDS)
+    # A group that somebody else refers to, as a traceback does, has not ended.
+    if aborts and any(group() is not None for group in alive):
+        sleep(max(0.0, until - monotonic()))
+    for abort in aborts:
+        abort()

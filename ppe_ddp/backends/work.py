@@ -1,0 +1,374 @@
+"""The Work of a call that is under way, and the waits of its group, each of which ends when a rank gives the group up.
+
+wait for a bucket     advance all that is outstanding, on every group     arrived?     ... again
+now and then: has a rank given the group up? is the time over?
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.errors import CommunicationError, DisagreementError
+from ppe_ddp.waiting import paced, progress_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+_LOOK_SECONDS = 0.1  # between looks for processes that have ended
+_TOLD_SECONDS = 0.3  # in which ranks whose timeouts are over at the same time have said so
+_ASK_SECONDS = 0.01
+# Most calls end sooner than a thread would be started; not longer, as what they wait for may wait for the caller.
+_PATIENCE_SECONDS = 0.005
+
+
+class Waits(ABC):
+    """The waits of one group; a subclass knows how its ranks tell each other that one has given it up.
+
+    Args:
+        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
+        timeout: How long a wait may take, in seconds.
+        transport: For errors.
+
+    Attributes:
+        failure: Why the group cannot be used any more; empty while it can.
+        at_failure: Called when the group is given up.
+        ended_ranks: The ranks whose processes have ended, as far as can be seen.
+    """
+
+    def __init__(self, place: str, timeout: float, transport: str) -> None:
+        self.place = place
+        self.timeout = timeout
+        self.transport = transport
+        self.failure = ""
+        self.at_failure: list[Callable[[], None]] = []
+        self.ended_ranks: Callable[[], Sequence[int]] = tuple
+        self._lock = threading.Lock()
+        self._progress = progress_engine(os.getpid())
+
+    def until(
+        self,
+        arrived: Callable[[], Any],
+        what: str,
+        absent: Callable[[], Sequence[int]] = tuple,
+        seconds: float = 0.0,
+    ) -> None:
+        """Wait until ``arrived()``.
+
+        Args:
+            arrived: Whether the wait is over.
+            what: What is waited for, for errors.
+            absent: The ranks that are waited for, as far as it is known.
+            seconds: How long at most, if positive: the group goes on after that, unlike after its own timeout.
+
+        Raises:
+            CommunicationError: The group was given up, by another rank or because the time is over.
+        """
+        start = seen = time.monotonic()
+
+        def look() -> None:
+            nonlocal seen
+            self.check(what)
+            now = time.monotonic()
+            if now - seen > _LOOK_SECONDS:
+                seen = now
+                self._look_for_ended(what, absent)
+            waited = now - start
+            if waited > seconds > 0.0:
+                raise CommunicationError(
+                    f"{self.place}: {what} is still under way after {seconds:g} s: the other rank did not call, or died"
+                )
+            if waited > self.timeout:
+                self._end_of_time(what, absent())
+
+        self._progress.wait_until(arrived, look)
+
+    def _end_of_time(self, what: str, missing: Sequence[int]) -> None:
+        told = paced(self.look_now, _ASK_SECONDS)
+        if len(missing) != 1 and self._progress.wait_until(told, seconds=_TOLD_SECONDS):  # by one who knows better
+            raise self.error(what, self.failure)
+        who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+        self.give_up(
+            f"{what} has waited for the group's timeout of {self.timeout:g} s: {who} did not make the call, or "
+            "died. Where ranks may be that far apart, give init_process_group() or new_group() a longer timeout"
+        )
+        raise CommunicationError(f"{self.place}: {self.failure}")
+
+    def _look_for_ended(self, what: str, absent: Callable[[], Sequence[int]]) -> None:
+        ended = self.ended_ranks()
+        # In this order: what a process has done, it did before its end.
+        missing = sorted(set(ended).intersection(absent())) if ended else []
+        if missing:
+            self.give_up(f"{what} waits for rank {', '.join(map(str, missing))}, whose process has ended")
+            raise CommunicationError(f"{self.place}: {self.failure}")
+
+    def progress(self) -> None:
+        """Move all that is outstanding, without waiting."""
+        self._progress.progress()
+
+    def is_over(self) -> bool:
+        """Whether a rank has given the group up."""
+        if not self.failure:
+            notice = self._notice()
+            if notice and self._fail(notice):
+                self._close()
+        return bool(self.failure)
+
+    def look_now(self) -> bool:
+        """Whether a rank has given the group up, by all ways in which it may have told."""
+        return self.is_over()
+
+    def check(self, what: str) -> None:
+        """See whether a rank has given the group up.
+
+        Raises:
+            CommunicationError: It has; with that rank and its reason.
+        """
+        if self.is_over():
+            raise self.error(what, self.failure)
+
+    def error(self, what: str, reason: str) -> CommunicationError:
+        """The error to raise where ``what`` has failed."""
+        return CommunicationError(f"{self.place}: {what} over {self.transport} failed: {reason}")
+
+    def give_up(self, reason: str) -> None:
+        """Never use the group again, and tell the other ranks why; they leave their waits with an error."""
+        if self._fail(reason):
+            self._tell(reason)
+            self._close()
+
+    def failed(self, what: str, reason: str) -> CommunicationError:
+        """The error of a call that has failed here: the group is given up, if no other rank has done so before."""
+        if self.look_now():  # a rank that gives up says so before it closes its connections
+            return self.error(what, self.failure)
+        self.give_up(f"{what} was left: {reason}")
+        return self.error(what, reason)
+
+    @abstractmethod
+    def _notice(self) -> str:
+        """What another rank has told; empty if none has."""
+
+    @abstractmethod
+    def _tell(self, reason: str) -> None:
+        """Tell the other ranks that this one has given the group up."""
+
+    def _fail(self, reason: str) -> bool:
+        with self._lock:
+            is_first = not self.failure
+            self.failure = self.failure or reason
+        return is_first
+
+    def _close(self) -> None:
+        for close in self.at_failure:
+            close()
+
+
+class PythonWork(dist.Work):
+    """A Work of which a subclass defines ``wait()`` and the questions about its state.
+
+    Attributes:
+        outputs: What ``result()`` gives.
+    """
+
+    def __init__(self, outputs: Any = None) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def synchronize(self) -> None:
+        """Wait, as ``wait()`` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait, as ``wait()`` does."""
+        self.wait()
+
+    def result(self) -> Any:
+        """The output tensors, to be read after ``wait()``."""
+        return self.outputs
+
+
+class Work(PythonWork):
+    """A collective or message that is under way.
+
+    It advances in every call of its backend, on any group. Its tensors must be left alone until ``wait()`` has
+    returned, or ``is_completed()`` has said so.
+
+    Args:
+        what: The call, for errors.
+        waits: Of its group.
+        poll: Whether it has ended well; raises where it has failed.
+        absent: The ranks that it waits for, as far as is known.
+        block: Gives the core away for a moment, where threads of a transport move it.
+        is_message: Whether the group stays good if nobody comes within its timeout.
+
+    Attributes:
+        at_arrival: Called once when it has ended well: brings what came to where it belongs.
+        ask_transport: Has a function called when the transport sees the end; None where only this process looks.
+        source: Who has sent a message; -1 before it has arrived.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        waits: Waits,
+        poll: Callable[[], bool],
+        *,
+        absent: Callable[[], Sequence[int]] = tuple,
+        block: Callable[[], None] | None = None,
+        is_message: bool = False,
+    ) -> None:
+        super().__init__()
+        self.at_arrival: Callable[[], None] | None = None
+        self.ask_transport: Callable[[Callable[[], None]], None] | None = None
+        self.source = -1
+        self._what = what
+        self._waits = waits
+        self._poll = poll
+        self._absent = absent
+        self._block = block
+        self._is_message = is_message
+        self._lock = threading.Lock()
+        self._is_settled = False
+        self._error: BaseException | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is complete.
+
+        Args:
+            timeout: How long at most; None or a time that is not positive stands for the group's timeout.
+
+        Returns:
+            True.
+
+        Raises:
+            CommunicationError: The transport reports an error, a rank has given the group up, or the time is over. If
+                it is that of the call and not that of the group, it is still under way, and its tensors must be left
+                alone.
+            DisagreementError: The ranks have called different collectives, where they are compared.
+        """
+        if not self.done():
+            seconds = max(0.0, timeout.total_seconds()) if timeout is not None else 0.0
+            if self._is_message:
+                seconds = seconds or self._waits.timeout
+            try:
+                self._waits.until(self._arrived, self._what, self._absent, seconds)
+            except CommunicationError:
+                if not (self.done() and isinstance(self._error, DisagreementError)):
+                    raise
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return True
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; only looks."""
+        if not self._is_settled:
+            with self._lock:
+                if not self._is_settled and self._has_ended():
+                    self._is_settled = True
+                    self._tell_end()
+        return self._is_settled
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not; does what can be done now."""
+        if not self.done():
+            self._waits.progress()
+            self._waits.is_over()  # receives the notice
+        return self.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What ``wait()`` will raise."""
+        return self._error if self.is_completed() else None
+
+    def source_rank(self) -> int:
+        """Who sent a message, as a rank of the group; -1 before it has arrived."""
+        return self.source
+
+    def _source_rank(self) -> int:  # torch's name for it
+        return self.source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of ``result()``: complete after a short wait, or later by a thread.
+
+        Who waits for a future, in C++, calls no backend.
+        """
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if progress_engine(os.getpid()).wait_until(self.is_completed, seconds=_PATIENCE_SECONDS):
+            self._complete(future)
+        else:
+            threading.Thread(target=self._complete, args=(future,), name="ppe_ddp-future", daemon=True).start()
+        return future
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once, by any thread, when this process sees that it has ended, well or not.
+
+        Unlike a future's callback it changes nothing: nobody waits for the work, or advances it, who did not before.
+        """
+        self._at_end = call
+        if self.ask_transport is not None:
+            self.ask_transport(self._tell_end)
+        if self.done():
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        call, self._at_end = self._at_end, None
+        if call is not None:
+            call()
+
+    def _arrived(self) -> bool:
+        if not self.done() and self._block is not None and progress_engine(os.getpid()).is_idle:
+            self._block()  # the threads of a transport need the core more than a loop of ours
+        return self.done()
+
+    def _has_ended(self) -> bool:
+        try:
+            if not self._poll():
+                return False
+            if self.at_arrival is not None:
+                with torch.no_grad():
+                    self.at_arrival()
+        except Exception as error:
+            self._error = error
+        self.at_arrival = None
+        return True
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        """Wait, and hand on what came of it."""
+        try:
+            self.wait()
+        except Exception as error:
+            # Its frames have this future, and by their callers all of a user's: no collector sees into one of C++.
+            future.set_exception(error.with_traceback(None))
+        else:
+            future.set_result(self.outputs)
+
+
+def combined(works: Sequence[Work], waits: Waits) -> Work:
+    """Several calls, waited for as one; it fails as the first of them that has failed, when all have ended."""
+
+    def poll() -> bool:
+        # of all of them, as a message moves only while somebody asks for it
+        if not all([work.is_completed() for work in works]):
+            return False
+        for work in works:
+            work.wait()
+        return True
+
+    def absent() -> list[int]:
+        return sorted({rank for work in works for rank in work._absent()})
+
+    what, is_message = " and ".join(work._what for work in works), any(work._is_message for work in works)
+    whole = Work(what, waits, poll, absent=absent, is_message=is_message)
+    whole.outputs = [work.result() for work in works]
+    return whole
