@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, overlap, unpack
-from ppe_ddp.backends.reductions import reduction_of
+from ppe_ddp.backends.reductions import FOLDED, reduction_of
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import InFlight, progress_engine
@@ -147,7 +147,7 @@ class Collectives:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Work:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
         self._arguments.check_reduce_scatter(output, tensor)
-        reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
+        reduction = reduction_of(tensor.dtype, op.op, FOLDED)
         host, result = self._memory.input(tensor), self._memory.output(output)
         shared = self._shared("reduce_scatter", output, result, result, host, op)
         counts = [output.numel()] * self.size
@@ -156,7 +156,7 @@ class Collectives:
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Work:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
         self._arguments.check_reduce_scatter_list(output, tensors)
-        reduction = reduction_of(output.dtype, op.op, self._wire.dtypes)
+        reduction = reduction_of(output.dtype, op.op, FOLDED)
         flat, counts = self._memory.packed(tensors), [tensor.numel() for tensor in tensors]
         return self._begin("reduce_scatter", self._reduce_scatter(output, flat, reduction, counts))
 

@@ -32,7 +32,10 @@ _BOOL_KINDS = {
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in torch
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_COMPUTED_HERE = (torch.complex64, torch.complex128)  # by fold(), where the wire cannot
+_COMPLEX = (torch.complex64, torch.complex128)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+FOLDED = frozenset((torch.float32, torch.float64, torch.uint8, *_SIGNED, *_COMPLEX))
+"""What :meth:`Reduction.fold` computes with: torch has no arithmetic of the other unsigned numbers."""
 _LOWEST = torch.iinfo(torch.int64).min
 _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     _Kind.SUM: torch.add,
@@ -103,7 +106,7 @@ def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -
     is_offset = False
     if view is torch.uint64 and view not in known:
         view, is_offset = torch.int64, base in (_Kind.MIN, _Kind.MAX)
-    if view in known or view in _COMPUTED_HERE:
+    if view in known or view in _COMPLEX:
         wire = view
     else:
         wire = _WIDER.get(view, torch.complex64 if view.is_complex else torch.float32)
