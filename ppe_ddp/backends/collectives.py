@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.backends.collective_arguments import HostMemory
-    from ppe_ddp.backends.reductions import Reduction
+    from ppe_ddp.backends.reductions import WireReduction
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
     from ppe_ddp.backends.wire import MessageInFlight, Wire
     from ppe_ddp.backends.work import Waits
@@ -254,7 +254,7 @@ class Collectives:
             work.at_arrival = partial(self._memory.copy_back, tensor, host)
         return work
 
-    def _all_reduce(self, tensor: Tensor, host: Tensor, reduction: Reduction, *, lands: bool = True) -> Steps:
+    def _all_reduce(self, tensor: Tensor, host: Tensor, reduction: WireReduction, *, lands: bool = True) -> Steps:
         for elements in self._pieces(host.view(-1).view(reduction.view), reduction.wire.itemsize):
             wire = reduction.to_wire(elements, self._scratch_for(elements, reduction.wire))
             if not reduction.is_known or 0 < wire.nbytes <= self._direct_bytes:
@@ -268,7 +268,7 @@ class Collectives:
         if lands:
             self._memory.copy_back(tensor, host)
 
-    def _reduce_scatter(self, output: Tensor, flat: Tensor, reduction: Reduction, counts: list[int]) -> Steps:
+    def _reduce_scatter(self, output: Tensor, flat: Tensor, reduction: WireReduction, counts: list[int]) -> Steps:
         elements = flat.view(reduction.view)
         wire, result = reduction.to_wire(elements), self._memory.output(output)
         width = elements.numel() // flat.numel() if flat.numel() else 0  # a complex number is two
@@ -320,7 +320,7 @@ class Collectives:
         absent: Callable[[], Sequence[int]] = tuple
         if self.shared is not None:
             absent = partial(self.shared.ranks_without_message, self.shared.count_message())
-        call = _Call(what, self._waits, steps, is_queued=isinstance(self._calls, CallQueue))
+        call = _WireCall(what, self._waits, steps, is_queued=isinstance(self._calls, CallQueue))
         self._calls.begin(call)
         work = Work(what, self._waits, call.poll, absent=absent, block=call.block)
         work.ask_transport = call.tell_end
@@ -350,7 +350,7 @@ class Collectives:
         return work
 
 
-class _Call:
+class _WireCall:
     """A collective by the wire: advances from step to step as its calls are done.
 
     Args:
@@ -432,10 +432,10 @@ class CallSet:
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_WireCall] = deque()
         waits.at_failure.append(self._fail_all)
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: _WireCall) -> None:
         """Begin a call at once."""
         call.start()
         while self._calls and self._calls[0].is_over:
@@ -461,11 +461,11 @@ class CallQueue:
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_WireCall] = deque()
         self._progress = progress_engine(os.getpid())
         waits.at_failure.append(self._fail_all)
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: _WireCall) -> None:
         """Begin a call as soon as those before it are over."""
         with self._progress.lock:
             self._calls.append(call)

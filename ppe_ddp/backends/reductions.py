@@ -35,7 +35,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 FOLDED = frozenset((torch.float32, torch.float64, torch.uint8, *_SIGNED, *_COMPLEX))
-"""What :meth:`Reduction.fold` computes with: torch has no arithmetic of the other unsigned numbers."""
+"""What :meth:`WireReduction.fold` computes with: torch has no arithmetic of the other unsigned numbers."""
 _LOWEST = torch.iinfo(torch.int64).min
 _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     _Kind.SUM: torch.add,
@@ -49,7 +49,7 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Reduction:
+class WireReduction:
     """How the elements of one dtype are reduced by one operation over one wire.
 
     Attributes:
@@ -96,7 +96,7 @@ class Reduction:
 
 
 @functools.cache
-def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -> Reduction:
+def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -> WireReduction:
     """The reduction for a dtype and an operation (``ReduceOp.op``), over a wire that computes with ``known`` dtypes.
 
     Raises:
@@ -110,7 +110,7 @@ def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -
         wire = view
     else:
         wire = _WIDER.get(view, torch.complex64 if view.is_complex else torch.float32)
-    return Reduction(view, wire, base, kind == _Kind.AVG, is_offset, wire in known)
+    return WireReduction(view, wire, base, kind == _Kind.AVG, is_offset, wire in known)
 
 
 def _defined(dtype: torch.dtype, kind: Any) -> tuple[torch.dtype, Any]:

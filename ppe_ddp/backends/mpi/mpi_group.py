@@ -24,7 +24,8 @@ from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
 from ppe_ddp.backends.mpi.mpi_wire import MpiWaits, MpiWire, release, sub_communicator
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
-from ppe_ddp.backends.shared_memory.shared_group import SharedLink, SharedMemoryConfig, SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_group import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
-    from ppe_ddp.backends.shared_memory.step_queue import StepQueue
+    from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
     from ppe_ddp.backends.wire import Wire
     from ppe_ddp.backends.work import Waits
     from ppe_ddp.waiting import InFlight, ProgressEngine

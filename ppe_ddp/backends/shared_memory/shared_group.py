@@ -27,7 +27,7 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     shared_memory,
 )
 from ppe_ddp.backends.shared_memory.shared_steps import supports
-from ppe_ddp.backends.shared_memory.step_queue import Peers, StepQueue
+from ppe_ddp.backends.shared_memory.step_queue import Peers, SharedLink, StepQueue
 
 if TYPE_CHECKING:
     import mmap
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.backends.work import Waits, Work
-    from ppe_ddp.waiting import ProgressEngine
+    from ppe_ddp.backends.work import Work
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -47,28 +45,6 @@ _Kind: Any = ReduceOp.RedOpType
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
 _REASON_BYTES = 200
-
-
-@dataclass(frozen=True)
-class SharedLink:
-    """How the ranks of one group reach each other besides their shared memory.
-
-    Attributes:
-        rank: This process in the group.
-        size: How many ranks the group has.
-        all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
-        waits: How to wait for other ranks.
-        progress: Advances the group's collectives whenever this process calls any backend.
-        join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
-            it together, for one slice after another. None where nodes cannot be joined.
-    """
-
-    rank: int
-    size: int
-    all_gather: Callable[[bytes], list[bytes]]
-    waits: Waits
-    progress: ProgressEngine
-    join: Callable[[int, Sequence[int]], Wire] | None = None
 
 
 @dataclass(frozen=True)

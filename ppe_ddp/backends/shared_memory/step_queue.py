@@ -49,11 +49,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_group import SharedLink
     from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
     from ppe_ddp.backends.shared_memory.two_level_steps import Crossing
     from ppe_ddp.backends.wire import Wire
+    from ppe_ddp.backends.work import Waits
+    from ppe_ddp.waiting import ProgressEngine
 
 # The layout of a control page, in words of int64, as many as a page has; what different ranks write lies in different
 # cache lines.
@@ -110,6 +111,28 @@ class LaunchedStep:
         self.crossing: Crossing | None = None
         self.crossed_at = 0
         self.at_end: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """How the ranks of one group reach each other besides their shared memory.
+
+    Attributes:
+        rank: This process in the group.
+        size: How many ranks the group has.
+        all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
+        waits: How to wait for other ranks.
+        progress: Advances the group's collectives whenever this process calls any backend.
+        join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
+            it together, for one slice after another. None where nodes cannot be joined.
+    """
+
+    rank: int
+    size: int
+    all_gather: Callable[[bytes], list[bytes]]
+    waits: Waits
+    progress: ProgressEngine
+    join: Callable[[int, Sequence[int]], Wire] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
 from ppe_ddp.backends.group_internals import address_key, backends_being_made
 from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys, await_members
-from ppe_ddp.backends.shared_memory.shared_group import SharedLink, SharedMemoryConfig, SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.backends.work import Waits
