@@ -19,11 +19,11 @@ from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.torch_internals import without_torch_function
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.message_pool import MessagePool
+from ppe_ddp.engine.zero.parameter_gather import UnitGather
 from ppe_ddp.engine.zero.reduce_scatter_bucket import AveragedShards, ReduceScatterBucket
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
-from ppe_ddp.engine.zero.unit_gather import UnitGather
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
