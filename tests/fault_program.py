@@ -31,7 +31,7 @@ import ppe_ddp
 from one_process import assert_gradients, data, mean_gradients, seeded
 from ppe_ddp.checkpoints import checkpointer
 from ppe_ddp.engine import dense_bucket, negotiation
-from ppe_ddp.engine.zero import unit_gather
+from ppe_ddp.engine.zero import parameter_gather
 
 IMPORTED_FOR_OPTIMIZERS = ["torch._dynamo"]
 """What torch.optim imports when it is first used, for a second or two, which none of the ranks is to wait for then."""
@@ -166,7 +166,7 @@ class FaultyTraining:
         )
         if fault.phase == "gather":
             self.optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, self.model, lr=0.0)
-            self.come_to(unit_gather.UnitGather, "start", "gather")
+            self.come_to(parameter_gather.UnitGather, "start", "gather")
         elif fault.phase == "checkpoint":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         else:

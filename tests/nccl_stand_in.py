@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend, FileStore, ProcessGroupGloo
 
-from ppe_ddp.backends.cupy_nccl.nccl_group import make_group
+from ppe_ddp.backends.cupy_nccl.nccl_group import NcclGroup
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
 
 DTYPES = {
     0: torch.int8,
@@ -86,7 +87,7 @@ class StandInLibrary:
         self.version = version
         self.calls = []  # (name, communicator's size, stream), and "groupStart", "groupEnd"
         self.depth = 0
-        self.waiting = []
+        self.waiting = []  # (whether it receives, what it does)
         self.broken = None  # the number that check_async_error fails with
         self.hangs = False  # whether a call waits in NCCL for another rank, until it is broken off
 
@@ -121,18 +122,9 @@ class StandInLibrary:
         if self.depth == 0:
             waiting, self.waiting = self.waiting, []
             # All sends are on their way before anybody waits, or two ranks would wait for each other.
-            events = [call() for call in sorted(waiting, key=lambda call: call.is_receive)]
-            for land in filter(None, events):
+            landings = [body() for _, body in sorted(waiting, key=lambda one: one[0])]
+            for land in filter(None, landings):
                 land()
-
-
-class _Waiting:
-    def __init__(self, call, is_receive):
-        self.call = call
-        self.is_receive = is_receive
-
-    def __call__(self):
-        return self.call()
 
 
 class StandInCommunicator:
@@ -152,7 +144,7 @@ class StandInCommunicator:
         self.library.calls.append((name, self.size_, stream))
         StandInDevice.check_running(stream)
         if self.library.depth:
-            self.library.waiting.append(_Waiting(body, is_receive))
+            self.library.waiting.append((is_receive, body))
         else:
             landing = body()
             if landing is not None and is_receive:
@@ -330,13 +322,17 @@ LIBRARY = StandInLibrary()
 
 def _make(arguments, options):
     # CPU tensors are in the place of CUDA's, and those of int8 in the place of the CPU's, which go to gloo.
-    group = make_group(
+    makers = {
+        "cpu": lambda: NcclGroup(arguments, LIBRARY, StandInDevice()),
+        "beside": lambda: group_over("gloo", arguments),
+    }
+    group = DeviceRoutedGroup(
+        arguments.group_rank,
+        arguments.group_size,
         arguments,
-        LIBRARY,
-        StandInDevice(),
-        kinds=("cpu", "beside"),
+        "cupy_stand_in",
+        makers=makers,
         kind_of=lambda tensor: "beside" if tensor.dtype is torch.int8 else "cpu",
-        name="cupy_stand_in",
     )
     group._types = ("cpu",)
     return group

@@ -14,13 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import nccl_checks
 import nccl_stand_in
 from nccl_contract import ADDRESSES, check_library
-from nccl_stand_in import LIBRARY, StandInDevice
+from nccl_stand_in import LIBRARY, StandInDevice, StandInLibrary
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp import DistributedDataParallel, functions
 from ppe_ddp.backends.cupy_nccl import nccl_library
-from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, _packed, _unpacked
-from ppe_ddp.backends.cupy_nccl.nccl_datatypes import reduction_of
-from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
+from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, PreparedCalls
+from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
 from ppe_ddp.engine import reduction
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
@@ -272,6 +271,23 @@ def test_a_rank_that_never_comes_is_named(two):
     two.run(comes_alone)
 
 
+def sends_alone():
+    group = dist.new_group()
+    nccl_stand_in.nccl_group(group)._communicators._timeout = 0.2
+    if dist.get_rank() == 0:
+        works = [dist.isend(torch.ones(1), 1, group), dist.irecv(torch.ones(1), 1, group)]
+        for work in works * 2:
+            with pytest.raises(CommunicationError, match=r"ranks \[1\] did not come within 0\.2 s"):
+                work.wait()
+            assert work.is_completed()
+            assert not work.is_success()
+
+
+def test_no_message_has_arrived_that_could_not_leave(two):
+    """The wait for one of them connects all; each tells of its failure, however often it is asked."""
+    two.run(sends_alone)
+
+
 def ends():
     dist.all_reduce(torch.ones(1))
     group = dist.group.WORLD
@@ -308,35 +324,45 @@ def test_the_stand_in_keeps_the_contract_of_cupys_nccl():
     check_library(LIBRARY, "cpu", StandInDevice().make_stream(0).cuda_stream, lambda: None)
 
 
-@pytest.mark.parametrize("unique_id", [bytes(range(128)), tuple(range(-64, 64))], ids=["CuPy 14", "CuPy 13"])
-def test_an_id_arrives_as_it_was(unique_id):
-    assert _unpacked(_packed(unique_id)) == unique_id
+def communicators_of(library=LIBRARY):
+    return Communicators(library, StandInDevice(), dist.HashStore(), 0, "rank 0 of 1, group 'x'", 1.0)
+
+
+@pytest.mark.parametrize("version", [22900, 22901], ids=["bytes of CuPy 14", "numbers of CuPy 13"])
+def test_an_id_arrives_as_it_was(version):
+    communicators = communicators_of(StandInLibrary(version))
+    communicators.connect([communicators.of(0, Members("collectives", (0,)))])
+    (connected,) = communicators
+    assert connected.size() == 1
 
 
 @pytest.mark.parametrize(
     ("dtype", "version", "number"), [(torch.int8, 20000, 0), (torch.bfloat16, 21000, 9), (torch.float8_e5m2, 22400, 11)]
 )
 def test_datatypes_have_nccls_numbers(dtype, version, number):
-    assert reduction_of(dtype, ReduceOp.SUM, version).datatype == number
+    assert reduction_of(dtype, ReduceOp.SUM, version)[0] == number
     if number:
         with pytest.raises(TypeError, match=f"came with {version}"):
             reduction_of(dtype, ReduceOp.SUM, version - 1)
 
 
 def test_an_error_that_cupy_has_no_name_for_is_translated():
-    communicators = Communicators(LIBRARY, None, 0, "rank 0 of 2, group 'x'", 1.0)
-    told = r"rank 0 of 2, group 'x': all_reduce over NCCL failed: error 6"
-    with pytest.raises(CommunicationError, match=told), communicators.translated_errors("all_reduce"):
+    told = pytest.raises(CommunicationError, match="rank 0: all_reduce over NCCL failed: error 6")
+    with told, communicators_of().translated_errors("rank 0: all_reduce"):
         raise KeyError(6)
 
 
 @pytest.mark.parametrize("orderly", [True, False])
 def test_what_was_ended_is_not_made_again(orderly):
     """Nobody would come; the watchdog may end it all while a call is on its way."""
-    communicators = Communicators(LIBRARY, None, 0, "rank 0 of 2, group 'x'", 1.0)
+    communicators = communicators_of()
+    communicator = communicators.of(0, Members("collectives", (0,)))
+    communicators.connect([communicator])
     communicators.end(orderly=orderly)
-    with pytest.raises(CommunicationError, match=r"rank 0 of 2, group 'x': .* were ended"):
-        communicators.of(0, Members("collectives", (0, 1)))
+    call = PreparedCalls().send(torch.ones(1), 0)
+    for use in (lambda: communicators.connect([communicator]), lambda: communicators.call([(communicator, call)])):
+        with pytest.raises(CommunicationError, match=r"rank 0 of 1, group 'x': .* were ended"):
+            use()
 
 
 @pytest.mark.parametrize(("torchs", "warns"), [(22907, False), (22809, True), (None, False)])

@@ -1,27 +1,37 @@
-"""NCCL communicators of one group: made when they are first needed, through the group's store.
+"""NCCL communicators of one group, each with the stream that it works on, and the collectives in terms of its calls.
+
+Streams: a communicator works on a stream of its own. That stream waits for what the caller's stream has been given so
+far (`Communicator.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. The memory of the caller's
+tensors is not reused before NCCL is through with it (`Device.record_stream`), even where the caller drops them.
+Temporary memory is allocated and freed on the communicator's stream.
 
 Also the border to CuPy: what NCCL reports becomes this library's errors here.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, pack
+from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Communicator", "Communicators", "Members", "NcclLibrary"]
+    from ppe_ddp.backends.cuda_device import Device
 
-_BYTES, _NUMBERS = b"b", b"n"
+__all__ = ["Communicator", "Communicators", "Members", "NcclCollectives", "PreparedCalls"]
 
 
-@dataclass(frozen=True, order=True)
-class Members:
+class Members(NamedTuple):
     """The ranks that a communicator connects.
 
     Attributes:
@@ -32,92 +42,98 @@ class Members:
     purpose: str
     ranks: tuple[int, ...]
 
-    @property
-    def reversed(self) -> Members:
-        """The same ranks in the reverse order."""
-        return Members(self.purpose, self.ranks[::-1])
 
+class Communicator:
+    """The communicator of some ranks on the device of number ``index``, connected when first used, and its stream.
 
-class Communicator(Protocol):
-    """``cupy.cuda.nccl.NcclCommunicator``; buffers and streams are addresses, datatypes and ops are NCCL's numbers."""
+    Attributes:
+        nccl: ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end.
+    """
 
-    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None: ...  # noqa: D102
-    def reduce(  # noqa: D102
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
-    ) -> None: ...
-    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None: ...  # noqa: D102
-    def reduceScatter(  # noqa: D102
-        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
-    ) -> None: ...
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None: ...  # noqa: D102
-    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...  # noqa: D102
-    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...  # noqa: D102
-    def check_async_error(self) -> None: ...  # noqa: D102
-    def abort(self) -> None: ...  # noqa: D102
-    def destroy(self) -> None: ...  # noqa: D102
+    def __init__(self, device: Device, index: int, members: Members) -> None:
+        self.index = index
+        self.members = members
+        self.stream = device.make_stream(index)
+        self.nccl: Any = None
+        self._device = device
 
-
-class NcclLibrary(Protocol):
-    """``cupy.cuda.nccl``, or what stands in for it in tests."""
-
-    @property
-    def NcclError(self) -> type[Exception]: ...  # noqa: D102
-    @property
-    def NcclCommunicator(self) -> Any: ...  # noqa: D102
-
-    def get_version(self) -> int: ...  # noqa: D102
-    def get_unique_id(self) -> Any: ...  # noqa: D102
-    def groupStart(self) -> None: ...  # noqa: D102
-    def groupEnd(self) -> None: ...  # noqa: D102
+    def wait_for_caller(self, tensors: Iterable[Tensor]) -> None:
+        """Let the stream wait for what the caller's stream has now, and hold the memory of the caller's tensors."""
+        self.stream.wait_event(self._device.current_stream(self.index).record_event())
+        for tensor in tensors:
+            self._device.record_stream(tensor, self.stream)
 
 
 class Communicators:
     """The communicators of one process group on this rank.
 
     Args:
-        library: CuPy's NCCL.
+        library: ``cupy.cuda.nccl``.
+        device: What the tensors are on.
         store: What the ranks of the group, and no others, share.
         rank: This rank in the group.
         place: Who and where, for errors.
         timeout: How long a rank waits for the others to come, in seconds.
     """
 
-    def __init__(self, library: NcclLibrary, store: Any, rank: int, place: str, timeout: float) -> None:
+    def __init__(self, library: Any, device: Device, store: Any, rank: int, place: str, timeout: float) -> None:
         self._library = library
+        self._device = device
         self._store = store
         self._rank = rank
         self._place = place
         self._timeout = timeout
-        self._made: dict[tuple[int, Members], Communicator] = {}
-        self._counts: dict[Members, int] = {}
+        self._all: dict[tuple[int, Members], Communicator] = {}
+        self._turns: dict[Members, int] = {}
         self._ended = False
 
-    def __iter__(self) -> Iterator[Communicator]:
-        return iter(list(self._made.values()))
-
-    def has(self, index: int, members: Members) -> bool:
-        """Whether :meth:`of` would return at once."""
-        return (index, members) in self._made
+    def __iter__(self) -> Iterator[Any]:
+        """What CuPy has connected."""
+        return iter([communicator.nccl for communicator in list(self._all.values()) if communicator.nccl is not None])
 
     def of(self, index: int, members: Members) -> Communicator:
-        """The communicator of these ranks on the device of that number, which must be current.
+        """Return the communicator of these ranks on the device of that number; it may not be connected yet."""
+        communicator = self._all.get((index, members))
+        if communicator is None:
+            communicator = self._all[index, members] = Communicator(self._device, index, members)
+        return communicator
 
-        The first call for a device makes it: all members must make it together, and not inside a group of calls.
+    def connect(self, communicators: Iterable[Communicator]) -> None:
+        """Connect those that are not connected yet, which their ranks must do together, not inside a group of calls.
 
         Raises:
             CommunicationError: A rank did not come within the timeout, NCCL could not connect them, or all
                 communicators were ended, by the watchdog perhaps while this call was on its way.
         """
-        made = self._made.get((index, members))
-        if made is None:
+        missing = {(one.index, one.members) for one in communicators if one.nccl is None}
+        # Those two ranks may next meet with a message the other way, in the other order.
+        missing |= {(index, one._replace(ranks=one.ranks[::-1])) for index, one in missing if one.purpose == "messages"}
+        # In one order on all ranks, or two would wait for each other.
+        for index, members in sorted(missing, key=lambda one: (one[1].purpose, sorted(one[1].ranks), one)):
+            communicator = self.of(index, members)
             if self._ended:
-                raise CommunicationError(f"{self._place}: the group's communicators were ended")
-            made = self._made[index, members] = self._connect(members)
-        return made
+                raise self._were_ended()
+            if communicator.nccl is None:
+                with self._device.make_current(index):
+                    communicator.nccl = self._connect(members)
+
+    def call(self, parts: Sequence[tuple[Communicator, PreparedCalls]]) -> None:
+        """Give all calls of some parts to NCCL, as one group where they are several: none waits for another."""
+        calls = [(communicator, call) for communicator, part in parts for call in part.calls]
+        with self._grouped() if len(calls) > 1 else contextlib.nullcontext():
+            for communicator, call in calls:
+                nccl = communicator.nccl
+                if nccl is None:
+                    raise self._were_ended()
+                with self._device.make_current(communicator.index):
+                    addresses = [tensor.data_ptr() for tensor in call.tensors]
+                    getattr(nccl, call.name)(*addresses, *call.numbers, communicator.stream.cuda_stream)
+
+    def _were_ended(self) -> CommunicationError:
+        return CommunicationError(f"{self._place}: the group's communicators were ended")
 
     @contextlib.contextmanager
-    def grouped(self) -> Iterator[None]:
-        """Let NCCL start the calls made inside as one: none of them waits for another."""
+    def _grouped(self) -> Iterator[None]:
         self._library.groupStart()
         try:
             yield
@@ -129,13 +145,13 @@ class Communicators:
 
     @contextlib.contextmanager
     def translated_errors(self, what: str) -> Iterator[None]:
-        """Make an error of NCCL one of this library's."""
+        """Make an error of NCCL in ``what``, which begins with who and where, one of this library's."""
         try:
             yield
         # CuPy has no name for NCCL's newer errors, and fails with KeyError while it looks for one.
         except (self._library.NcclError, KeyError) as error:
             reason = f"error {error}" if isinstance(error, KeyError) else str(error)
-            raise CommunicationError(f"{self._place}: {what} over NCCL failed: {reason}") from error
+            raise CommunicationError(f"{what} over NCCL failed: {reason}") from error
 
     def end(self, *, orderly: bool) -> None:
         """Give all communicators back to NCCL, for good.
@@ -144,25 +160,27 @@ class Communicators:
             orderly: Whether all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
         """
         self._ended = True
-        for communicator in self:
-            with contextlib.suppress(self._library.NcclError, KeyError):
-                communicator.destroy() if orderly else communicator.abort()
-        self._made.clear()
+        for communicator in list(self._all.values()):
+            nccl = communicator.nccl
+            if nccl is not None:
+                with contextlib.suppress(self._library.NcclError, KeyError):
+                    nccl.destroy() if orderly else nccl.abort()
+                communicator.nccl = None
 
-    def _connect(self, members: Members) -> Communicator:
+    def _connect(self, members: Members) -> Any:
         ranks = members.ranks
         # One rank's second device meets the others' second ones.
-        turn = self._counts[members] = self._counts.get(members, 0) + 1
+        turn = self._turns[members] = self._turns.get(members, 0) + 1
         key = f"cupy_nccl/{members.purpose}/{'-'.join(map(str, ranks))}/{turn}"
-        with self.translated_errors(f"connecting ranks {list(ranks)}"):
+        with self.translated_errors(f"{self._place}: connecting ranks {list(ranks)}"):
             if self._rank == ranks[0]:
-                self._store.set(f"{key}/id", _packed(self._library.get_unique_id()))
+                # CuPy's ids are tuples of numbers until version 13, bytes from 14 on.
+                self._store.set(f"{key}/id", repr(self._library.get_unique_id()))
             # NCCL has no timeout for ranks that never come.
             self._store.set(f"{key}/here/{self._rank}", b"1")
             self._wait_for_ranks(key, ranks)
-            unique_id = _unpacked(self._store.get(f"{key}/id"))
-            communicator: Communicator = self._library.NcclCommunicator(len(ranks), unique_id, ranks.index(self._rank))
-        return communicator
+            unique_id = ast.literal_eval(self._store.get(f"{key}/id").decode())
+            return self._library.NcclCommunicator(len(ranks), unique_id, ranks.index(self._rank))
 
     def _wait_for_ranks(self, key: str, ranks: tuple[int, ...]) -> None:
         signs = {rank: f"{key}/here/{rank}" for rank in ranks}
@@ -176,15 +194,191 @@ class Communicators:
             ) from error
 
 
-def _packed(unique_id: Any) -> bytes:
-    """An id as bytes: CuPy has had it as a tuple of signed numbers until version 14, as bytes from then on."""
-    if isinstance(unique_id, bytes):
-        return _BYTES + unique_id
-    return _NUMBERS + bytes(number & 0xFF for number in unique_id)
+@dataclass(frozen=True)
+class NcclCall:
+    """One call of NCCL: the name of the communicator's method, its buffers, and its other arguments but the stream."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
 
 
-def _unpacked(packed: bytes) -> Any:
-    kind, content = packed[:1], packed[1:]
-    if kind == _BYTES:
-        return content
-    return tuple(byte - 256 if byte > 127 else byte for byte in content)
+class PreparedCalls:
+    """What one collective or message asks of NCCL, and the copies that bring the results to where the user wants them.
+
+    Made and finished on the communicator's stream; what is made of several collectives can be called as one group.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[NcclCall] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def output(self, tensor: Tensor) -> Tensor:
+        """Return memory of a tensor's size that NCCL can write: its own where possible."""
+        if _is_addressable(tensor):
+            return tensor.detach()
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.copies.append((tensor, memory))
+        return memory
+
+    def call(self, name: str, tensors: tuple[Tensor, ...], count: int, *numbers: int) -> PreparedCalls:
+        """Add a call, unless it is of no elements."""
+        if count:
+            self.calls.append(NcclCall(name, tensors, (count, *numbers)))
+        return self
+
+    def send(self, tensor: Tensor, peer: int) -> PreparedCalls:
+        """Add the sending of a tensor."""
+        source = _readable(tensor)
+        return self.call("send", (source,), source.nbytes, BYTE, peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> PreparedCalls:
+        """Add the receiving of a tensor."""
+        target = self.output(tensor)
+        return self.call("recv", (target,), target.nbytes, BYTE, peer)
+
+    def exchange(self, sources: Iterable[Tensor], targets: Iterable[Tensor]) -> PreparedCalls:
+        """Add the sending of the i-th source to rank i, and the receiving of the i-th target from it."""
+        for peer, tensor in enumerate(sources):
+            self.send(tensor, peer)
+        for peer, tensor in enumerate(targets):
+            self.receive(tensor, peer)
+        return self
+
+    def finish(self) -> None:
+        """Copy the results, after the calls."""
+        for tensor, memory in self.copies:
+            tensor.detach().copy_(memory)
+
+
+class NcclCollectives:
+    """All collectives of a group, as :class:`~ppe_ddp.backends.process_group.python_group.Transport` describes them.
+
+    Tensors may be non-contiguous and empty; those of one collective are on one device. Everything that can be checked
+    on this rank alone is checked. Sizes and dtypes must agree between the ranks; NCCL does not check it.
+
+    Raises from any collective:
+        TypeError: NCCL has no such reduction, or the tensors are sparse or of different dtypes.
+        ValueError: The sizes of this rank's own arguments do not fit together.
+    """
+
+    def __init__(self, rank: int, size: int, version: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._version = version
+        self._arguments = CollectiveArguments(rank, size)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> PreparedCalls:
+        """Reduce over the ranks, in place."""
+        part, (source, *numbers) = PreparedCalls(), self._reduced(tensor, op)
+        return part.call("allReduce", (source, part.output(tensor)), *numbers)
+
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> PreparedCalls:
+        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
+        part, (source, *numbers) = PreparedCalls(), self._reduced(tensor, op)
+        # NCCL writes to the root's output alone.
+        target = part.output(tensor) if self.rank == root else source
+        return part.call("reduce", (source, target), *numbers, root)
+
+    def broadcast(self, tensor: Tensor, root: int) -> PreparedCalls:
+        """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
+        part = PreparedCalls()
+        memory = _readable(tensor) if self.rank == root else part.output(tensor)
+        return part.call("broadcast", (memory, memory), memory.nbytes, BYTE, root)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> PreparedCalls:
+        """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
+        self._arguments.check_all_gather(output, tensor)
+        part, source = PreparedCalls(), _readable(tensor)
+        return part.call("allGather", (source, part.output(output)), source.nbytes, BYTE)
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> PreparedCalls:
+        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
+        self._arguments.check_all_gather_list(outputs, tensor)
+        if _are_even(outputs):
+            flat = _flat_for(outputs)
+            part = self.all_gather(flat, tensor)
+            pieces = zip(outputs, flat.split(tensor.numel()) if flat.numel() else (), strict=False)
+            part.copies += [(output, piece.view(output.shape)) for output, piece in pieces]
+            return part
+        part = PreparedCalls()
+        for root, output in enumerate(outputs):
+            target = part.output(output)
+            # Only the sender's own is read, and it goes to all, this rank's output among them.
+            source = _readable(tensor) if root == self.rank else target
+            part.call("broadcast", (source, target), target.nbytes, BYTE, root)
+        return part
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> PreparedCalls:
+        """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
+        self._arguments.check_reduce_scatter(output, tensor)
+        part, (source, total, *numbers) = PreparedCalls(), self._reduced(tensor, op)
+        return part.call("reduceScatter", (source, part.output(output)), total // self.size, *numbers)
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> PreparedCalls:
+        """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
+        self._arguments.check_reduce_scatter_list(output, tensors)
+        if _are_even(tensors):
+            return self.reduce_scatter(output, pack(_flat_for(tensors), tensors), op)
+        part = PreparedCalls()
+        target = part.output(output)
+        for root, tensor in enumerate(tensors):
+            source, *numbers = self._reduced(tensor, op)
+            part.call("reduce", (source, target if root == self.rank else source), *numbers, root)
+        return part
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> PreparedCalls:
+        """Send each rank its rows, and receive its rows from each."""
+        self._arguments.check_all_to_all(output, tensor)
+        part = PreparedCalls()
+        sent = _readable(tensor).view(-1).split(self._arguments.split_sizes(tensor, input_splits))
+        received = part.output(output).view(-1).split(self._arguments.split_sizes(output, output_splits))
+        return part.exchange(sent, received)
+
+    def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> PreparedCalls:
+        """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
+        self._arguments.check_all_to_all_list(outputs, tensors)
+        return PreparedCalls().exchange(tensors, outputs)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PreparedCalls:
+        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
+        if self.rank == root:
+            self._arguments.check_gather(outputs, tensor)
+        return PreparedCalls().send(tensor, root).exchange((), outputs if self.rank == root else ())
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> PreparedCalls:
+        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
+        if self.rank == root:
+            self._arguments.check_scatter(output, tensors)
+        return PreparedCalls().exchange(tensors if self.rank == root else (), ()).receive(output, root)
+
+    def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:
+        """Memory whose numbers NCCL can reduce, how many they are, their datatype, and NCCL's operation."""
+        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op, self._version)
+        source = _readable(tensor)
+        return source, source.nbytes // itemsize, datatype, kind
+
+
+def _is_addressable(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is its elements in order."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"NCCL has no collectives for {tensor.layout} tensors; use to_dense()")
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor itself where NCCL can read its memory, else a copy."""
+    if _is_addressable(tensor):
+        return tensor.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def _are_even(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def _flat_for(tensors: Sequence[Tensor]) -> Tensor:
+    count = sum(tensor.numel() for tensor in tensors)
+    return torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)

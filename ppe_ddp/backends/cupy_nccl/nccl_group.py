@@ -1,81 +1,60 @@
 """A process group of torch.distributed over CuPy's NCCL: backend name ``cupy_nccl``, for CUDA tensors.
 
-Owns how calls get onto NCCL's streams, together or one by one. Tensors on the CPU go to a group over gloo beside it, so
-that ``"cupy_nccl"`` does what ``"cpu:gloo,cuda:cupy_nccl"`` does.
+torch's side of it: how calls get onto the streams, together or one by one, the Work for what is on its way there, and
+the watchdog that ends what never ends. Tensors on the CPU go to a group over gloo beside it, so that ``"cupy_nccl"``
+does what ``"cpu:gloo,cuda:cupy_nccl"`` does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from dataclasses import dataclass
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.backends.cupy_nccl.comm_stream import CommStream
-from ppe_ddp.backends.cupy_nccl.nccl_collectives import NcclCollectives
-from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members
-from ppe_ddp.backends.cupy_nccl.nccl_watchdog import Watchdog
-from ppe_ddp.backends.cupy_nccl.nccl_work import NcclOperation, NcclWork
+from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, NcclCollectives, PreparedCalls
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
-from ppe_ddp.backends.group import CollectiveGroup
+from ppe_ddp.backends.group import SUM, CollectiveGroup
+from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch import Tensor, device
     from torch.distributed import Work
+    from torch.futures import Future
 
     from ppe_ddp.backends.cuda_device import Device
-    from ppe_ddp.backends.cupy_nccl.nccl_collectives import Call, Steps
-    from ppe_ddp.backends.cupy_nccl.nccl_communicator import NcclLibrary
+    from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
 __all__ = ["NcclGroup", "make_group"]
 
 _NAME = "cupy_nccl"
-_SUM = ReduceOp(ReduceOp.SUM)
+_NAP_SECONDS = 50e-6
+_LOOK_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0
 
 
-def make_group(
-    arguments: Any,
-    library: NcclLibrary,
-    nccl_device: Device | None = None,
-    *,
-    kinds: tuple[str, str] = ("cuda", "cpu"),
-    kind_of: Callable[[Tensor], str] = lambda tensor: tensor.device.type,
-    name: str = _NAME,
-) -> DeviceRoutedGroup:
+def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
     """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU.
 
     Args:
         arguments: torch's ``_DistributedBackendOptions``.
         library: ``cupy.cuda.nccl``.
-        nccl_device: What NCCL's tensors are on; None for CUDA.
-        kinds: What kinds of devices NCCL's tensors and gloo's are on.
-        kind_of: The kind of a tensor.
-        name: The backend's.
     """
-    rank, size = arguments.group_rank, arguments.group_size
-    makers: dict[str, Callable[[], Any]] = {
-        kinds[0]: lambda: NcclGroup(rank, size, arguments, library, nccl_device or CudaDevice(), name=name),
-        kinds[1]: lambda: group_over("gloo", arguments),
+    makers = {
+        "cuda": lambda: NcclGroup(arguments, library, CudaDevice()),
+        "cpu": lambda: group_over("gloo", arguments),
     }
-    return DeviceRoutedGroup(rank, size, arguments, name, makers=makers, kind_of=kind_of)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One collective or message of an operation, prepared on its stream."""
-
-    comm_stream: CommStream
-    steps: Steps
-    calls: list[Call]
+    return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
 
 
 class NcclGroup(CollectiveGroup):
@@ -90,12 +69,9 @@ class NcclGroup(CollectiveGroup):
     the next collective, since both must be there to connect; later ones leave at once. Tags are not looked at.
 
     Args:
-        rank: This rank in the group.
-        size: How many ranks it has.
         arguments: torch's ``_DistributedBackendOptions``.
         library: ``cupy.cuda.nccl``.
         nccl_device: What the tensors are on.
-        name: The backend's.
 
     Raises from any collective:
         CommunicationError: NCCL reports an error, a rank did not come, or an earlier call did not end in time.
@@ -104,19 +80,17 @@ class NcclGroup(CollectiveGroup):
         UnusableError: The group was destroyed, or a CUDA graph is being captured.
     """
 
-    def __init__(
-        self, rank: int, size: int, arguments: Any, library: NcclLibrary, nccl_device: Device, *, name: str = _NAME
-    ) -> None:
-        super().__init__(rank, size, arguments, name, ("cuda",))
+    def __init__(self, arguments: Any, library: Any, nccl_device: Device) -> None:
+        rank, size = arguments.group_rank, arguments.group_size
+        super().__init__(rank, size, arguments, _NAME, ("cuda",))
         seconds = self._timeout.total_seconds()
         self._place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._device = nccl_device
         self._over: NcclCollectives = NcclCollectives(rank, size, library.get_version())
-        self._communicators = Communicators(library, arguments.store, rank, self._place, seconds)
+        self._communicators = Communicators(library, nccl_device, arguments.store, rank, self._place, seconds)
         self._everyone = Members("collectives", tuple(range(size)))
-        self._comm_streams: dict[tuple[int, Members], CommStream] = {}
-        self._coalesced: tuple[NcclOperation, list[_Part]] | None = None
-        self._posted: list[tuple[NcclOperation, list[_Part]]] = []
+        self._coalesced: NcclOperation | None = None
+        self._posted: list[NcclOperation] = []
         self._lock = threading.RLock()  # buckets may be sent from a thread, and waited for in another
         self._watchdog = Watchdog(self._communicators, self._place, seconds, self._lock)
 
@@ -126,15 +100,15 @@ class NcclGroup(CollectiveGroup):
         index = ids[0] if ids else self._device.current()
         with self._device.make_current(index):
             sign = torch.zeros(1, dtype=torch.int32, device=self._device.torch_device(index))
-        return self._start("barrier", [(self._over.all_reduce, sign, _SUM)], None, blocks=True)
+        return self._run("barrier", [(self._over.all_reduce, sign, SUM)], None, blocks=True)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to send one tensor; complete when the tensor may be changed again."""
-        return self._message(f"send to rank {peer}", _only(tensors), (self.rank(), peer))
+        return self._message(f"send to rank {peer}", tensors, (self.rank(), peer))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to receive one tensor."""
-        return self._message(f"receive from rank {peer}", _only(tensors), (peer, self.rank()))
+        return self._message(f"receive from rank {peer}", tensors, (peer, self.rank()))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Refused: a receiver over NCCL has to know its sender."""
@@ -153,60 +127,50 @@ class NcclGroup(CollectiveGroup):
         self._communicators.end(orderly=False)
 
     def _start_coalescing(self, _device: device) -> None:
-        operation = NcclOperation(f"{self._place}: coalesced calls", self._watchdog.check_failed)
         with self._lock:
-            self._coalesced = (operation, [])
+            self._coalesced = self._operation("coalesced calls")
 
     def _end_coalescing(self, device: device) -> Work:
         with self._lock:
             if self._coalesced is None:
                 raise UnusableError(f"{self._place}: the end of coalesced calls that were never begun")
-            (operation, parts), self._coalesced = self._coalesced, None
-            self._launch([(operation, parts)])
+            operation, self._coalesced = self._coalesced, None
+            self._launch([operation])
         index = device.index if device.index is not None else self._device.current()
         return NcclWork(operation, self._device, index, None)
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        return self._start(what, calls, result)
-
-    def _start(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any, *, blocks: bool = False) -> Work:
+    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any, *, blocks: bool = False) -> Work:
         with self._lock:
             self._check(what)
             self._launch_posted()
             tensors = list(tensors_in([list(arguments) for _, *arguments in calls]))
-            comm_stream = self._comm_stream(self._index_of(what, tensors), self._everyone)
-            comm_stream.wait_for_caller(tensors)
-            operation = NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
-            parts = [self._prepare(comm_stream, collective(*arguments)) for collective, *arguments in calls]
-            if self._coalesced is None:
-                self._launch([(operation, parts)])
-            else:
-                operation = self._coalesced[0]
-                self._coalesced[1].extend(parts)
-        return NcclWork(operation, self._device, comm_stream.index, result, blocks=blocks)
+            communicator = self._communicators.of(self._index_of(what, tensors), self._everyone)
+            operation = self._coalesced or self._operation(what)
+            operation.parts += self._prepare(communicator, tensors, calls)
+            if operation is not self._coalesced:
+                self._launch([operation])
+        return NcclWork(operation, self._device, communicator.index, result, blocks=blocks)
 
-    def _message(self, what: str, tensor: Tensor, way: tuple[int, int]) -> Work:
+    def _message(self, what: str, tensors: list[Tensor], way: tuple[int, int]) -> Work:
+        if len(tensors) != 1:
+            raise ValueError(f"{self._place}: a message is one tensor, not {len(tensors)}")
         sender, receiver = way
         if sender == receiver:
             raise ValueError(f"{self._place}: {what}, which is itself; copy the tensor")
+        is_mine = sender == self.rank()
         with self._lock:
             self._check(what)
-            comm_stream = self._comm_stream(self._index_of(what, [tensor]), Members("messages", way))
-            comm_stream.wait_for_caller([tensor])
-            is_mine = sender == self.rank()
-            steps = self._over.send(tensor, 1) if is_mine else self._over.receive(tensor, 0)
-            part = self._prepare(comm_stream, steps)
-            operation = NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
-            if self._coalesced is not None:
-                operation = self._coalesced[0]
-                self._coalesced[1].append(part)
-            elif self._communicators.has(comm_stream.index, comm_stream.members):
-                self._launch([(operation, [part])])
-            else:
+            communicator = self._communicators.of(self._index_of(what, tensors), Members("messages", way))
+            call = (PreparedCalls().send, tensors[0], 1) if is_mine else (PreparedCalls().receive, tensors[0], 0)
+            operation = self._coalesced or self._operation(what)
+            operation.parts += self._prepare(communicator, tensors, [call])
+            if communicator.nccl is None and operation is not self._coalesced:
                 # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
                 operation.launch = self._launch_posted
-                self._posted.append((operation, [part]))
-        return NcclWork(operation, self._device, comm_stream.index, [tensor], source=-1 if is_mine else sender)
+                self._posted.append(operation)
+            elif operation is not self._coalesced:
+                self._launch([operation])
+        return NcclWork(operation, self._device, communicator.index, tensors, source=-1 if is_mine else sender)
 
     def _check(self, what: str) -> None:
         self._watchdog.check()
@@ -222,15 +186,15 @@ class NcclGroup(CollectiveGroup):
             raise ValueError(f"{self._place}: {what} of tensors on {len(indices)} devices; they have to be on one")
         return indices.pop()
 
-    def _comm_stream(self, index: int, members: Members) -> CommStream:
-        comm_stream = self._comm_streams.get((index, members))
-        if comm_stream is None:
-            comm_stream = self._comm_streams[index, members] = CommStream(self._device, index, members)
-        return comm_stream
+    def _operation(self, what: str) -> NcclOperation:
+        return NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
 
-    def _prepare(self, comm_stream: CommStream, steps: Steps) -> _Part:
-        with self._device.use_stream(comm_stream.stream):
-            return _Part(comm_stream, steps, next(steps))
+    def _prepare(
+        self, communicator: Communicator, tensors: Sequence[Tensor], calls: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[Communicator, PreparedCalls]]:
+        communicator.wait_for_caller(tensors)
+        with self._device.use_stream(communicator.stream):
+            return [(communicator, collective(*arguments)) for collective, *arguments in calls]
 
     def _launch_posted(self) -> None:
         with self._lock:
@@ -238,54 +202,285 @@ class NcclGroup(CollectiveGroup):
             if posted:
                 self._launch(posted)
 
-    def _launch(self, operations: Sequence[tuple[NcclOperation, list[_Part]]]) -> None:
+    def _launch(self, operations: Sequence[NcclOperation]) -> None:
         """Give all calls of some operations to NCCL, as one group where they are several."""
-        parts = [part for _, parts in operations for part in parts]
-        with self._communicators.translated_errors(operations[0][0].what.rpartition(": ")[2]):
-            self._connect(part.comm_stream for part in parts)
-        for operation, _ in operations:
-            self._watchdog.watch(operation)
+        parts = [part for operation in operations for part in operation.parts]
         try:
-            self._call(operations[0][0].what, [(part.comm_stream, call) for part in parts for call in part.calls])
-        except CommunicationError:
-            for operation, _ in operations:
+            with self._communicators.translated_errors(operations[0].what):
+                self._communicators.connect(communicator for communicator, _ in parts)
+                for operation in operations:
+                    self._watchdog.watch(operation)
+                self._communicators.call(parts)
+        except Exception as error:
+            for operation in operations:
                 self._watchdog.forget(operation)
+                operation.fail(error)
             # What the watchdog has broken off fails in NCCL's words, which tell less.
             self._watchdog.check_failed()
             raise
-        for operation, own in operations:
-            for part in own:
-                with self._device.use_stream(part.comm_stream.stream):
-                    next(part.steps, None)
-            comm_streams = dict.fromkeys(part.comm_stream for part in own)
-            operation.events = [(comm_stream, comm_stream.stream.record_event()) for comm_stream in comm_streams]
-            operation.launched = True
-
-    def _call(self, what: str, calls: Sequence[tuple[CommStream, Call]]) -> None:
-        together = self._communicators.grouped() if len(calls) > 1 else contextlib.nullcontext()
-        with self._communicators.translated_errors(what.rpartition(": ")[2]), together:
-            for comm_stream, call in calls:
-                with self._device.make_current(comm_stream.index):
-                    communicator = self._communicators.of(comm_stream.index, comm_stream.members)
-                    call(communicator, comm_stream.stream.cuda_stream)
-
-    def _connect(self, comm_streams: Iterable[CommStream]) -> None:
-        """Make the communicators that are missing; in one order on all ranks, or two would wait for each other."""
-        for index, members in sorted(
-            {(comm_stream.index, comm_stream.members) for comm_stream in comm_streams}, key=_sort_key
-        ):
-            with self._device.make_current(index):
-                # Those two ranks may next meet with a message the other way, in the other order.
-                for way in sorted({members, members.reversed}) if members.purpose == "messages" else [members]:
-                    self._communicators.of(index, way)
+        for operation in operations:
+            for communicator, part in operation.parts:
+                with self._device.use_stream(communicator.stream):
+                    part.finish()
+            operation.note_launched()
 
 
-def _sort_key(entry: tuple[int, Members]) -> tuple[str, list[int], int]:
-    index, members = entry
-    return members.purpose, sorted(members.ranks), index
+class NcclOperation:
+    """NCCL calls that are launched together.
+
+    Args:
+        what: Who, where and which call, for errors: ``"rank 0 of 2, group 'default': all_reduce"``.
+        check: Raises where the group has failed.
+
+    Attributes:
+        parts: What is to be called, on which communicators; empty once it was.
+        events: The streams that it is on, each with the event behind it.
+        launch: Gives it to NCCL before that would happen by itself; None where that is not left to the Work.
+        since: When it was given to NCCL.
+    """
+
+    def __init__(self, what: str, check: Callable[[], None]) -> None:
+        self.what = what
+        self.parts: list[tuple[Communicator, PreparedCalls]] = []
+        self.events: list[tuple[Any, Any]] = []
+        self.launch: Callable[[], None] | None = None
+        self.since = 0.0
+        self._check_group = check
+        self._launched = False
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Launch it, if it was not launched yet and this thread may do so."""
+        if not self._launched and self._error is None and self.launch is not None:
+            self.launch()
+
+    def note_launched(self) -> None:
+        """Note that NCCL has it: record the events, and drop the memory, which streams may then reuse."""
+        streams = [
+            communicator.stream for communicator in dict.fromkeys(communicator for communicator, _ in self.parts)
+        ]
+        self.events = [(stream, stream.record_event()) for stream in streams]
+        self.parts = []
+        self._launched = True
+
+    def fail(self, error: BaseException) -> None:
+        """Note that NCCL has refused it, or that a rank did not come to connect: :meth:`check` raises from now on."""
+        self.parts = []
+        self._error = error
+
+    def check(self) -> None:
+        """Raise if the group has failed, or could not launch this; a new error each time, with its own traceback."""
+        self._check_group()
+        if self._error is not None:
+            raise CommunicationError(str(self._error)) from self._error
+
+    def is_over(self) -> bool:
+        """Whether the device is through with it."""
+        return self._launched and all(event.query() for _, event in self.events)
 
 
-def _only(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) != 1:
-        raise ValueError(f"a message is one tensor, not {len(tensors)}")
-    return tensors[0]
+class NcclWork(PythonWork):
+    """A collective or message on its way on the device.
+
+    Args:
+        operation: The calls, perhaps among others.
+        device: See :class:`~ppe_ddp.backends.cuda_device.Device`.
+        index: The number of the device.
+        result: The output tensors.
+        blocks: ``wait()`` keeps the host until it is over, as a barrier does.
+        source: Whom a message comes from, as a rank of the group; -1 for anything else.
+    """
+
+    def __init__(
+        self,
+        operation: NcclOperation,
+        device: Device,
+        index: int,
+        result: Any,
+        *,
+        blocks: bool = False,
+        source: int = -1,
+    ) -> None:
+        super().__init__(result)
+        self._operation = operation
+        self._device = device
+        self._index = index
+        self._blocks = blocks
+        self._source = source
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the caller's current stream wait; the host goes on, except after a barrier or with a timeout.
+
+        Args:
+            timeout: How long the host waits for the end; None or a time that is not positive: it does not.
+
+        Raises:
+            CommunicationError: The group has failed, it could not be launched, or the time is over.
+        """
+        self._operation.start()
+        self._operation.check()
+        stream = self._device.current_stream(self._index)
+        for _, event in self._operation.events:
+            stream.wait_event(event)
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        if seconds > 0 or self._blocks:
+            self._wait_on_host(seconds)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is through with it, or it has failed; never waits for the device."""
+        self._operation.start()
+        return self.exception() is not None or self._operation.is_over()
+
+    def is_success(self) -> bool:
+        """Whether the device is through with it, and it has not failed."""
+        return self.exception() is None and self._operation.is_over()
+
+    def exception(self) -> BaseException | None:
+        """The error that it, or the group, has failed with."""
+        try:
+            self._operation.check()
+        except CommunicationError as error:
+            return error
+        return None
+
+    def source_rank(self) -> int:
+        """Who sent it, as a rank of the group; -1 for what is no received message."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """A Future of ``result()``: whoever waits for it, or goes on from it, does so in stream order."""
+        if self._future is None:
+            self._operation.start()
+            self._operation.check()
+            future = self._device.future(self._index)
+            # A Future takes the point of the stream that is current while it is set.
+            stream = self._operation.events[0][0]
+            for _, event in self._operation.events[1:]:
+                stream.wait_event(event)
+            with self._device.use_stream(stream):
+                future.set_result(self.outputs)
+            self._future = future
+        return self._future
+
+    def _wait_on_host(self, seconds: float) -> None:
+        start = time.monotonic()
+        while not self._operation.is_over():
+            self._operation.check()
+            if seconds > 0 and time.monotonic() - start > seconds:
+                raise CommunicationError(f"{self._operation.what} is not over after {seconds:g} s")
+            time.sleep(_NAP_SECONDS)
+        self._operation.check()
+
+
+class Watchdog:
+    """The operations of one group that are on their way, and its failure, if it has failed.
+
+    NCCL waits for ever, on the device, while the host goes on; so a thread looks for asynchronous errors of NCCL, and
+    for calls that have taken longer than the timeout. Either breaks off the group's communicators, so that the device
+    goes on, with wrong numbers; from then on every call and every ``wait()`` of the group raises. Not guaranteed: that
+    no step is computed with those numbers in between.
+
+    Args:
+        communicators: The group's.
+        place: Who and where, for errors.
+        timeout: How long a call may take, in seconds.
+        calls: Held by whoever is about to call NCCL.
+    """
+
+    def __init__(self, communicators: Communicators, place: str, timeout: float, calls: threading.RLock) -> None:
+        self._communicators = communicators
+        self._place = place
+        self._timeout = timeout
+        self._calls = calls
+        self._looking = threading.Lock()
+        self._operations: deque[NcclOperation] = deque()
+        self._error: CommunicationError | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def check(self) -> None:
+        """Raise CommunicationError if the group has failed, UnusableError if it was destroyed."""
+        self.check_failed()
+        if self._closed.is_set():
+            raise UnusableError(f"{self._place}: a call on a process group that was destroyed")
+
+    def check_failed(self) -> None:
+        """Raise if the group has failed; what was on its way when it was destroyed is well."""
+        if self._error is not None:
+            # A new one each time: an exception collects the tracebacks of all who raise it.
+            raise CommunicationError(str(self._error)) from self._error
+
+    def watch(self, operation: NcclOperation) -> None:
+        """Add an operation that is about to be given to NCCL, whose calls may wait for the other ranks, too."""
+        # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
+        while self._operations and self._operations[0].is_over():
+            self._operations.popleft()
+        operation.since = time.monotonic()
+        self._operations.append(operation)
+        if self._thread is None:
+            args = (weakref.ref(self), self._closed)
+            self._thread = threading.Thread(target=_poll, args=args, name="ppe_ddp-nccl-watchdog", daemon=True)
+            self._thread.start()
+
+    def forget(self, operation: NcclOperation) -> None:
+        """Remove an operation that NCCL has refused, if it was added."""
+        with suppress(ValueError):
+            self._operations.remove(operation)
+
+    def drain(self) -> None:
+        """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
+        for operation in list(self._operations):
+            while not (operation.is_over() or self._error is not None or self._closed.is_set()):
+                time.sleep(0.001)
+        self._operations.clear()
+
+    def close(self) -> None:
+        """End the watch: every later call raises, and the communicators are not looked at any more."""
+        with self._looking:
+            self._closed.set()
+
+    def poll(self) -> None:
+        """Check the operations once; fail the group if one has failed or takes too long."""
+        with self._looking:
+            if self._closed.is_set() or self._error is not None:
+                return
+            try:
+                with self._communicators.translated_errors(f"{self._place}: a call that had been started"):
+                    for communicator in self._communicators:
+                        communicator.check_async_error()
+                self._check_times()
+            except CommunicationError as error:
+                self._fail(error)
+
+    def _check_times(self) -> None:
+        for operation in list(self._operations):
+            if time.monotonic() - operation.since > self._timeout and not operation.is_over():
+                raise CommunicationError(
+                    f"{operation.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
+                    "did not make the call, or died. The group's communicators were broken off, and what it was "
+                    "computing is not to be trusted"
+                )
+
+    def _fail(self, error: CommunicationError) -> None:
+        # Before the abort, which lets those go on who wait on the host.
+        self._error = error
+        # An abort frees what a call from another thread is using: only a call that hangs is not waited for.
+        held = self._calls.acquire(timeout=_PATIENCE_SECONDS)
+        try:
+            self._communicators.end(orderly=False)
+        finally:
+            if held:
+                self._calls.release()
+
+
+def _poll(reference: weakref.ref[Watchdog], closed: threading.Event) -> None:
+    while not closed.wait(_LOOK_SECONDS):
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.poll()
+        del watchdog

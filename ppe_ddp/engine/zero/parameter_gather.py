@@ -1,4 +1,4 @@
-"""Gathers updated parameters to all ranks; with overlap, each is waited for where it is first used.
+"""Gathers updated parameters to all ranks, unit by unit; with overlap, each is waited for where it is first used.
 
     step        start the all-gathers of units 0 1 2 3
     forward     layer A uses unit 0: wait for it; A computes, while 1 2 3 are in flight; layer B uses unit 1 ...
@@ -10,6 +10,11 @@ Two kinds of uses are not seen there. Compiled code and extensions read in C++: 
 their forwards wait before they begin. Reads of memory that was held since before the step (``p.data`` or a
 ``state_dict`` that was kept), and of parameters passed to an extension or to ``torch.func.grad`` outside of a module,
 cannot be seen. Hence parameters are in flight after a step only where the user has asked for it.
+
+The message of a unit is packed, or in place:
+
+    packed     own chunks -> own row -> all-gather of rows -> parameters
+    in place   the chunks of a large parameter are such rows where they lie
 """
 
 from __future__ import annotations
@@ -27,15 +32,21 @@ from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.torch_internals import is_compiled, uncompiled, without_torch_function
+from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
+from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.zero.message_pool import MessagePool
     from ppe_ddp.engine.zero.shards import ShardedModel
 
     Unit = tuple[int, int]  # of which model, and its number there
@@ -260,14 +271,12 @@ class _WaitHook:
     """Waits for units, as a hook of a module. A copy of the module, or an unpickled one, waits for nothing."""
 
     def __init__(self, gather: ParameterGather | None = None, units: Sequence[Unit] | None = None) -> None:
-        self._gather = None if gather is None else weakref.ref(gather)
+        self._gather = _nothing if gather is None else weakref.ref(gather)
         self._units = units
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
-        if torch.compiler.is_compiling():
-            return  # the outermost module has waited
-        gather = None if self._gather is None else self._gather()
-        if gather is not None:
+        # In compiled code the outermost module has waited.
+        if not torch.compiler.is_compiling() and (gather := self._gather()) is not None:
             gather.finish(self._units)
 
     def __reduce__(self) -> tuple[type[_WaitHook], tuple[()]]:
@@ -280,13 +289,88 @@ class _CompiledWaitHook(_WaitHook):
     def __call__(self, module: nn.Module, _arguments: object) -> None:
         if torch.compiler.is_compiling():
             self._finish()
-            return
-        gather = None if self._gather is None else self._gather()
-        if gather is not None and gather.is_under_way and any(map(is_compiled, module.modules())):
+        elif (gather := self._gather()) is not None and gather.is_under_way and any(map(is_compiled, module.modules())):
             gather.finish()
 
     @uncompiled
     def _finish(self) -> None:
-        gather = None if self._gather is None else self._gather()
-        if gather is not None:
+        if (gather := self._gather()) is not None:
             gather.finish()
+
+
+def _nothing() -> None:
+    """Stands for a reference to a gather that is gone."""
+
+
+class UnitGather:
+    """Gathers some parameters of one dtype and device, as often as they are updated.
+
+    Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
+
+    Args:
+        members: The caller's numbers of the parameters.
+        parameters: The parameters.
+        specs: Their specifications.
+        groups: The process groups to communicate in.
+        pool: Memory for it.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        groups: Groups,
+        pool: MessagePool,
+    ) -> None:
+        self.members = list(members)
+        self._parameters = parameters
+        self._specs = specs
+        self._groups = groups
+        rank, world_size = groups.rank, groups.world_size
+        layout = Rows(specs, rank, world_size)
+        self._addresses = self._now()
+        self._loose = [k for k, spec in enumerate(specs) if not is_dense(parameters[k], spec)]
+        self._flats = [flattened(p.detach(), spec) for p, spec in zip(parameters, specs, strict=True)]
+        self._own = [flat[slice(*bounds_of(flat.numel(), rank, world_size))] for flat in self._flats]
+        self._rows: Tensor | None = None
+        self._pool: MessagePool | None = pool
+        if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:
+            self._message = (self._flats[0], self._own[0])
+            return
+        self._pool = None  # the rows are from there
+        whole = pool.take(layout.numel, specs[0].dtype, specs[0].device)
+        self._rows = whole.view(world_size, layout.width)
+        self._message = (whole, self._rows[rank])
+        self._parts = None if layout.is_full else layout.parts(self._rows[rank])
+        self._pairs = layout.pairs(self._rows, self._flats)
+
+    def _now(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._parameters))
+
+    def is_current(self, members: Sequence[int]) -> bool:
+        """Whether this is for ``members``, at their current addresses."""
+        return not self._loose and self.members == members and self._now() == self._addresses
+
+    def start(self) -> Waitable | None:
+        """Start the all-gather; None where there is nothing to send."""
+        whole, own = self._message
+        if whole.numel() == 0:
+            return None
+        if self._rows is not None:
+            if self._parts is None:  # in a quarter of the time of copies
+                torch.cat(self._own, out=own)
+            else:
+                torch._foreach_copy_(self._parts, self._own)
+        return all_gather(whole, own, self._groups.buckets, self._pool)
+
+    def install(self) -> None:
+        """Copy what was received into the parameters."""
+        if self._rows is None:
+            # A message changes memory behind autograd's back, which would then not find a stale graph.
+            increment_version(self._parameters[0])
+            return
+        torch._foreach_copy_(*self._pairs)
+        for k in self._loose:
+            spec = self._specs[k]
+            self._parameters[k].detach().copy_(self._flats[k].as_strided(spec.shape, spec.stride))

@@ -176,11 +176,6 @@ class GradientSlot:
         self.mark = ShardedGradient(self.content, parameter)
 
     @property
-    def value(self) -> Tensor | None:
-        """This rank's shard of the average, 1-D; None if there is none."""
-        return self.content.value
-
-    @property
     def exists(self) -> bool:
         """Whether there is an average that was not cleared: the same on all ranks that clear alike."""
         gradient = self._parameter.grad
