@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 import pytest
 import torch
 
-from ppe_ddp.sharding.plain_values import dump_plain, load_plain
+from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 
 
 class Hostile:
