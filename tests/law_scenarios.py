@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 import ppe_ddp
-from ppe_ddp.testing.cases import Case, Plugs
+from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe
 from ppe_ddp.testing.models import Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
@@ -32,3 +32,14 @@ def scenario(seed):
 def scenarios(count):
     """The first so many."""
     return map(scenario, range(count))
+
+
+def check_case(case, variant=None, plugs=None, *, device="cpu"):
+    """Hold one case to laws 1 to 3, from inside a rank; raises the same ConformanceError on every rank."""
+    seen = observe(case, variant or Variant(), plugs, device=device)
+    seen.gradients = {}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    found = breaches(everyone)
+    if found:
+        raise ConformanceError("\n".join([seen.title, *found]))

@@ -20,9 +20,8 @@ from law_scenarios import scenarios
 from optim_runners import first_half, second_half
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.testing.backend_probes import probe_backend
-from ppe_ddp.testing.cases import Variant
-from ppe_ddp.testing.laws import breaches, observe_all
+from ppe_ddp.testing.laws import Variant, breaches, observe_all
+from ppe_ddp.testing.probes import probe_backend
 from random_training import differences, train
 
 OPTIONS = {

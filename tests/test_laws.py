@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
+from law_scenarios import check_case
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.testing import RankError, Ranks
-from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
-from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
+from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe, observe_all
 from ppe_ddp.testing.models import Kind, LayerRecipe, Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 

@@ -32,8 +32,7 @@ from ppe_ddp.testing import (
     check_comm_hook,
     check_reduce_function,
 )
-from ppe_ddp.testing.cases import Variant
-from ppe_ddp.testing.laws import breaches, observe_all
+from ppe_ddp.testing.laws import Variant, breaches, observe_all
 from ppe_ddp.tracing.timeline import record
 from random_training import differences, train
 from subprocesses import needs_mpirun

@@ -23,7 +23,7 @@ from ppe_ddp.backends.shm import ShmOptions, store_waits
 from ppe_ddp.backends.shm.shm_collectives import ShmCollectives
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
-from ppe_ddp.testing.cases import Case
+from ppe_ddp.testing.laws import Case
 from ppe_ddp.testing.models import Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 from rank_tests import on_three_ranks, on_two_ranks
