@@ -1,5 +1,7 @@
 """Random models with two training steps and something plugged in each, which the laws have to hold for on any ranks."""
 
+import itertools
+
 import torch.distributed as dist
 
 import ppe_ddp
@@ -43,3 +45,10 @@ def check_case(case, variant=None, plugs=None, *, device="cpu"):
     found = breaches(everyone)
     if found:
         raise ConformanceError("\n".join([seen.title, *found]))
+
+
+def every_variant(*, common_path=False):
+    """All combinations of options; without negotiation only for models with a common path."""
+    sizes = (0.00001, 0.0002, 25.0)  # all but the smallest where they lie, several buckets, one bucket
+    negotiations = (True, False) if common_path else (True,)
+    return [Variant(*options) for options in itertools.product((True, False), (False, True), sizes, negotiations)]

@@ -65,14 +65,6 @@ class Variant:
     negotiate: bool = True
     shared_memory: bool = True
 
-    @classmethod
-    def every(cls, *, common_path: bool = False) -> list[Variant]:
-        """All combinations; without negotiation only for models with a common path."""
-        sizes = (0.00001, 0.0002, 25.0)  # all but the smallest where they lie, several buckets, one bucket
-        negotiations = (True, False) if common_path else (True,)
-        combinations = itertools.product((True, False), (False, True), sizes, negotiations)
-        return [cls(*combination) for combination in combinations]
-
     def keywords(self) -> dict[str, Any]:
         """The keywords of the wrapper."""
         return {
