@@ -1,30 +1,167 @@
-"""The base of the wrapper that takes hooks and compressors, and hands them to the engine."""
+"""Hooks and compressors of users: what is registered with a wrapper, and how it is handed to the engine."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.buffer_hook import BufferHook
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket_plan import Packing
+from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.engine.reduction import HookReduction
-from ppe_ddp.engine.torch_internals import BufferCommHookLocation
+from ppe_ddp.engine.reduction import HookReduction, annotate
+from ppe_ddp.engine.torch_internals import BufferCommHookLocation, preserve_versions
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.hooks import NOT_GIVEN, Hooks
+from ppe_ddp.functions import name_of
 from ppe_ddp.module_wrapper import ModuleWrapper
+from ppe_ddp.options import check_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
-    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.contracts import CommHook, SyncHook, Waitable
     from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.reducer import Reducer
     from ppe_ddp.options import Options
+
+NOT_GIVEN: Any = object()
+"""Tells a hook's state that is None from one that is left out."""
+
+
+class Hooks:
+    """The registered hooks of one wrapper.
+
+    Attributes:
+        sync: pytorch-pfn-extras' kind, called with the wrapper before synchronization.
+        comm: torch's kind with its state, called with a bucket.
+        buffers: torch's kind for buffers.
+        compressor: Ours, which reduces buckets.
+        comm_state: What the compressor remembers.
+    """
+
+    def __init__(self) -> None:
+        self.sync: OrderedDict[int, SyncHook] = OrderedDict()
+        self.comm: tuple[Any, CommHook] | None = None
+        self.buffers: BufferHook | None = None
+        self.compressor: Compressor | None = None
+        self.comm_state = CommState()
+
+    def add(self, state: Any, hook: Any) -> RemovableHandle | None:
+        """Add a hook of the kind that the arguments show: one with a state is torch's, one without ours or ppe's.
+
+        Returns:
+            For ppe's kind, a handle that removes it.
+        """
+        one = hook if state is NOT_GIVEN else state
+        if isinstance(one, type) and issubclass(one, Compressor):
+            raise TypeError(f"register_comm_hook() takes a compressor, not its class: {one.__name__}(...)")
+        if isinstance(one, Compressor) and (hook is NOT_GIVEN or state is NOT_GIVEN):
+            self._check_free()
+            self.compressor = one
+            return None
+        if hook is NOT_GIVEN and callable(state):
+            return self._add_sync(state)
+        if state is NOT_GIVEN:
+            if callable(hook):
+                return self._add_sync(hook)
+            raise TypeError("register_comm_hook(hook) or register_comm_hook(state, hook)")
+        if hook is NOT_GIVEN:
+            raise TypeError(f"register_comm_hook(hook) takes a function of the wrapper, not {type(state).__name__}")
+        check_call("hook", hook, ("state", "bucket"))
+        self._check_free()
+        self.comm = (state, hook)
+        return None
+
+    def _check_free(self) -> None:
+        if self.comm is not None:
+            raise RuntimeError("a wrapper takes one hook of torch's kind or one compressor, and has a hook already")
+        if self.compressor is not None:
+            raise RuntimeError(
+                f"a wrapper takes one compressor or one hook of torch's kind, and has {self.compressor!r}"
+            )
+
+    def _add_sync(self, hook: SyncHook) -> RemovableHandle:
+        check_call("hook", hook, ("ddp",))
+        handle = RemovableHandle(self.sync)
+        self.sync[handle.id] = hook
+        return handle
+
+
+class BufferHook:
+    """Calls the hook of ``_register_buffer_comm_hook``, and waits for what it has started.
+
+    As in torch, it is called in a forward if the one before it was to be synchronized, and in the first.
+
+    Args:
+        state: Passed to ``hook``.
+        hook: Called as ``hook(state, buffers)`` with the buffers by name; changes them in place. It may return
+            Futures, which are waited for at the end of the next synchronized backward.
+        location: Whether to call it before the module's forward or after it.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
+        location: BufferCommHookLocation,
+    ) -> None:
+        if not callable(hook):
+            raise TypeError(f"a buffer hook must be callable, not {type(hook).__name__}")
+        self._state = state
+        self._hook = hook
+        self._is_before = location.name == "PRE_FORWARD"
+        self._is_due = True
+        self._pending: list[tuple[Waitable, torch.device]] = []
+
+    @property
+    def title(self) -> str:
+        """The hook's name."""
+        return f"communication hook {name_of(self._hook)}"
+
+    def before_forward(self, buffers: Mapping[str, Tensor]) -> None:
+        """A forward begins."""
+        if self._is_before:
+            self._call(dict(buffers))
+
+    def after_forward(self, buffers: Mapping[str, Tensor], *, synchronizes: bool) -> None:
+        """A forward is over; ``synchronizes`` says whether its backward is to be synchronized."""
+        if not self._is_before:
+            self._call(dict(buffers))
+        self._is_due = synchronizes
+
+    def _call(self, buffers: dict[str, Tensor]) -> None:
+        if not self._is_due or not buffers:
+            return
+        # Autograd has saved some of them (batch norm's), and takes their versions for a sign that it must not use them.
+        with torch.no_grad(), preserve_versions(list(buffers.values())):
+            started = self._hook(self._state, buffers) or ()
+        device = next(iter(buffers.values())).device
+        self._pending += [(future, device) for future in started]
+
+    def finishing(self, groups: Groups) -> Steps:
+        """Wait for what the hook has started, step by step. It writes into the buffers themselves, until then."""
+        pending, self._pending = self._pending, []
+        try:
+            for future, device in pending:
+                yield probe(future)
+                groups.failures.wait(future, device)
+        except Exception as error:
+            annotate(error, f"in {self.title} on rank {groups.rank}")
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is in flight."""
+        return {**self.__dict__, "_pending": []}
 
 
 class HookedWrapper(ModuleWrapper):

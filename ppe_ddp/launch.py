@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ppe_ddp.backends.group_internals import HashStore, Store
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.launchers import Rendezvous, detect
-from ppe_ddp.loopback_store import loopback_store
-from ppe_ddp.restarted_store import restarted_store
+from ppe_ddp.rendezvous_stores import loopback_store, restarted_store
 
 if TYPE_CHECKING:
     from types import TracebackType

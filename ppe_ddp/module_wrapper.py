@@ -1,18 +1,23 @@
-"""The base of the wrapper: holds a module, and has its state dict and its names of tensors to ignore."""
+"""The base of the wrapper: holds a module, and has its state dict and its names of tensors to ignore.
+
+Names in state dicts of torch's wrapper have ``module.`` in front, those of this one have not; both load.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored, rename_in_checkpoints
-from ppe_ddp.state_dict_names import add_prefix, without_prefix, without_wrappers
+from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, rename_in_checkpoints, set_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
+
+_EXTRA = "_extra_state"
 
 
 class ModuleWrapper(nn.Module):
@@ -34,7 +39,7 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         self.module = module
         # not a method, which would keep the wrapper, and so its hooks, alive until the garbage is collected
-        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's ``state_dict``, without a prefix; takes the same arguments."""
@@ -43,12 +48,12 @@ class ModuleWrapper(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
         if any(key.startswith("module.") for key in state_dict):
-            state_dict = without_prefix(state_dict, self.module.state_dict(keep_vars=True).keys())
+            state_dict = _without_prefix(state_dict, self.module.state_dict(keep_vars=True).keys())
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What ``torch.distributed.checkpoint.state_dict`` asks for: which names lie in ``module``, unnamed."""
-        rename_in_checkpoints(partial(without_wrappers, ModuleWrapper))
+        rename_in_checkpoints(partial(_without_wrappers, ModuleWrapper))
         names = [name for name in self.module.state_dict(keep_vars=True)]
         return {name.split(".")[0]: "module" for name in names}
 
@@ -69,3 +74,70 @@ class ModuleWrapper(nn.Module):
 
     def _ignored(self) -> list[str]:
         return list(getattr(self.module, IGNORED_NAMES, ()))
+
+
+def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """A pre-hook of loading, for a wrapper inside a larger module: that looks for our names with ``module.``."""
+    module = wrapper.get_submodule("module")
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    own |= {f"{name}.{_EXTRA}".lstrip(".") for name, part in module.named_modules() if _has_extra_state(part)}
+    for key in list(state_dict):
+        name = key[len(prefix) :]
+        inner = f"{prefix}module.{name}"
+        if key.startswith(prefix) and name in own and inner not in state_dict:
+            state_dict[inner] = state_dict.pop(key)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
+    """``state_dict`` with torch's ``module.`` taken off the names that the module knows only without it."""
+    prefix = "module."
+    renamed = {
+        key: key[len(prefix) :]
+        for key in state_dict
+        if key.startswith(prefix) and key not in own and key[len(prefix) :] in own
+    }
+    if not renamed:
+        return state_dict
+    result = OrderedDict((renamed.get(key, key), value) for key, value in state_dict.items())
+    metadata = metadata_of(state_dict)
+    if metadata is not None:
+        plain = {(key[len(prefix) :] if key.startswith(prefix) else key): value for key, value in metadata.items()}
+        if prefix.rstrip(".") in metadata:
+            plain[""] = metadata[prefix.rstrip(".")]
+        set_metadata(result, plain)
+    return result
+
+
+def _without_wrappers(wrapper: type[nn.Module], model: nn.Module, name: str) -> str:
+    """The name in ``model.state_dict()`` of what ``named_parameters()`` calls ``name``.
+
+    Args:
+        wrapper: The class whose ``module`` has no place in names of state dicts; it may be anywhere in ``model``.
+        model: The module.
+        name: A name of either kind.
+    """
+    kept: list[str] = []
+    parts, here = name.split("."), model
+    while parts:
+        if isinstance(here, wrapper):
+            if parts[0] == "module" and _has(here, parts):
+                parts = parts[1:]
+            here = here.get_submodule("module")
+        else:
+            kept.append(parts[0])
+            here, parts = getattr(here, parts[0], here), parts[1:]
+    return ".".join(kept)
+
+
+def _has(module: nn.Module, parts: Sequence[str]) -> bool:
+    """Whether there is such an attribute: a submodule of the user's may be called ``module`` too."""
+    missing = object()
+    found: Any = module
+    for part in parts:
+        found = getattr(found, part, missing)
+    return found is not missing

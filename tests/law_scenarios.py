@@ -1,9 +1,11 @@
 """Random models with two training steps and something plugged in each, which the laws have to hold for on any ranks."""
 
+import itertools
+
 import torch.distributed as dist
 
 import ppe_ddp
-from ppe_ddp.testing.cases import Case, Plugs
+from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe
 from ppe_ddp.testing.models import Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
@@ -32,3 +34,21 @@ def scenario(seed):
 def scenarios(count):
     """The first so many."""
     return map(scenario, range(count))
+
+
+def check_case(case, variant=None, plugs=None, *, device="cpu"):
+    """Hold one case to laws 1 to 3, from inside a rank; raises the same ConformanceError on every rank."""
+    seen = observe(case, variant or Variant(), plugs, device=device)
+    seen.gradients = {}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    found = breaches(everyone)
+    if found:
+        raise ConformanceError("\n".join([seen.title, *found]))
+
+
+def every_variant(*, common_path=False):
+    """All combinations of options; without negotiation only for models with a common path."""
+    sizes = (0.00001, 0.0002, 25.0)  # all but the smallest where they lie, several buckets, one bucket
+    negotiations = (True, False) if common_path else (True,)
+    return [Variant(*options) for options in itertools.product((True, False), (False, True), sizes, negotiations)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mpi_check_kit import check, group_options, is_over_mpi
 from mpi_check_shared import in_shared_memory, shared_group
 from ppe_ddp import CommunicationError
-from ppe_ddp.testing.backend_probes import probe_backend
+from ppe_ddp.testing.probes import probe_backend
 
 
 def begin_calls(group):

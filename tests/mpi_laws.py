@@ -16,13 +16,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpi_megatron
-from law_scenarios import scenarios
+from law_scenarios import every_variant, scenarios
 from optim_runners import first_half, second_half
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.testing.backend_probes import probe_backend
-from ppe_ddp.testing.cases import Variant
 from ppe_ddp.testing.laws import breaches, observe_all
+from ppe_ddp.testing.probes import probe_backend
 from random_training import differences, train
 
 OPTIONS = {
@@ -35,7 +34,7 @@ OPTIONS = {
 def report(count, way):
     dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
     problems = [list(probe_backend("cpu"))]
-    variants = Variant.every()[:: {1: 1, 2: 2, 3: 8, 4: 8}[dist.get_world_size()]]
+    variants = every_variant()[:: {1: 1, 2: 2, 3: 8, 4: 8}[dist.get_world_size()]]
     seen = [observe_all(case, variants, plugs) for case, plugs in scenarios(count)]
     for observation in functools.reduce(operator.iadd, seen, []):
         observation.gradients = {}

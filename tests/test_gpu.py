@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,9 +95,9 @@ def test_one_rank_keeps_the_laws_with_all_reduces_in_flight(backend):
 
 LAWS = """
 import sys, torch, torch.distributed as dist, ppe_ddp
-from ppe_ddp.testing.backend_probes import probe_backend
-from ppe_ddp.testing.cases import Case
-from ppe_ddp.testing.laws import check_case
+from ppe_ddp.testing.probes import probe_backend
+from ppe_ddp.testing.laws import Case
+from law_scenarios import check_case
 from ppe_ddp.testing.models import Recipe
 ppe_ddp.init_process_group(sys.argv[1], init_method="mpi://", quiet=True)
 assert dist.get_world_size() == int(sys.argv[2]), dist.get_world_size()
@@ -120,6 +121,7 @@ def test_ranks_keep_the_laws_over_mpi4py(tmp_path, backend, size):
     script.write_text(LAWS)
     # Open MPI refuses root, and more ranks than cores, unless it is told.
     environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment["PYTHONPATH"] = f"{Path(__file__).parent.parent}:{Path(__file__).parent}"
     environment |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     command = [MPIRUN, "-n", size, sys.executable, script, backend, size]
     code, output, errors = run(command, timeout=SECONDS, environment=environment)

@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
+from law_scenarios import check_case, every_variant
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.testing import RankError, Ranks
-from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
-from ppe_ddp.testing.laws import breaches, check_case, observe, observe_all
+from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe, observe_all
 from ppe_ddp.testing.models import Kind, LayerRecipe, Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
@@ -76,7 +76,7 @@ def observed(case, plugs, variants):
 
 
 def assert_laws(ranks, case, plugs=None, variants=None):
-    variants = variants or Variant.every(common_path=case.recipe.common_path)
+    variants = variants or every_variant(common_path=case.recipe.common_path)
     by_rank = ranks.run(observed, case, plugs or Plugs(), variants, timeout=120)
     for seen in zip(*by_rank, strict=True):
         assert breaches(seen) == [], seen[0].title
@@ -105,7 +105,7 @@ EVERYTHING = tuple(LayerRecipe(kind, DTYPES[k % len(DTYPES)]) for k, kind in enu
 
 
 @pytest.mark.parametrize(
-    ("world", "variants"), [("two_ranks", Variant.every()), ("three_ranks", Variant.every()[::3])], ids=["2", "3"]
+    ("world", "variants"), [("two_ranks", every_variant()), ("three_ranks", every_variant()[::3])], ids=["2", "3"]
 )
 def test_every_step_in_turn_on_a_model_of_every_layer(request, world, variants):
     recipe = Recipe(1, EVERYTHING, width=8, heads=3, early_exit=True)
@@ -120,7 +120,7 @@ def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
     recipe = Recipe(2, (LayerRecipe(Kind.LINEAR), LayerRecipe(kind), LayerRecipe(kind)), heads=2, common_path=True)
     kinds = [kind for kind in StepKind if Case(recipe, (TrainingStep(kind),)).supports(Variant(negotiate=False))]
     steps = tuple(TrainingStep(kind, zeroing) for kind, zeroing in zip(kinds, itertools.cycle(Zeroing), strict=False))
-    variants = [variant for variant in Variant.every(common_path=True) if not variant.negotiate]
+    variants = [variant for variant in every_variant(common_path=True) if not variant.negotiate]
     assert_laws(two_ranks, Case(recipe, steps), variants=variants)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, Outcome, RankError, Ranks, node_job, nodes_missing
-from ppe_ddp.testing.node_launchers import LAUNCHERS, Place, commands
+from ppe_ddp.testing.nodes import LAUNCHERS, Place, commands
 from subprocesses import needs_mpirun
 from test_ranks import all_end
 
@@ -265,7 +265,7 @@ def test_impossible_numbers_are_refused(numbers):
 
 
 def test_commands_that_make_no_sense_are_refused():
-    place = Place(("n0", "n1"), "10.0.0.1", "lan0", "/shell", 1)
+    place = Place(("n0", "n1"), "10.0.0.1", 1)
     with pytest.raises(ValueError, match="2 nodes need as many positive numbers"):
         commands("torchrun", ["true"], (1,), place)
     with pytest.raises(ValueError, match=r"2 nodes need .* \(1, 0\)"):

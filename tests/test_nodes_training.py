@@ -20,7 +20,7 @@ import mpi_check_torch
 import mpi_megatron
 import ppe_ddp
 import sharding_checks
-from law_scenarios import scenario
+from law_scenarios import every_variant, scenario
 from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
 from node_worlds import BACKENDS, in_own_world, long_on_nodes, some, worlds
 from optimizing import OPTIMIZERS, hold_to_one_process
@@ -32,7 +32,6 @@ from ppe_ddp.testing import (
     check_comm_hook,
     check_reduce_function,
 )
-from ppe_ddp.testing.cases import Variant
 from ppe_ddp.testing.laws import breaches, observe_all
 from ppe_ddp.tracing.timeline import record
 from random_training import differences, train
@@ -58,7 +57,7 @@ def observed(seed, options):
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     case, plugs = scenario(seed)
     group = group_with(options) if options is not None else None
-    seen = observe_all(case, Variant.every()[seed % 4 :: 4], plugs, group=group)
+    seen = observe_all(case, every_variant()[seed % 4 :: 4], plugs, group=group)
     for observation in seen:
         observation.gradients = {}
     dist.barrier()

@@ -2,16 +2,18 @@
 
 import functools
 import importlib.util
+import io
 import json
 import math
 import random
 import sys
+from collections import OrderedDict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 import sharding_checks
 from ppe_ddp.errors import CheckpointError
@@ -19,13 +21,13 @@ from ppe_ddp.sharding import (
     Checkpoint,
     DistModule,
     broadcast_and_shard_state_dict,
+    distribution,
     load_state_dict,
     patch_accelerate,
-    progress_bar,
     shard_broadcasted_state_dict,
 )
-from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry
-from ppe_ddp.sharding.key_matching import match
+from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry, match
+from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 from ppe_ddp.sharding.regions import ShardLayout, boxes, cut, shape_of, whole
 from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, tree
 from ppe_ddp.testing import Ranks
@@ -88,7 +90,7 @@ def random_layout(dice):
     shape = tuple(dice.choice([1, 2, 3]) for _ in range(dice.choice([1, 2])))
     ranks = list(range(math.prod(shape)))
     dice.shuffle(ranks)
-    placements = tuple(dice.choice([Shard(0), Shard(1), Replicate()]) for _ in shape)
+    placements = tuple(dice.choice([(0,), (1,), ()]) for _ in shape)  # Shard(0), Shard(1), Replicate()
     return ShardLayout(tuple(ranks), shape, placements)
 
 
@@ -100,7 +102,7 @@ def test_every_element_reaches_every_rank_that_holds_it(seed):
     size = len(layout.ranks)
     full = torch.arange(dice.randint(0, 9) * dice.randint(1, 9)).float()
     full = full.view(-1, dice.choice([n for n in range(1, 10) if full.numel() % n == 0]))
-    regions = layout.regions(tuple(full.shape))
+    regions = {rank: layout.region(tuple(full.shape), rank) for rank in layout.ranks}
     holders = {}
     for rank, region in regions.items():
         holders.setdefault(region, []).append(rank)
@@ -124,9 +126,9 @@ def test_every_element_reaches_every_rank_that_holds_it(seed):
         index = [int(i) for i in torch.unravel_index(coordinate, layout.mesh_shape)]
         expected = full
         for placement, count, i in zip(layout.placements, layout.mesh_shape, index, strict=True):
-            if not isinstance(placement, Replicate):
-                chunks = expected.chunk(count, placement.dim)
-                empty = expected.narrow(placement.dim, 0, 0)
+            if placement:
+                chunks = expected.chunk(count, *placement)
+                empty = expected.narrow(*placement, 0, 0)
                 expected = chunks[i] if i < len(chunks) else empty
         assert torch.equal(locals_[rank], expected), (layout, rank)
 
@@ -342,8 +344,46 @@ def test_any_memory_format():
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (3600.0, False)])
 def test_a_bar_for_long_loads(monkeypatch, capsys, seconds, shown):
     skip_without("tqdm")
-    monkeypatch.setattr(progress_bar, "_SECONDS", seconds)
+    monkeypatch.setattr(distribution, "_SHOWN_AFTER", seconds)
     net = nn.Linear(64, 64)
     for wanted, seen in [(True, shown), (False, False), (None, False)]:  # what is captured is no terminal
         DistModule(net, progress=wanted, piece_nbytes=1024).load_state_dict(net.state_dict())
         assert ("loading" in capsys.readouterr().err) == seen
+
+
+# --- values that are no tensors
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", 3, 0.1, True, b"bytes", (1, [2, {"a": (3,)}]), OrderedDict(a=1), torch.float16, torch.Size([2])],
+)
+def test_plain_values_come_back(value):
+    back = load_plain(dump_plain(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_tensors_come_back_with_what_they_are_in():
+    value = {"a": [torch.randn(3), {"b": torch.eye(2).to_sparse()}]}
+    back = load_plain(dump_plain(value))
+    assert torch.equal(back["a"][0], value["a"][0])
+    assert torch.equal(back["a"][1]["b"].to_dense(), torch.eye(2))
+
+
+def test_what_would_run_code_is_refused_on_both_sides(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match=r"it is a Hostile with .*getattr.*add_safe_globals"):
+        dump_plain(Hostile())
+    with pytest.raises(TypeError, match="it is a function, which cannot be saved"):
+        dump_plain(lambda: None)
+    content = io.BytesIO()
+    torch.save([Hostile()], content)
+    with pytest.raises(UnpicklingError):
+        load_plain(content.getvalue())
+    assert not Path("executed").exists()
+
+
+def test_a_class_that_the_user_trusts_goes_through():
+    with torch.serialization.safe_globals([complex]):
+        assert load_plain(dump_plain([1j])) == [1j]

@@ -22,7 +22,7 @@ from ppe_ddp.backends.shm import shm_group as shm_group_module
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
-from ppe_ddp.testing.cases import Case
+from ppe_ddp.testing.laws import Case
 from ppe_ddp.testing.models import Recipe
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 from ppe_ddp.waiting import background_thread, progress_engine

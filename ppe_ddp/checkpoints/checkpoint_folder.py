@@ -19,8 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,15 +35,8 @@ Digest = Sequence[object]
 """The size of a file in bytes and its SHA-256 in hexadecimal, as JSON has them: a list of two."""
 
 
-@dataclass(frozen=True)
-class CheckpointName:
-    """The name of a complete checkpoint, told apart.
-
-    Attributes:
-        text: The name.
-        number: It is the so-manieth of the folder.
-        step: Of the training.
-    """
+class CheckpointName(NamedTuple):
+    """The name of a complete checkpoint, and what it says: its place in the folder, from 1, and the training's step."""
 
     text: str
     number: int
@@ -134,36 +126,24 @@ class CheckpointFolder:
             else:
                 self._remove([aside])
 
-    def files(self, name: str) -> dict[str, Digest]:
-        """The files of a complete checkpoint, by its manifest.
-
-        Raises:
-            ValueError: The manifest is damaged.
-            OSError: It cannot be read.
-        """
-        try:
-            manifest = json.loads((self.path / name / MANIFEST).read_text())
-            content = manifest["content"]
-            if hashlib.sha256(content.encode()).hexdigest() != manifest["sha256"]:
-                raise ValueError("its checksum is wrong")
-            files: dict[str, Digest] = json.loads(content)["files"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self.path / name / MANIFEST} is damaged: {error}") from error
-        return files
-
     def damage(self, name: str, part: int, parts: int) -> str:
         """What is wrong with a complete checkpoint; empty where nothing is.
 
         Args:
-            name: Of the checkpoint.
-            part: Which files to look at: the so-manieth of ``parts`` shares of them.
-            parts: How many look at it.
+            name: The name of the checkpoint.
+            part: The share of its files to look at, from 0.
+            parts: How many shares there are.
         """
+        manifest = self.path / name / MANIFEST
         try:
-            for file, digest in sorted(self.files(name).items())[part::parts]:
+            try:
+                files = _files_of(manifest.read_text())
+            except (ValueError, TypeError, KeyError) as error:
+                return f"{manifest} is damaged: {error}"
+            for file, digest in sorted(files.items())[part::parts]:
                 if list(_digest(self.path / name / file)) != list(digest):
                     return f"{self.path / name / file} is damaged: it is not what was written"
-        except (ValueError, OSError) as error:
+        except OSError as error:
             return str(error)
         return ""
 
@@ -181,6 +161,14 @@ def sync(file: Path) -> Digest:
     finally:
         os.close(descriptor)
     return digest
+
+
+def _files_of(manifest: str) -> dict[str, Digest]:
+    parts = json.loads(manifest)
+    if hashlib.sha256(parts["content"].encode()).hexdigest() != parts["sha256"]:
+        raise ValueError("its checksum is wrong")
+    files: dict[str, Digest] = json.loads(parts["content"])["files"]
+    return files
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,10 +9,12 @@ ranks.3.own.scheduler                what each rank has for itself
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -184,3 +186,24 @@ def _leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             yield from _leaves(value, (*path, key))
         else:
             yield (*path, key), table
+
+
+def random_states() -> dict[str, Any]:
+    """Those of Python, NumPy, torch on the CPU, and of this rank's CUDA device if it is in use."""
+    version, numbers, gauss = random.getstate()
+    legacy: dict[str, Any] = np.random.get_state(legacy=False)
+    legacy = legacy | {"state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return {"python": [version, list(numbers), gauss], "numpy": legacy, "cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Go on from what :func:`random_states` has returned."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    legacy = states["numpy"]
+    key = np.array(legacy["state"]["key"], dtype=np.uint32)
+    np.random.set_state(legacy | {"state": {**legacy["state"], "key": key}})
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, Digest, sync
-from ppe_ddp.checkpoints.checkpoint_parts import RANKS, RankPart, part_of
-from ppe_ddp.checkpoints.random_states import random_states, set_random_states
+from ppe_ddp.checkpoints.checkpoint_parts import RANKS, RankPart, part_of, random_states, set_random_states
 from ppe_ddp.errors import CheckpointError, DisagreementError
 
 if TYPE_CHECKING:

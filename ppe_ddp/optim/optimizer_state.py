@@ -20,13 +20,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.zero.chunks import bounds_of
-from ppe_ddp.optim.shared_errors import raise_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -98,7 +99,7 @@ def restore(
         found = _CheckpointPart(optimizer, masters, model, checkpoint)
     except Exception as failure:
         error = failure
-    raise_together(error, [] if found is None else found.collectives, model.group)
+    _raise_together(error, [] if found is None else found.collectives, model.group)
     assert found is not None
     found.complete()
     for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
@@ -110,6 +111,42 @@ def restore(
         if master.index in found.weights:
             master.weight.copy_(found.weights[master.index])
     return [master for master in masters if master.index in found.weights]
+
+
+def _raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
+    """Raise on all ranks if one has an error, or if they are about to call different collectives.
+
+    Args:
+        error: What is wrong on this rank.
+        collectives: The collectives that this rank is about to call, in order.
+        group: The ranks; all of them must call this.
+
+    Raises:
+        ValueError: On every rank, with the errors of all.
+    """
+    world_size = dist.get_world_size(group)
+    told = all_gather_json([None if error is None else _text(error), list(collectives)], group)
+    texts = [text for text, _ in told]
+    if any(texts):
+        ranks: dict[str, list[int]] = {}
+        for rank, text in enumerate(texts):
+            if text is not None:
+                ranks.setdefault(text, []).append(rank)
+        errors = "; ".join(
+            f"rank {', '.join(map(str, which))} of {world_size}: {text}" for text, which in ranks.items()
+        )
+        raise ValueError(f"the checkpoint does not fit, and nothing was loaded on any rank: {errors}") from error
+    for rank, (_, others) in enumerate(told):
+        if others != told[0][1]:
+            which = sorted(set(others) ^ set(told[0][1]))[:3] or "their order"
+            raise ValueError(
+                f"rank 0 and rank {rank} have different checkpoints, and nothing was loaded on any: they differ in "
+                f"{which}; save and load by torch.distributed.checkpoint, or load the files of one step"
+            )
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 class _CheckpointPart:
@@ -124,7 +161,8 @@ class _CheckpointPart:
         self, optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
     ) -> None:
         _check_groups(_names(optimizer, masters), checkpoint)
-        rank, world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
+        self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
+        self._even = model.has_even_shards
         self.state: dict[int, dict[str, Any]] = {}
         self.weights: dict[int, Tensor] = {}
         self._others: list[tuple[dict[Any, Any], Any, Any, MasterWeight]] = []
@@ -136,19 +174,36 @@ class _CheckpointPart:
                     f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
                     "give it the shape and memory format with which it was saved"
                 )
-            fit = _LocalShards(master, rank, world_size, even=model.has_even_shards)
             if int(checkpoint["exists"][name]):
                 self.state[master.index] = {}
                 for key, value in checkpoint["state"][name].items():
-                    self._take(fit, self.state[master.index], key, value)
+                    self._take(master, self.state[master.index], key, value)
             if not master.is_alias:
                 value = checkpoint["master"].get(name, master.weight.detach())
-                self._take(fit, self.weights, master.index, value)
+                self._take(master, self.weights, master.index, value)
 
-    def _take(self, fit: _LocalShards, table: dict[Any, Any], key: Any, value: Any) -> None:
-        table[key] = fit.own(value)
-        if fit.lies_elsewhere(value):
-            self._others.append((table, key, value, fit.master))
+    def _take(self, master: MasterWeight, table: dict[Any, Any], key: Any, value: Any) -> None:
+        table[key] = self._own(master, value)
+        if not self._even and hasattr(value, "placements"):  # this rank's shard is not its chunk of the value
+            self._others.append((table, key, value, master))
+
+    def _own(self, master: MasterWeight, value: Any) -> Any:
+        """A copy of this rank's part of ``value``; refuses that of another rank."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if not hasattr(value, "placements"):
+            return value.detach().clone()
+        ranks = value.device_mesh.size()  # type: ignore[attr-defined]
+        own: Tensor = value.to_local()  # type: ignore[attr-defined]
+        place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+        start, stop = bounds_of(master.shard.parameter.numel(), self._rank, self._world_size)
+        if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
+            raise ValueError(
+                f"the state of {master.shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
+                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
+                "of ranks"
+            )
+        return own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
     @property
     def collectives(self) -> list[str]:
@@ -198,39 +253,6 @@ class _Shards:
         dist.all_reduce(whole, group=self._group)
         start, stop = bounds_of(numel, dist.get_rank(self._group), dist.get_world_size(self._group))
         return whole[start:stop].clone()
-
-
-class _LocalShards:
-    """Takes the local shards out of a checkpoint, and refuses those of other ranks."""
-
-    def __init__(self, master: MasterWeight, rank: int, world_size: int, *, even: bool) -> None:
-        self.master = master
-        self._even = even
-        self._rank = rank
-        self._world_size = world_size
-
-    def own(self, value: Any) -> Any:
-        """A copy of what this rank has of ``value``."""
-        if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
-        shard = self.master.shard
-        if not hasattr(value, "placements"):
-            return value.detach().clone()
-        ranks = value.device_mesh.size()  # type: ignore[attr-defined]
-        own: Tensor = value.to_local()  # type: ignore[attr-defined]
-        place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
-        start, stop = bounds_of(shard.parameter.numel(), self._rank, self._world_size)
-        if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
-            raise ValueError(
-                f"the state of {shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
-                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
-                "of ranks"
-            )
-        return own.to(self.master.weight.device, _dtype_of(own, self.master), copy=True)
-
-    def lies_elsewhere(self, value: Any) -> bool:
-        """Whether this rank's shard is not the chunk that it has of ``value``."""
-        return not self._even and hasattr(value, "placements")
 
 
 def _names(optimizer: Optimizer, masters: Sequence[MasterWeight]) -> list[list[str]]:

@@ -1,10 +1,13 @@
-"""Describes the entries that a checkpoint has and those that a module expects, small enough to be sent. Pure."""
+"""The entries that a checkpoint has and those that modules expect: described, sent as JSON, and matched by name. Pure.
+
+Descriptions are small enough to be sent, and nothing in JSON can be executed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.torch_internals import holds_tensors
-from ppe_ddp.sharding.plain_values import dump_plain
+from ppe_ddp.errors import CheckpointError
+from ppe_ddp.sharding.checkpoint_reader import dump_plain
 from ppe_ddp.sharding.regions import ShardLayout, shape_of
 
 _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
+# Wrappers put these into names; a checkpoint made without the wrapper, or with another one, lacks them.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
-@dataclass(frozen=True)
-class SourceEntry:
+class SourceEntry(NamedTuple):
     """An entry of the checkpoint.
 
     Attributes:
         key: Its name.
-        shape: Of the full tensor; None for an entry that is no tensor.
-        dtype: Of the tensor.
+        shape: The shape of the full tensor; None for an entry that is no tensor.
+        dtype: The dtype of the tensor.
         kind: The name of its type.
         content: The bytes of an entry that is no tensor, where it is sent with its description.
     """
@@ -37,14 +42,13 @@ class SourceEntry:
     content: bytes = b""
 
 
-@dataclass(frozen=True)
-class ExpectedEntry:
+class ExpectedEntry(NamedTuple):
     """An entry that a module has.
 
     Attributes:
         key: Its name in the module.
-        shape: Of the full tensor; None where any shape will do, or an entry that is no tensor.
-        dtype: Of the tensor.
+        shape: The shape of the full tensor; None where any shape will do, or an entry that is no tensor.
+        dtype: The dtype of the tensor.
         layout: How it is spread over ranks; None for a tensor that each rank has whole.
         tie: The first key that stands for the same memory; usually the key itself.
     """
@@ -57,14 +61,10 @@ class ExpectedEntry:
 
 
 def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntry]:
-    """The entries of a checkpoint in memory, or of one that reads its tensors on demand.
-
-    Args:
-        state_dict: The checkpoint.
-        is_sent: Whether other ranks need what is no tensor.
+    """The entries of a checkpoint; with their content, if ``is_sent``, where they are no tensors.
 
     Raises:
-        TypeError: A key is not a text, an entry is no full tensor, or loading what is no tensor would run code.
+        TypeError: A key is not a text, an entry is no full tensor, or loading a value that is none would run code.
     """
     found = []
     for key, value in state_dict.items():
@@ -76,17 +76,19 @@ def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntr
             if value.is_meta:
                 raise TypeError(f"{key!r} is on the meta device and has no values; pass real tensors")
             found.append(SourceEntry(key, tuple(value.shape), value.dtype, "Tensor"))
-        else:
-            found.append(SourceEntry(key, None, None, type(value).__name__, _content(key, value) if is_sent else b""))
+            continue
+        try:
+            content = dump_plain(value) if is_sent else b""
+        except TypeError as error:
+            raise TypeError(f"{key!r} cannot be sent: {error}") from error
+        found.append(SourceEntry(key, None, None, type(value).__name__, content))
     return found
 
 
 def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
-    """The entries that a module expects, by its own state_dict of sharded tensors, meta tensors or real ones.
+    """The entries that a module expects, by its own state_dict on global rank ``rank``.
 
-    Args:
-        state_dict: Where it was made with ``keep_vars=True``, tied parameters on the meta device are seen.
-        rank: The global rank of this process.
+    Where that was made with ``keep_vars=True``, tied parameters on the meta device are seen.
 
     Raises:
         TypeError: An entry is of a kind that cannot be filled.
@@ -98,31 +100,32 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
         if takes_anything(key, value):
             expected.append(ExpectedEntry(key, None, None, None, key))
             continue
-        tie = first.setdefault(_memory(value), key)
-        expected.append(ExpectedEntry(key, tuple(value.shape), value.dtype, _layout(key, value, rank), tie))
+        local = local_of(value)
+        layout = _layout(key, value, local, rank)
+        # Two entries with the same memory are one tensor.
+        memory: object = id(value)
+        if not local.is_meta and local.numel() > 0:
+            memory = local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), str(local.device)
+        expected.append(ExpectedEntry(key, tuple(value.shape), value.dtype, layout, first.setdefault(memory, key)))
     return expected
 
 
 def takes_anything(key: str, value: object) -> bool:
-    """Whether an entry of a module does not say what has to come: extra state, and parameters without a shape."""
+    """Whether any entry can be loaded here: extra state, and parameters without a shape."""
     return not isinstance(value, Tensor) or key.rpartition(".")[2] == _EXTRA or is_lazy(value)
 
 
-def _content(key: str, value: object) -> bytes:
-    try:
-        return dump_plain(value)
-    except TypeError as error:
-        raise TypeError(f"{key!r} cannot be sent: {error}") from error
+def local_of(value: Tensor) -> Tensor:
+    """This rank's shard itself, not a view of it as ``to_local()`` makes while gradients are on."""
+    with torch.no_grad():
+        return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _layout(key: str, value: Tensor, rank: int) -> ShardLayout | None:
+def _layout(key: str, value: Tensor, local: Tensor, rank: int) -> ShardLayout | None:
+    if holds_tensors(local) or local.layout is not torch.strided:
+        raise TypeError(f"{key!r} holds a {type(local).__name__} ({local.layout}), which cannot be filled from bytes")
     if not isinstance(value, DTensor):
-        if holds_tensors(value) or value.layout is not torch.strided:
-            raise TypeError(f"{key!r} is a {type(value).__name__} ({value.layout}), which cannot be filled from bytes")
         return None
-    local = local_of(value)
-    if holds_tensors(local):
-        raise TypeError(f"{key!r} holds a {type(local).__name__}, which cannot be filled from bytes")
     try:
         layout = ShardLayout.of(value)
     except ValueError as error:
@@ -131,20 +134,159 @@ def _layout(key: str, value: Tensor, rank: int) -> ShardLayout | None:
     if region is not None and shape_of(region) != shape:
         raise ValueError(
             f"{key!r} of shape {tuple(value.shape)} has a shard of shape {shape} on global rank {rank}, where "
-            f"{list(layout.placements)} gives {shape_of(region)}; shards of other sizes cannot be loaded"
+            f"{list(value.placements)} gives {shape_of(region)}; shards of other sizes cannot be loaded"
         )
     return layout
 
 
-def local_of(value: DTensor) -> Tensor:
-    """This rank's shard itself, not a view of it as ``to_local()`` makes while gradients are on."""
-    with torch.no_grad():
-        return value.to_local()
+# ---------------------------------------------------------------------- JSON
 
 
-def _memory(value: Tensor) -> object:
-    """A key for the memory of a tensor: the same for two entries that are one tensor."""
-    local = local_of(value) if isinstance(value, DTensor) else value
-    if local.is_meta or local.numel() == 0:
-        return id(value)
-    return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), str(local.device)
+def sources_to_json(entries: Sequence[SourceEntry]) -> Any:
+    """What is sent of a checkpoint's entries."""
+    return [[e.key, e.shape, _name(e.dtype), e.kind, b64encode(e.content).decode()] for e in entries]
+
+
+def sources_from_json(sent: Any) -> list[SourceEntry]:
+    """The entries that :func:`sources_to_json` was given."""
+    return [
+        SourceEntry(key, _tuples(shape), _dtype(name), kind, b64decode(content))
+        for key, shape, name, kind, content in sent
+    ]
+
+
+def expectations_to_json(entries: Sequence[ExpectedEntry]) -> Any:
+    """What is sent of a module's expectations; each of its layouts, which are few, once."""
+    layouts: dict[ShardLayout | None, int] = {}
+    rows = [[e.key, e.shape, _name(e.dtype), layouts.setdefault(e.layout, len(layouts)), e.tie] for e in entries]
+    return [[one and (one.ranks, one.mesh_shape, one.placements) for one in layouts], rows]
+
+
+def expectations_from_json(sent: Any) -> list[ExpectedEntry]:
+    """The entries that :func:`expectations_to_json` was given."""
+    layouts = [one and ShardLayout(*map(_tuples, one)) for one in sent[0]]
+    return [
+        ExpectedEntry(key, _tuples(shape), _dtype(name), layouts[layout], tie)
+        for key, shape, name, layout, tie in sent[1]
+    ]
+
+
+def _tuples(sent: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tuples, sent)) if isinstance(sent, list) else sent
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype = None if name is None else getattr(torch, name)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+# ---------------------------------------------------------------------- names
+
+
+class Match(NamedTuple):
+    """The keys of a checkpoint, matched with the module's.
+
+    Attributes:
+        sources: For each key of the module that is loaded, the key of the checkpoint it is loaded from. Of keys that
+            are one tensor, each has the source of the last that the checkpoint has, which is what would stay there if
+            they were loaded one after another.
+        missing: Keys of the module that nothing is loaded into.
+        unexpected: Keys of the checkpoint that no rank has a place for.
+    """
+
+    sources: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def match(found: Sequence[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
+    """Match the keys of a checkpoint with those of the modules of all ranks, which may be parts of a model."""
+    ours: dict[str, None] = {}
+    ties: dict[str, dict[str, None]] = {}
+    for _, entry in _each(expectations):
+        ours[entry.key] = None
+        ties.setdefault(entry.tie, {})[entry.key] = None
+    named = _names([entry.key for entry in found], list(ours))
+    direct = {name: key for key, name in named.items()}
+    sources = {}
+    for tied in ties.values():
+        source = next((direct[key] for key in reversed(tied) if key in direct), None)
+        if source is not None:
+            sources.update(dict.fromkeys(tied, source))
+    return Match(
+        sources={key: sources[key] for key in ours if key in sources},
+        missing=[key for key in ours if key not in sources],
+        unexpected=[entry.key for entry in found if entry.key not in named],
+    )
+
+
+def check(
+    found: Sequence[SourceEntry],
+    expectations: Sequence[Sequence[ExpectedEntry]],
+    matched: Match,
+    *,
+    strict: bool,
+    what: str,
+) -> None:
+    """Check shapes, and if ``strict`` keys, for the class named ``what``.
+
+    Raises:
+        CheckpointError: With the words of ``torch.nn.Module.load_state_dict``.
+    """
+    problems = []
+    for kind, keys in (("Missing", matched.missing), ("Unexpected", matched.unexpected)):
+        if strict and keys:
+            quoted = ", ".join(f'"{key}"' for key in keys)
+            problems.append(f"{kind} key(s) in state_dict: {quoted}.")
+    by_key = {entry.key: entry for entry in found}
+    for rank, entry in _each(expectations):
+        source = by_key.get(matched.sources.get(entry.key, ""))
+        if source is not None and (problem := _misfit(source, entry)):
+            problems.append(problem if rank == 0 else f"on rank {rank}: {problem}")
+    if problems:
+        raise CheckpointError("\n\t".join([f"Error(s) in loading state_dict for {what}:", *problems]))
+
+
+def _each(expectations: Sequence[Sequence[ExpectedEntry]]) -> list[tuple[int, ExpectedEntry]]:
+    """The entries that ranks expect, each with a rank. Most ranks share one list, which is looked at once."""
+    different = {id(expected): (rank, expected) for rank, expected in reversed(list(enumerate(expectations)))}
+    return [(rank, entry) for rank, expected in sorted(different.values()) for entry in expected]
+
+
+def _misfit(source: SourceEntry, entry: ExpectedEntry) -> str:
+    if entry.shape is None or source.shape == entry.shape:
+        return ""
+    if source.shape is None:
+        return f"expected a tensor for {entry.key}, and the checkpoint has a {source.kind}."
+    return (
+        f"size mismatch for {entry.key}: copying a param with shape torch.Size({list(source.shape)}) from "
+        f"checkpoint, the shape in current model is torch.Size({list(entry.shape)})."
+    )
+
+
+def _names(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
+    """For each key of the checkpoint, the module's name of it, where it has one."""
+    own = set(ours)
+    named = {key: key for key in theirs if key in own}
+    bare: dict[str, list[str]] = {}
+    for key in ours:
+        if key not in named:
+            bare.setdefault(_bare(key), []).append(key)
+    for key in theirs:
+        alike = bare.get(_bare(key), [])
+        if key not in named and len(alike) == 1:
+            named[key] = alike.pop()
+    return named
+
+
+def _bare(key: str) -> str:
+    """A key without the names of wrappers: torch.compile's anywhere, and DistributedDataParallel's in front."""
+    parts = [part for part in key.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[:1] == ["module"] and len(parts) > 1 else parts)

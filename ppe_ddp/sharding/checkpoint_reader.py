@@ -1,13 +1,15 @@
-"""Reads checkpoints: safetensors and torch files, one or many. Code in a file is never executed.
+"""Reads checkpoints: safetensors and torch files, one or many, and plain values. Code in them is never executed.
 
 Files are mapped into memory: a tensor is read from disk when its values are looked at, and not before.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ppe_ddp.errors import CheckpointError
 
@@ -46,25 +49,23 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._files: dict[str, Mapping[str, Any]] = {}
+        self._readers: dict[str, Callable[[], Any]] = {}
         for file, promised in _files_of(Path(path)).items():
-            content = _open(file)
-            for key in content:
-                if key in self._files:
-                    raise CheckpointError(f"{file}: the entry {key!r} is in another file of the checkpoint, too")
-                self._files[key] = content
-            lacking = [key for key in promised if key not in content]
-            if lacking:
+            readers = _open(file)
+            if twice := self._readers.keys() & readers.keys():
+                raise CheckpointError(f"{file}: the entry {min(twice)!r} is in another file of the checkpoint, too")
+            if lacking := [key for key in promised if key not in readers]:
                 raise CheckpointError(f"{file}: it lacks {lacking[0]!r}, which the index says it has")
+            self._readers.update(readers)
 
     def __getitem__(self, key: str) -> Any:
-        return self._files[key][key]
+        return self._readers[key]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._readers)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._readers)
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap = None) -> dict[str, Any]:
@@ -89,40 +90,51 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
     places = _places(device_map)
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return {}
-    content = _open(Path(checkpoint_file))
-    return {key: _moved(value, _place(key, places)) for key, value in content.items()}
+    loaded = {key: read() for key, read in _open(Path(checkpoint_file)).items()}
+    return {key: value.to(_place(key, places)) if isinstance(value, Tensor) else value for key, value in loaded.items()}
 
 
-class _SafeFile(Mapping[str, Tensor]):
-    """An open safetensors file."""
+def dump_plain(value: Any) -> bytes:
+    """Save a value that is no tensor; :func:`load_plain` reads the bytes and executes nothing.
 
-    def __init__(self, file: Path) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            raise ImportError(f"{file}: reading it needs safetensors: pip install 'ppe_ddp[checkpoints]'") from None
-        self._content: Any = safe_open(str(file), framework="pt")
-        kind = (self._content.metadata() or {}).get("format", "pt")
-        if kind != "pt":
-            raise ValueError(f"it was saved from {kind!r}, and its tensors may be laid out otherwise than torch's")
-        self._keys = dict.fromkeys(self._content.keys())
+    It may be what ``torch.load(weights_only=True)`` reads: tensors, plain Python values in lists, tuples and
+    dictionaries, and the classes that a user has added by ``torch.serialization.add_safe_globals``.
 
-    def __getitem__(self, key: str) -> Tensor:
-        tensor: Tensor = self._content.get_tensor(key)
-        return tensor
+    Raises:
+        TypeError: Loading it would run code, or it cannot be saved at all; says what it is made of.
+    """
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+    except Exception as error:
+        raise TypeError(f"it is a {type(value).__name__}, which cannot be saved: {error}") from error
+    if not isinstance(value, str | int | float | None):  # those hold nothing else; looking takes time
+        content.seek(0)
+        unsafe = get_unsafe_globals_in_checkpoint(content)
+        if unsafe:
+            raise TypeError(
+                f"it is a {type(value).__name__} with {', '.join(sorted(unsafe))}, and loading that would run code: "
+                "keep tensors and plain values there, or allow the class on every rank by "
+                "torch.serialization.add_safe_globals"
+            )
+    return content.getvalue()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
 
-    def __len__(self) -> int:
-        return len(self._keys)
+def load_plain(content: bytes) -> Any:
+    """The value of :func:`dump_plain`, its tensors on the CPU.
+
+    Raises:
+        pickle.UnpicklingError: It would run code.
+    """
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _open(file: Path) -> Mapping[str, Any]:
+def _open(file: Path) -> dict[str, Callable[[], Any]]:
+    """A function for each entry of a file that reads it."""
     try:
         if not file.is_file():
             raise FileNotFoundError("there is no such file")
-        return _SafeFile(file) if file.suffix == _SAFE else _torch_file(file)
+        return _safe_file(file) if file.suffix == _SAFE else _torch_file(file)
     except ImportError:
         raise
     except UnpicklingError as error:
@@ -134,7 +146,19 @@ def _open(file: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def _torch_file(file: Path) -> Mapping[str, Any]:
+def _safe_file(file: Path) -> dict[str, Callable[[], Any]]:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ImportError(f"{file}: reading it needs safetensors: pip install 'ppe_ddp[checkpoints]'") from None
+    content: Any = safe_open(str(file), framework="pt")
+    kind = (content.metadata() or {}).get("format", "pt")
+    if kind != "pt":
+        raise ValueError(f"it was saved from {kind!r}, and its tensors may be laid out otherwise than torch's")
+    return {key: partial(content.get_tensor, key) for key in content.keys()}  # noqa: SIM118, it is no mapping
+
+
+def _torch_file(file: Path) -> dict[str, Callable[[], Any]]:
     # Old files are no archives, which alone can be mapped.
     with file.open("rb") as start:
         head = start.read(len(_ARCHIVE))
@@ -148,7 +172,7 @@ def _torch_file(file: Path) -> Mapping[str, Any]:
         raise ValueError(f"it is damaged, or no checkpoint: the unpickler has failed with {kind}: {error}") from error
     if not isinstance(content, Mapping):
         raise TypeError(f"it holds a {type(content).__name__}, not a state_dict")
-    return content
+    return {key: partial(content.__getitem__, key) for key in content}
 
 
 def _files_of(path: Path) -> dict[Path, list[str]]:
@@ -199,7 +223,3 @@ def _place(key: str, places: Mapping[str, torch.device]) -> torch.device:
     while name and name not in places:
         name = name.rpartition(".")[0]
     return places.get(name, torch.device("cpu"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value

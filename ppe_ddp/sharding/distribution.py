@@ -1,40 +1,81 @@
-"""Distributes a checkpoint from rank 0 into the shards of all ranks: matches keys, plans messages, sends them."""
+"""Distributes a checkpoint from rank 0 into the shards of all ranks: options, public functions, and how it is done."""
 
 from __future__ import annotations
 
+import sys
 from base64 import b64decode, b64encode
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ppe_ddp.engine.torch_internals import metadata_of
-from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry, describe, expect
-from ppe_ddp.sharding.entry_json import (
+from ppe_ddp.engine.torch_internals import metadata_of, set_metadata
+from ppe_ddp.sharding.checkpoint_entries import (
+    ExpectedEntry,
+    SourceEntry,
+    check,
+    describe,
+    expect,
     expectations_from_json,
     expectations_to_json,
+    match,
     sources_from_json,
     sources_to_json,
 )
-from ppe_ddp.sharding.key_matching import Match, check, match
+from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
-from ppe_ddp.sharding.load_targets import LoadTargets, device_for, refuse_meta
-from ppe_ddp.sharding.plain_values import dump_plain, load_plain
-from ppe_ddp.sharding.progress_bar import ProgressBar
-from ppe_ddp.sharding.tensor_routing import route_tensors
-from ppe_ddp.sharding.tensor_transfer import TensorTransfer
-from ppe_ddp.sharding.transfer_plan import plan_messages
+from ppe_ddp.sharding.tensor_transfer import LoadTargets, TensorTransfer, device_for, refuse_meta
+from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, route_tensors
 
 if TYPE_CHECKING:
-    from ppe_ddp.sharding.load_options import LoadOptions
+    from torch.distributed import ProcessGroup
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
+_SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
 
 
 @dataclass(frozen=True)
-class Distributed:
+class LoadOptions:
+    """The options of a load; the first five are those of DistModule.
+
+    Attributes:
+        fresh: Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the
+            checkpoint has may be on the meta device.
+        strict: All keys must match.
+        what: The name of what is loaded into, for errors.
+        lends: Rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``.
+    """
+
+    process_group: ProcessGroup | None = None
+    dtype: Literal["module", "checkpoint"] | None = None
+    piece_nbytes: int = 64 << 20
+    device: torch.device | str | None = None
+    progress: bool | None = None
+    fresh: bool = True
+    strict: bool = True
+    what: str = "state_dict"
+    lends: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "module", "checkpoint"):
+            raise ValueError(f"dtype should be 'module', 'checkpoint' or None, but it is {self.dtype!r}")
+        if self.piece_nbytes < 1:
+            raise ValueError(f"piece_nbytes should be positive, but it is {self.piece_nbytes}")
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether loaded tensors get the module's dtypes."""
+        return self.dtype == "module" or (self.dtype is None and not self.fresh)
+
+    def compared(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks."""
+        return {"strict": self.strict, "assign": self.fresh, "dtype": self.dtype, "piece_nbytes": self.piece_nbytes}
+
+
+class Distributed(NamedTuple):
     """The tensors that one rank got.
 
     Attributes:
@@ -48,175 +89,201 @@ class Distributed:
     unexpected: list[str]
 
 
-@dataclass(frozen=True)
-class LoadTerms:
-    """How a load is done; the same on every rank.
-
-    Attributes:
-        fresh: Whether loaded tensors get memory of their own. If not, the module's are overwritten, and none that the
-            checkpoint has may be on the meta device.
-        strict: Whether all keys must match.
-        options: What the user chose.
-        what: The name of what is loaded into, for errors.
-        lends: Whether rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``.
-    """
-
-    fresh: bool
-    strict: bool
-    options: LoadOptions
-    what: str
-    lends: bool
-
-    def compared(self) -> dict[str, Any]:
-        """The terms that must be equal on all ranks."""
-        dtype, piece_nbytes = self.options.dtype, self.options.piece_nbytes
-        return {"strict": self.strict, "assign": self.fresh, "dtype": dtype, "piece_nbytes": piece_nbytes}
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The first message of rank 0 to the others.
-
-    Attributes:
-        found: What the checkpoint has.
-        expected: What rank 0's module has, most often the same as everywhere.
-        terms: How it loads.
-        what: The name of what is loaded into.
-        metadata: The ``_metadata`` of torch's state_dicts: versions of modules, as bytes.
-        wire: The type of device whose tensors are sent.
-    """
-
-    found: list[SourceEntry]
-    expected: list[ExpectedEntry]
-    terms: dict[str, Any]
-    what: str
-    metadata: bytes
-    wire: str
-
-    def to_json(self) -> Any:
-        """What is sent."""
-        own = {"terms": self.terms, "what": self.what, "metadata": b64encode(self.metadata).decode(), "wire": self.wire}
-        return own | {"found": sources_to_json(self.found), "expected": expectations_to_json(self.expected)}
-
-    @classmethod
-    def from_json(cls, sent: Any) -> _Header:
-        """What has come."""
-        return cls(
-            found=sources_from_json(sent["found"]),
-            expected=expectations_from_json(sent["expected"]),
-            terms=sent["terms"],
-            what=sent["what"],
-            metadata=b64decode(sent["metadata"]),
-            wire=sent["wire"],
-        )
-
-
-class Distribution:
-    """Brings the tensors of rank 0's checkpoint to where they belong; every rank of a load group runs one, together.
+def distribute(
+    checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]], options: LoadOptions
+) -> Distributed:
+    """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
 
     Args:
         checkpoint_of: Gives the checkpoint: full tensors, and other entries. Called on rank 0 only.
         targets_of: Gives what this rank's module has: DTensors, tensors, and other entries.
-        terms: How.
-    """
+        options: How.
 
-    def __init__(
-        self,
-        checkpoint_of: Callable[[], Mapping[str, Any]],
-        targets_of: Callable[[], Mapping[str, Any]],
-        terms: LoadTerms,
-    ) -> None:
-        self._checkpoint_of = checkpoint_of
-        self._targets_of = targets_of
-        self._terms = terms
-        self._options = terms.options
-        self._load_group = LoadGroup(terms.options.process_group)
+    Raises:
+        CheckpointError: On every rank, with the same text: the checkpoint does not fit, or a rank failed. If the
+            module's own memory is loaded into, it may then have some, all or none of the new values.
+        CommunicationError: The process group failed.
+    """
+    with torch.no_grad():
+        return _Distribution(options).run(checkpoint_of, targets_of)
+
+
+def broadcast_and_shard_state_dict(
+    state_dict: Mapping[str, Any],
+    meta_sharded_state_dict: Mapping[str, Any],
+    sharded_state_dict: dict[str, Any],
+    *,
+    process_group: ProcessGroup | None = None,
+    strict: bool = True,
+) -> None:
+    """Send the full tensors of ``state_dict`` to where they belong, and keep rank 0's own shards.
+
+    Rank 0 calls this while all others call :func:`shard_broadcasted_state_dict`.
+
+    Args:
+        state_dict: The checkpoint: full tensors. Tensors that rank 0 needs whole are taken over without a copy.
+        meta_sharded_state_dict: What rank 0's module has; DTensors and tensors, on the meta device or not.
+        sharded_state_dict: Filled in place, with real tensors that a module can load with ``assign=True``.
+        process_group: The ranks that load together; None for the default group.
+        strict: Whether all keys must match; the same on every rank.
+
+    Raises:
+        ValueError: This is not rank 0 of the group. Nothing was sent.
+        CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
+        CommunicationError: The process group failed.
+    """
+    options = LoadOptions(process_group, strict=strict)
+    load_group = LoadGroup(process_group)
+    if not load_group.is_source:
+        raise ValueError(
+            f"rank {load_group.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
+            "shard_broadcasted_state_dict here"
+        )
+    sharded_state_dict.update(distribute(lambda: state_dict, lambda: meta_sharded_state_dict, options).state_dict)
+
+
+def shard_broadcasted_state_dict(
+    meta_sharded_state_dict: Mapping[str, Any],
+    sharded_state_dict: dict[str, Any],
+    *,
+    process_group: ProcessGroup | None = None,
+    strict: bool = True,
+) -> None:
+    """Receive this rank's shards from rank 0, which calls :func:`broadcast_and_shard_state_dict` meanwhile.
+
+    Args:
+        meta_sharded_state_dict: What this rank's module has; DTensors and tensors, on the meta device or not.
+        sharded_state_dict: Filled in place, with real tensors that a module can load with ``assign=True``.
+        process_group: The ranks that load together; None for the default group.
+        strict: Whether all keys must match; the same on every rank.
+
+    Raises:
+        ValueError: This is rank 0 of the group. Nothing was received.
+        CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
+        CommunicationError: The process group failed.
+    """
+    options = LoadOptions(process_group, strict=strict)
+    if LoadGroup(process_group).is_source:
+        raise ValueError(
+            "rank 0 called shard_broadcasted_state_dict, which is for the other ranks; call "
+            "broadcast_and_shard_state_dict here"
+        )
+    sharded_state_dict.update(distribute(dict, lambda: meta_sharded_state_dict, options).state_dict)
+
+
+class _Distribution:
+    """One rank's part in a load."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        self._options = options
+        self._load_group = LoadGroup(options.process_group)
         self._checkpoint: Mapping[str, Any] = {}
         self._targets: Mapping[str, Any] = {}
+        self._found: list[SourceEntry] = []
+        self._expectations: list[list[ExpectedEntry]] = []
 
-    def run(self) -> Distributed:
-        """Load.
+    def run(
+        self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
+    ) -> Distributed:
+        load_group, options = self._load_group, self._options
+        header = self._agree(checkpoint_of, targets_of)
+        matched = match(self._found, self._expectations)
+        check(self._found, self._expectations, matched, strict=options.strict, what=header["what"])
+        routed = route_tensors(self._found, self._expectations, matched, load_group.ranks, converts=options.keeps_dtype)
+        device = device_for(self._targets, load_group, options.device)
+        load_targets = LoadTargets(
+            self._targets, matched, self._found, device, fresh=options.fresh, keeps_dtype=options.keeps_dtype
+        )
+        lends = options.lends and options.fresh and load_group.is_source
+        load_targets.prepare(load_group.ranks[load_group.rank], self._checkpoint if lends else None)
+        failure = self._transfer(routed, load_targets, device_of(header["wire"]))
+        result: OrderedDict[str, Any] = OrderedDict()
+        set_metadata(result, load_plain(b64decode(header["metadata"])))
 
-        Raises:
-            CheckpointError: On every rank, with the same text: the checkpoint does not fit, or a rank failed. If the
-                module's own memory is loaded into, it may then have some, all or none of the new values.
-            CommunicationError: The process group failed.
-        """
-        with torch.no_grad():
-            header, expectations = self._agree()
-            matched = match(header.found, expectations)
-            check(header.found, expectations, matched, strict=self._terms.strict, what=header.what)
-            result = self._transfer(header, expectations, matched)
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+            result.update(load_targets.state_dict(self._checkpoint))
+
+        load_group.from_each(finish)
         return Distributed(result, matched.missing, matched.unexpected)
 
-    def _agree(self) -> tuple[_Header, list[list[ExpectedEntry]]]:
-        """What rank 0 has, and what each rank expects."""
-        load_group = self._load_group
+    def _agree(
+        self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Exchange what rank 0 has and what each rank expects.
+
+        Returns:
+            Rank 0's first message to the others.
+        """
+        load_group, options = self._load_group, self._options
         expected: list[ExpectedEntry] = []
         failure: Exception | None = None
         try:
-            self._targets = self._targets_of()
+            self._targets = targets_of()
             expected = expect(self._targets, load_group.ranks[load_group.rank])
         except Exception as error:  # raised below, on all ranks
             failure = error
-        header = _Header.from_json(load_group.from_source(lambda: self._make_header(expected).to_json()))
+
+        def make_header() -> dict[str, Any]:
+            self._checkpoint = checkpoint_of()
+            device = device_for(self._targets, load_group, options.device)
+            return {
+                "found": sources_to_json(describe(self._checkpoint, is_sent=load_group.size > 1)),
+                "expected": expectations_to_json(expected),  # most often the same as everywhere
+                "options": options.compared(),
+                "what": options.what,
+                "metadata": b64encode(dump_plain(metadata_of(self._checkpoint))).decode(),
+                "wire": load_group.wire_kind(device.type),
+            }
+
+        header: dict[str, Any] = load_group.from_source(make_header)
+        self._found = sources_from_json(header["found"])
+        usual = expectations_from_json(header["expected"])
 
         def answer() -> Any:
             if failure is not None:
                 raise failure
-            terms = self._terms.compared()
-            if terms != header.terms:
-                raise ValueError(f"it loads with {terms}, and rank 0 with {header.terms}; they have to be the same")
-            if not self._terms.fresh:
-                refuse_meta(self._targets, match(header.found, [expected]))
-            return None if expected == header.expected else expectations_to_json(expected)
+            own = options.compared()
+            if own != header["options"]:
+                raise ValueError(f"it loads with {own}, and rank 0 with {header['options']}; they have to be the same")
+            if not options.fresh:
+                refuse_meta(self._targets, match(self._found, [expected]))
+            return None if expected == usual else expectations_to_json(expected)
 
         answers = load_group.from_each(answer)
-        return header, [header.expected if other is None else expectations_from_json(other) for other in answers]
+        self._expectations = [usual if other is None else expectations_from_json(other) for other in answers]
+        return header
 
-    def _make_header(self, expected: list[ExpectedEntry]) -> _Header:
-        self._checkpoint = self._checkpoint_of()
-        device = device_for(self._targets, self._load_group, self._options)
-        return _Header(
-            found=describe(self._checkpoint, is_sent=self._load_group.size > 1),
-            expected=expected,
-            terms=self._terms.compared(),
-            what=self._terms.what,
-            metadata=dump_plain(metadata_of(self._checkpoint)),
-            wire=self._load_group.wire_kind(device.type),
-        )
-
-    def _transfer(self, header: _Header, expectations: list[list[ExpectedEntry]], matched: Match) -> dict[str, Any]:
-        """What this rank's module gets."""
-        load_group, options, fresh = self._load_group, self._options, self._terms.fresh
-        load_targets = LoadTargets(self._targets, matched, header.found, load_group, options, fresh=fresh)
-        if self._terms.lends and fresh and load_group.is_source:
-            load_targets.borrow(self._checkpoint)
-        routed_tensors = route_tensors(
-            header.found, expectations, matched, load_group.ranks, converts=options.keeps_dtype(fresh)
-        )
+    def _transfer(
+        self, routed: list[RoutedTensor], load_targets: LoadTargets, device: torch.device
+    ) -> Exception | None:
+        """Send and receive; returns the first error with a tensor of this rank."""
+        load_group, options = self._load_group, self._options
         read = self._checkpoint.__getitem__
-        transfer = TensorTransfer(
-            load_group, read, load_targets.memories, device_of(header.wire), staging_nbytes=options.piece_nbytes
-        )
+        transfer = TensorTransfer(load_group, read, load_targets.memories, device, staging_nbytes=options.piece_nbytes)
         transfer.failure = load_targets.failure
-        bar = ProgressBar(
-            sum(routed.nbytes for routed in routed_tensors), options.progress if load_group.is_source else False
-        )
-        try:
-            transfer.run(
-                plan_messages(routed_tensors, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE)),
-                bar.advance,
-            )
-        finally:
-            bar.close()
-        result: OrderedDict[str, Any] = OrderedDict()
-        result._metadata = load_plain(header.metadata)  # type: ignore[attr-defined]
+        messages = plan_messages(routed, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE))
+        shown = options.progress if load_group.is_source else False
+        with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
+            transfer.run(messages, advance)
+        return transfer.failure
 
-        def finish() -> None:
-            if transfer.failure is not None:
-                raise transfer.failure
-            result.update(load_targets.state_dict(header.found, self._checkpoint))
 
-        load_group.from_each(finish)
-        return result
+@contextmanager
+def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[int], object]]:
+    """Show a bar once a load takes long; gives the function that counts bytes.
+
+    Args:
+        total: Bytes in all.
+        shown: None for a terminal only; True also where stderr is a file; False for never.
+    """
+    bar: AbstractContextManager[Any] = nullcontext()
+    if shown or (shown is None and sys.stderr.isatty()):
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            size = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            bar = tqdm(total=total, desc="loading", leave=False, delay=_SHOWN_AFTER, file=sys.stderr, **size)
+    with bar as counter:
+        yield counter.update if counter is not None else lambda nbytes: None

@@ -87,18 +87,10 @@ class LoadGroup:
         Raises:
             CheckpointError: On every rank, where ``make`` raised.
         """
-        answer: list[Any] = [None, None]
-        failure: Exception | None = None
-        if self.is_source:
-            try:
-                answer = [make(), None]
-            except Exception as error:
-                failure, answer = error, [None, self._told(error)]
+        answer, failure = self._attempt(make) if self.is_source else (None, None)
         if self.group is not None and self.size > 1:
             answer = self.communicate(partial(broadcast_json, answer, self.ranks[0], self.group))
-        if answer[1] is not None:
-            raise CheckpointError(answer[1]) from failure
-        return answer[0]
+        return _values([answer], failure)[0]
 
     def from_each(self, make: Callable[[], Any]) -> list[Any]:
         """Call ``make`` on every rank, and return all results, which JSON must be able to say, by rank.
@@ -106,25 +98,20 @@ class LoadGroup:
         Raises:
             CheckpointError: On every rank, where ``make`` raised on any.
         """
-        own: list[Any]
-        failure: Exception | None = None
-        try:
-            own = [make(), None]
-        except Exception as error:
-            failure, own = error, [None, self._told(error)]
-        everyone: list[Any] = [own]
+        answer, failure = self._attempt(make)
+        everyone = [answer]
         if self.group is not None and self.size > 1:
-            everyone = self.communicate(partial(all_gather_json, own, self.group))
-        for _, text in everyone:
-            if text is not None:
-                raise CheckpointError(text) from failure
-        return [value for value, _ in everyone]
+            everyone = self.communicate(partial(all_gather_json, answer, self.group))
+        return _values(everyone, failure)
 
-    def _told(self, error: Exception) -> str:
-        """The text that the other ranks get for an error of this one."""
-        if isinstance(error, CheckpointError):
-            return str(error)
-        return f"rank {self.rank}: {type(error).__name__}: {error}"
+    def _attempt(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """What this rank sends: a result, or the text that all ranks get for its error; and the error itself."""
+        try:
+            return (make(), None), None
+        except CheckpointError as error:
+            return (None, str(error)), error
+        except Exception as error:
+            return (None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
 
     def communicate(self, call: Callable[[], Any]) -> Any:
         """Call what all ranks call together.
@@ -148,6 +135,14 @@ class LoadGroup:
         if processes is not None:
             processes.connect()
         return result
+
+
+def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
+    """The results; the first error among them is raised, from this rank's own."""
+    for _, text in answers:
+        if text is not None:
+            raise CheckpointError(text) from failure
+    return [value for value, _ in answers]
 
 
 class _Processes:
@@ -202,7 +197,7 @@ class _Processes:
     def explained(self, error: Exception) -> PpeDdpError | None:
         """The error that names the ranks that are gone, as far as this one can see; None where it sees none.
 
-        What one has found is told to the others: they may look when that one has left, too.
+        What one rank has found is told to the others: they may look when that rank has left, too.
         """
         failures, others = self._failures, list[Failure]()
         if self._lost is None or failures is None:

@@ -8,6 +8,7 @@ A region is a list of runs ``(start, stop)`` for each dimension. One run is the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ppe_ddp.engine.torch_internals import split_by
+from ppe_ddp.engine.torch_internals import split_by, strided_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,42 +35,46 @@ class ShardLayout:
     Attributes:
         ranks: The global ranks of the mesh, in row-major order.
         mesh_shape: The sizes of the mesh's dimensions.
-        placements: One for each mesh dimension: Replicate, Shard or torch's _StridedShard.
+        placements: One for each mesh dimension: ``()`` replicates, ``(dim,)`` is a Shard, and ``(dim, split_factor)``
+            torch's _StridedShard.
     """
 
     ranks: tuple[int, ...]
     mesh_shape: tuple[int, ...]
-    placements: tuple[Any, ...]
+    placements: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, tensor: DTensor) -> ShardLayout:
-        """That of ``tensor``.
+        """The layout of ``tensor``.
 
         Raises:
             ValueError: A placement is Partial: such a tensor is a sum that has not been made yet.
         """
-        mesh = tensor.device_mesh
+        placements: list[tuple[int, ...]] = []
+        placement: Any
         for placement in tensor.placements:
-            if not isinstance(placement, Replicate) and not _is_sharded(placement):
+            if isinstance(placement, Replicate):
+                placements.append(())
+            elif hasattr(placement, "split_factor"):  # in some versions of torch it is a Shard, in others not
+                placements.append((placement.dim, placement.split_factor))
+            elif isinstance(placement, Shard):
+                placements.append((placement.dim,))
+            else:
                 raise ValueError(f"it is placed as {placement}, and only Shard and Replicate can be loaded")
-        return cls(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), tuple(tensor.placements))
-
-    def regions(self, shape: tuple[int, ...]) -> dict[int, Region]:
-        """What each global rank of the mesh holds of a tensor of ``shape``."""
-        return {rank: self._region(shape, place) for place, rank in enumerate(self.ranks)}
+        mesh = tensor.device_mesh
+        return cls(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), tuple(placements))
 
     def region(self, shape: tuple[int, ...], rank: int) -> Region | None:
-        """What global rank ``rank`` holds of a tensor of ``shape``; None where it is not in the mesh."""
-        return self._region(shape, self.ranks.index(rank)) if rank in self.ranks else None
-
-    def _region(self, shape: tuple[int, ...], place: int) -> Region:
+        """The region that global rank ``rank`` holds of a tensor of ``shape``; None where it is not in the mesh."""
+        if rank not in self.ranks:
+            return None
         dims = list(whole(shape))
-        stride = len(self.ranks)
+        place, stride = self.ranks.index(rank), len(self.ranks)
         for placement, parts in zip(self.placements, self.mesh_shape, strict=True):
             stride //= parts
             index, place = divmod(place, stride)
-            if _is_sharded(placement):
-                dims[placement.dim] = _part(dims[placement.dim], placement, parts, index)
+            if placement:
+                dims[placement[0]] = _part(dims[placement[0]], placement, parts, index)
         return tuple(dims)
 
 
@@ -97,64 +102,38 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int, int]]:
     Yields:
         A box, where it starts in the flat tensor, and how many elements it has.
     """
-    count = math.prod(shape)
-    if count == 0:
+    if 0 in shape:
         return
-    # The last dimension whose boxes region_memory more than one index; those before it are cut into single ones.
-    dim, inner = 0, count
-    for dim, size in enumerate(shape):  # noqa: B007
-        inner //= size
-        if inner <= most:
-            break
-    rows = max(1, most // inner)
-    offset = 0
-    for lead in _indices(shape[:dim]):
-        for start in range(0, shape[dim], rows) if shape else (0,):
-            stop = min(start + rows, shape[dim]) if shape else 1
-            tail = (((start, stop), *((0, size) for size in shape[dim + 1 :]))) if shape else ()
-            yield (*((index, index + 1) for index in lead), *tail), offset, (stop - start) * inner
+    if not shape:
+        yield (), 0, 1
+        return
+    # Dimensions before ``dim`` are cut into single indices, those behind it not at all.
+    dim, inner = 0, math.prod(shape[1:])
+    while inner > most:
+        dim += 1
+        inner //= shape[dim]
+    tail = tuple((0, size) for size in shape[dim + 1 :])
+    rows, offset = max(1, most // inner), 0
+    for lead in itertools.product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], rows):
+            stop = min(start + rows, shape[dim])
+            yield (*((index, index + 1) for index in lead), (start, stop), *tail), offset, (stop - start) * inner
             offset += (stop - start) * inner
 
 
-def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for number in range(math.prod(shape)):
-        index = []
-        for size in reversed(shape):
-            number, last = divmod(number, size)
-            index.append(last)
-        yield tuple(reversed(index))
-
-
-def _is_sharded(placement: Any) -> bool:
-    # In some versions _StridedShard is a Shard, in others not.
-    return isinstance(placement, Shard) or hasattr(placement, "split_factor")
-
-
-def _part(runs: Runs, placement: Any, parts: int, index: int) -> Runs:
-    """What ``placement`` gives to the ``index``-th of ``parts`` from a dimension of which ``runs`` are left."""
+def _part(runs: Runs, placement: tuple[int, ...], parts: int, index: int) -> Runs:
+    """The runs that a placement gives to the ``index``-th of ``parts``, from a dimension of which ``runs`` are left."""
     count = sum(stop - start for start, stop in runs)
-    if type(placement) is Shard:
+    if len(placement) == 1:
         size = -(-count // parts)
         return _within(runs, min(index * size, count), min((index + 1) * size, count))
     # Only torch knows how this one interleaves: it is given the positions and returns which go where.
-    positions = torch.arange(count).view([1] * placement.dim + [count])
-    chosen = split_by(placement, positions, parts)[index].flatten()
-    merged: list[Run] = []
-    for first, last in _runs_of(chosen.tolist()):
-        for start, stop in _within(runs, first, last):
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            elif stop > start:
-                merged.append((start, stop))
-    return tuple(merged) or ((0, 0),)
-
-
-def _runs_of(positions: list[int]) -> Iterator[Run]:
-    start = 0
-    for place in range(1, len(positions) + 1):
-        if place == len(positions) or positions[place] != positions[place - 1] + 1:
-            yield positions[start], positions[place - 1] + 1
-            start = place
+    dim, split_factor = placement
+    positions = torch.cat([torch.arange(start, stop) for start, stop in runs])
+    mine = split_by(strided_shard(dim, split_factor), positions.view([1] * dim + [count]), parts)[index].flatten()
+    breaks = (mine.diff() != 1).nonzero().flatten() + 1
+    pieces = mine.tensor_split(breaks) if mine.numel() else ()
+    return tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces) or ((0, 0),)
 
 
 def _within(runs: Runs, start: int, stop: int) -> Runs:

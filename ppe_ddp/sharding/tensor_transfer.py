@@ -1,26 +1,31 @@
-"""Sends and receives the messages of a load: from rank 0's checkpoint into each rank's memory."""
+"""The memory that a rank loads into, and the transfer of rank 0's checkpoint into it, message by message."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import copy
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from ppe_ddp.errors import CommunicationError
-from ppe_ddp.sharding.regions import cut
+from ppe_ddp.errors import CheckpointError, CommunicationError
+from ppe_ddp.sharding.checkpoint_entries import local_of, takes_anything
+from ppe_ddp.sharding.checkpoint_reader import load_plain
+from ppe_ddp.sharding.load_group import device_of
+from ppe_ddp.sharding.regions import ShardLayout, cut, shape_of
 from ppe_ddp.sharding.transfer_plan import tree
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from ppe_ddp.sharding.checkpoint_entries import Match, SourceEntry
     from ppe_ddp.sharding.load_group import LoadGroup
     from ppe_ddp.sharding.transfer_plan import Piece, TransferMessage
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 _IN_FLIGHT = 16  # enough to keep every receiver busy; each costs a request, not memory
 
 
@@ -29,8 +34,8 @@ class RegionMemory:
     """This rank's memory for its region of one tensor.
 
     Attributes:
-        target: Of the region's shape, on any device and of any dtype: values are converted as they come.
-        filled: Whether the values are there already, because the memory is the checkpoint's own.
+        target: A tensor of the region's shape, on any device and of any dtype: values are converted as they come.
+        filled: The values are there already, because the memory is the checkpoint's own.
     """
 
     target: Tensor
@@ -48,9 +53,6 @@ class RegionMemory:
         if self.filled:
             return
         place = self.target
-        if place.is_contiguous():
-            place.view(-1)[piece.offset : piece.offset + piece.numel].copy_(values)
-            return
         for dim, (start, stop) in enumerate(piece.box):
             place = place.narrow(dim, start, stop - start)
         place.copy_(values.view(place.shape))
@@ -58,13 +60,13 @@ class RegionMemory:
 
 @dataclass(eq=False)
 class _PendingMessage:
-    """A message in flight."""
+    """A message in flight; ``staged`` is the memory that it takes beyond the checkpoint and the targets, in bytes."""
 
     message: TransferMessage
     buffer: Tensor
     staged: int
-    receives: list[Any]
-    onward: list[int]
+    receives: list[Any] = field(default_factory=list)
+    onward: list[int] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
 
 
@@ -78,7 +80,7 @@ class TensorTransfer:
         load_group: The ranks.
         read: Gives a full tensor of the checkpoint; called on rank 0 only.
         memories: This rank's memory, by the key of the checkpoint.
-        device: Whose tensors are sent.
+        device: The device whose tensors are sent.
         staging_nbytes: How much memory may be used for messages that cannot be received or sent in place.
 
     Attributes:
@@ -101,10 +103,10 @@ class TensorTransfer:
         self._room = staging_nbytes
         self._staged = 0
         self._pending: deque[_PendingMessage] = deque()
-        self._last_route: tuple[int, ...] | None = None
+        self._last_is_broadcast = False
         self.failure: Exception | None = None
 
-    def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], None]) -> None:
+    def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
         """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent.
 
         Raises:
@@ -123,21 +125,29 @@ class TensorTransfer:
                 f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
             ) from error
 
+    def _is_broadcast(self, message: TransferMessage) -> bool:
+        return len(message.route) == self._load_group.size > 1
+
     def _make_room(self, message: TransferMessage) -> None:
         while self._pending and (len(self._pending) >= _IN_FLIGHT or self._staged + message.nbytes > self._room):
             self._finish()
-        everyone = len(message.route) == self._load_group.size
-        if self._device.type != "cpu" and self._last_route is not None:
-            # NCCL may not have a broadcast and a message between two ranks in flight at a time.
-            while self._pending and everyone != (len(self._last_route) == self._load_group.size):
-                self._finish()
-        self._last_route = message.route
+        # NCCL may not have a broadcast and a message between two ranks in flight at a time.
+        is_broadcast = self._is_broadcast(message)
+        while self._pending and self._device.type != "cpu" and is_broadcast != self._last_is_broadcast:
+            self._finish()
+        self._last_is_broadcast = is_broadcast
 
     def _start(self, message: TransferMessage) -> None:
         load_group = self._load_group
-        buffer, staged = self._packed(message) if load_group.is_source else self._room_for(message)
-        pending = _PendingMessage(message, buffer, staged, [], [])
-        if len(message.route) == load_group.size > 1:
+        if message.route == (0,):
+            for piece in message.pieces:
+                self._try(self._keep, piece)
+            return
+        held = self._try(self._pack if load_group.is_source else self._window, message)
+        # The others count on so many bytes, even after an error, which they get at the end.
+        buffer, staged = held or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
+        pending = _PendingMessage(message, buffer, staged)
+        if self._is_broadcast(message):
             work = dist.broadcast(buffer, load_group.ranks[0], group=load_group.group, async_op=True)
             pending.receives = [work]
         else:
@@ -164,17 +174,14 @@ class TensorTransfer:
             work.wait()
         self._staged -= pending.staged
 
-    def _packed(self, message: TransferMessage) -> tuple[Tensor, int]:
-        """The bytes of a message on rank 0, and how much memory they took; what is for rank 0 itself is put there."""
-        if message.route == (0,):
-            for piece in message.pieces:
-                self._try(self._keep, piece)
-            return _NOTHING, 0
-        packed: tuple[Tensor, int] | None = self._try(self._pack, message)
-        # The others wait for so many bytes, even after an error, which they get at the end.
-        return packed or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
+    def _keep(self, piece: Piece) -> None:
+        """Put a piece that rank 0 alone needs into its memory."""
+        region_memory = self._memories[piece.routed.key]
+        if not region_memory.filled:
+            region_memory.put(piece, self._cut(piece)[0])
 
     def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:
+        """The bytes of a message on rank 0, and how much memory they took; rank 0's own part is put there."""
         parts = [self._cut(piece) for piece in message.pieces]
         if 0 in message.route:
             for piece, (values, _) in zip(message.pieces, parts, strict=True):
@@ -184,11 +191,6 @@ class TensorTransfer:
             return torch.cat(flat), message.nbytes
         return flat[0], message.nbytes if parts[0][1] else 0
 
-    def _keep(self, piece: Piece) -> None:
-        region_memory = self._memories[piece.routed.key]
-        if not region_memory.filled:
-            region_memory.put(piece, self._cut(piece)[0])
-
     def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
         """The flat values of a piece, ready to be sent, and whether they are a copy."""
         source = self._read(piece.routed.key).detach()
@@ -196,18 +198,13 @@ class TensorTransfer:
         values = values.resolve_conj().resolve_neg().contiguous().view(-1)
         return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
-    def _room_for(self, message: TransferMessage) -> tuple[Tensor, int]:
-        window = self._try(self._window, message)
-        if window is not None:
-            return window, 0
-        return torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes
-
-    def _window(self, message: TransferMessage) -> Tensor | None:
-        """Where a message can be received straight into the memory that it is for."""
+    def _window(self, message: TransferMessage) -> tuple[Tensor, int] | None:
+        """The memory that a message is for, where it can be received straight into it."""
         if len(message.pieces) > 1:
             return None
         piece = message.pieces[0]
-        return self._memories[piece.routed.key].window(piece, self._device)
+        window = self._memories[piece.routed.key].window(piece, self._device)
+        return None if window is None else (window, 0)
 
     def _unpack(self, pending: _PendingMessage) -> None:
         if not pending.staged:
@@ -226,3 +223,133 @@ class TensorTransfer:
         except Exception as error:
             self.failure = self.failure or error
             return None
+
+
+class LoadTargets:
+    """This rank's part of a checkpoint: memory for each tensor, once for tied ones.
+
+    Args:
+        targets: What this rank's module has.
+        matched: Which keys are loaded, from where.
+        found: What the checkpoint has.
+        device: Where tensors are made that the module has on the meta device.
+        fresh: Make memory; if not, it is that of the targets.
+        keeps_dtype: Memory that is made has the module's dtypes, not the checkpoint's.
+
+    Attributes:
+        memories: By the key of the checkpoint.
+        failure: Why there is not memory for all; the load has to go on, since other ranks count on this one.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Any],
+        matched: Match,
+        found: Sequence[SourceEntry],
+        device: torch.device,
+        *,
+        fresh: bool,
+        keeps_dtype: bool,
+    ) -> None:
+        self._targets = targets
+        self._sources = {key: source for key, source in matched.sources.items() if key in targets}
+        self._found = {entry.key: entry for entry in found}
+        self._device = device
+        self._fresh = fresh
+        self._keeps_dtype = keeps_dtype
+        self.memories: dict[str, RegionMemory] = {}
+        self.failure: Exception | None = None
+
+    def prepare(self, rank: int, lent: Mapping[str, Any] | None) -> None:
+        """Get the memory; an error is kept in ``failure``.
+
+        Args:
+            rank: The global rank of this process.
+            lent: The checkpoint, whose own tensors are taken where they are all that this rank needs; no memory
+                twice. None to copy.
+        """
+        try:
+            for key, source in self._sources.items():
+                if self._found[source].shape is not None and source not in self.memories:
+                    memory = self._memory(key, self._found[source], rank)
+                    if memory is not None:
+                        self.memories[source] = RegionMemory(memory)
+            if lent is not None:
+                self._borrow(lent)
+        except Exception as error:
+            self.failure = error
+
+    def state_dict(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
+        made: dict[str, Any] = {}
+        result = {}
+        uses = Counter(self._sources.values())
+        for key, source in self._sources.items():
+            if self._found[source].shape is None:
+                own = source in checkpoint
+                result[key] = copy.deepcopy(checkpoint[source]) if own else load_plain(self._found[source].content)
+            elif source in self.memories:
+                if source not in made:
+                    made[source] = self._wrapped(self._targets[key], self.memories[source].target, uses[source] > 1)
+                result[key] = made[source]
+        return result
+
+    def _memory(self, key: str, entry: SourceEntry, rank: int) -> Tensor | None:
+        """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
+        target = self._targets[key]
+        shape: Sequence[int] = entry.shape or ()
+        if takes_anything(key, target):
+            return torch.empty(shape, dtype=entry.dtype, device=self._device)
+        if not self._fresh:
+            return local_of(target).detach()
+        if isinstance(target, DTensor):
+            region = ShardLayout.of(target).region(tuple(shape), rank)
+            if region is None:
+                return None
+            shape = shape_of(region)
+        dtype = target.dtype if self._keeps_dtype else entry.dtype
+        return torch.empty(shape, dtype=dtype, device=self._device if target.is_meta else target.device)
+
+    def _borrow(self, state_dict: Mapping[str, Any]) -> None:
+        taken = set()
+        for key, region_memory in self.memories.items():
+            value, room = state_dict[key].detach(), region_memory.target
+            same = (value.shape, value.dtype, value.device) == (room.shape, room.dtype, room.device)
+            if same and value.is_contiguous() and value.data_ptr() not in taken:
+                taken.add(value.data_ptr())
+                region_memory.target, region_memory.filled = value, True
+
+    def _wrapped(self, target: Any, local: Tensor, tied: bool) -> Any:
+        value = local
+        if isinstance(target, DTensor):
+            shape = target.shape
+            stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            mesh, placements = target.device_mesh, target.placements
+            value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        # nn.Module wraps a tensor anew for each name; a Parameter it takes as it is.
+        if tied and self._fresh and isinstance(target, nn.Parameter):
+            return nn.Parameter(value, requires_grad=target.requires_grad)
+        return value
+
+
+def refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
+    """Raise ``CheckpointError`` where values would be written to the meta device."""
+    meta = [key for key in matched.sources if isinstance(targets[key], Tensor) and targets[key].is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{len(meta)} entries of the module are on the meta device, such as {meta[0]!r}, and have no memory to "
+            "load into: pass assign=True, or call to_empty() first"
+        )
+
+
+def device_for(
+    targets: Mapping[str, Any], load_group: LoadGroup, chosen: torch.device | str | None = None
+) -> torch.device:
+    """The device for tensors that the module has on the meta device."""
+    if chosen is not None:
+        return torch.device(chosen)
+    tensors = [target for target in targets.values() if isinstance(target, Tensor)]
+    for target in tensors:
+        if isinstance(target, DTensor):
+            return device_of(target.device_mesh.device_type)
+    return next((target.device for target in tensors if not target.is_meta), device_of(load_group.wire_kind("cpu")))

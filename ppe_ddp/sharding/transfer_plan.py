@@ -1,12 +1,12 @@
-"""Plans the messages of a load: which bytes go to which ranks, in which order.
+"""Plans a load: which ranks get which region of each tensor, and the messages that bring it there.
 
 Pure: every rank computes the same plan from what the ranks agreed on.
 
     entry   |   a   | b |        c        |      cut into pieces; small ones of a route share a message
     route   | 1 2 3 | * | 1     2     3   |      * all ranks: a broadcast; else a tree from rank 0
 
-A message is what is sent at a time. A rank makes only those that it sends, receives or passes on; the order of
-those is the same on all ranks, so there is no deadlock.
+A rank makes only the messages that it sends, receives or passes on; their order is the same on all ranks, so there is
+no deadlock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from ppe_ddp.sharding.regions import Box, Region, boxes, shape_of
+from ppe_ddp.sharding.regions import Box, Region, ShardLayout, boxes, shape_of, whole
 
 if TYPE_CHECKING:
     import torch
+
+    from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, Match, SourceEntry
 
 Route: TypeAlias = "tuple[int, ...]"
 
@@ -33,7 +35,7 @@ class RoutedTensor:
 
     Attributes:
         key: Its key in the checkpoint.
-        dtype: In which it is sent.
+        dtype: The dtype in which it is sent.
         shares: Regions, and the ranks of the load group that hold each, in order.
     """
 
@@ -47,14 +49,75 @@ class RoutedTensor:
         return sum(math.prod(shape_of(region)) for region, _ in self.shares) * self.dtype.itemsize
 
 
+def route_tensors(
+    found: Sequence[SourceEntry],
+    expectations: Sequence[Sequence[ExpectedEntry]],
+    matched: Match,
+    ranks: Sequence[int],
+    *,
+    converts: bool,
+) -> list[RoutedTensor]:
+    """The tensors that any rank takes, in the order of the checkpoint.
+
+    Args:
+        found: What the checkpoint has.
+        expectations: What the module of each rank has.
+        matched: The sources of their keys.
+        ranks: The global rank of each rank of the load group.
+        converts: Values become the modules' dtypes; they are then sent in the dtype that has fewer bytes.
+    """
+    members: dict[int, list[int]] = {}
+    for rank, expected in enumerate(expectations):
+        members.setdefault(id(expected), []).append(rank)
+    tensors = {entry.key: entry for entry in found if entry.shape is not None}
+    shares: dict[str, dict[Region, set[int]]] = {}
+    dtypes: dict[str, set[torch.dtype | None]] = {}
+    # Models have few kinds of layouts and shapes, and many entries.
+    known: dict[tuple[ShardLayout | None, tuple[int, ...]], list[Region | None]] = {}
+    for expected, holders in ((expectations[holders[0]], holders) for holders in members.values()):
+        for entry in expected:
+            source = tensors.get(matched.sources.get(entry.key, ""))
+            if source is None or source.shape is None:
+                continue
+            dtypes.setdefault(source.key, set()).add(entry.dtype)
+            layout, shape = kind = (entry.layout, source.shape)
+            if kind not in known:
+                known[kind] = [layout.region(shape, rank) if layout else whole(shape) for rank in ranks]
+            for rank in holders:
+                region = known[kind][rank]
+                if region is not None:
+                    shares.setdefault(source.key, {}).setdefault(region, set()).add(rank)
+    return [
+        RoutedTensor(
+            key,
+            _wire_dtype(entry.dtype, dtypes[key] if converts else set()),
+            tuple((region, tuple(sorted(holders))) for region, holders in shares[key].items()),
+        )
+        for key, entry in tensors.items()
+        if key in shares
+    ]
+
+
+def _wire_dtype(found: torch.dtype | None, wanted: set[torch.dtype | None]) -> torch.dtype:
+    assert found is not None
+    if len(wanted) == 1:
+        (dtype,) = wanted
+        if dtype is not None and dtype.itemsize < found.itemsize:
+            return dtype
+    return found
+
+
+# ---------------------------------------------------------------------- messages
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of one tensor.
 
     Attributes:
         routed: The tensor.
-        region: What the ranks of the route hold of it.
-        box: Which part of the region this is.
+        region: The region of it that the ranks of the route hold.
+        box: The part of the region that this is.
         offset: Where it starts in the region, in elements.
         numel: How many elements it has.
     """
@@ -73,7 +136,7 @@ class Piece:
 
 @dataclass
 class TransferMessage:
-    """One message: pieces that are sent together.
+    """Pieces that are sent together.
 
     Attributes:
         route: The ranks that it is for, in order; it comes from rank 0, which may be one of them.
@@ -87,13 +150,7 @@ class TransferMessage:
 
 
 def plan_messages(tensors: Sequence[RoutedTensor], rank: int, most: int) -> Iterator[TransferMessage]:
-    """The messages that ``rank`` sends, receives or passes on, in their order.
-
-    Args:
-        tensors: What is sent, and to whom.
-        rank: Of the load group.
-        most: Bytes of the largest message.
-    """
+    """The messages of at most ``most`` bytes that ``rank`` sends, receives or passes on, in their order."""
     filling: dict[Route, TransferMessage] = {}
     for routed in tensors:
         shares = [share for share in routed.shares if rank == 0 or rank in share[1]]
@@ -112,14 +169,14 @@ def plan_messages(tensors: Sequence[RoutedTensor], rank: int, most: int) -> Iter
                     message = filling[route] = TransferMessage(route)
                 message.pieces.append(piece)
                 message.nbytes += piece.nbytes
-    yield from (message for message in filling.values() if message.pieces)
+    yield from filling.values()
 
 
 def tree(route: Route, rank: int) -> tuple[int | None, list[int]]:
-    """From whom ``rank`` gets a message, and to whom it passes it on: a binomial tree from rank 0.
+    """The binomial tree from rank 0 on which a message travels.
 
     Returns:
-        None for rank 0, which has it; and the ranks to send to, the root of the largest subtree first.
+        From whom ``rank`` gets it, None for rank 0; and to whom it passes it on, the largest subtree first.
     """
     nodes = [0, *(node for node in route if node != 0)]
     place = nodes.index(rank)

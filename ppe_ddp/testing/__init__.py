@@ -1,6 +1,5 @@
 """Tools to test backends, functions and hooks of one's own: ranks, nodes for them, and conformance checks."""
 
-from ppe_ddp.testing.cases import ConformanceError
 from ppe_ddp.testing.conformance import (
     World,
     check_backend,
@@ -9,9 +8,10 @@ from ppe_ddp.testing.conformance import (
     check_reduce_function,
 )
 from ppe_ddp.testing.job_starter import JobStarter
-from ppe_ddp.testing.nodes import Finished, Nodes, NodesError, nodes_missing
-from ppe_ddp.testing.rank_error import Outcome, RankError, RankFailure
-from ppe_ddp.testing.ranks import Ranks, run_ranks
+from ppe_ddp.testing.laws import ConformanceError
+from ppe_ddp.testing.node_job import Finished, NodesError
+from ppe_ddp.testing.nodes import Nodes, nodes_missing
+from ppe_ddp.testing.ranks import Outcome, RankError, RankFailure, Ranks, run_ranks
 
 __all__ = [
     "ConformanceError",

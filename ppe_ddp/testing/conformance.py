@@ -20,19 +20,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.testing.backend_probes import probe_backend
-from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
-from ppe_ddp.testing.laws import Observation, breaches, observe_all
+from ppe_ddp.testing.laws import Case, ConformanceError, Observation, Plugs, Variant, breaches, observe_all
 from ppe_ddp.testing.models import Kind, Recipe
-from ppe_ddp.testing.probes import probe_broadcast, probe_reduction
-from ppe_ddp.testing.rank_error import RankError
-from ppe_ddp.testing.ranks import Ranks
+from ppe_ddp.testing.probes import probe_backend, probe_broadcast, probe_reduction
+from ppe_ddp.testing.ranks import RankError, Ranks
 from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
-
-__all__ = ["World", "check_backend", "check_broadcast_function", "check_comm_hook", "check_reduce_function"]
 
 T = TypeVar("T")
 

@@ -21,24 +21,23 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from ppe_ddp.testing.namespaces import NodesError
+from ppe_ddp.testing.node_job import NodesError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ppe_ddp.testing.node_job import NodeJob
     from ppe_ddp.testing.nodes import Nodes
-    from ppe_ddp.testing.rank_starter import RankProcess
+    from ppe_ddp.testing.ranks import RankProcess
 
-__all__ = ["JobStarter"]
-
+_RANK = "import sys; from ppe_ddp.testing.rank_process import serve_job; serve_job(sys.argv[1])"
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
 _TOLD = 4000
 
 
 class JobStarter:
-    """Starts ranks on nodes, as :class:`~ppe_ddp.testing.rank_starter.RankStarter` has it.
+    """Starts ranks on nodes, as :class:`~ppe_ddp.testing.ranks.RankStarter` has it.
 
     Args:
         nodes: Where; they are in use as long as the ranks are.
@@ -65,7 +64,7 @@ class JobStarter:
             address = os.path.join(folder, "calls")
             listener.bind(address)
             listener.listen(len(stack_files))
-            words = [sys.executable, "-m", "ppe_ddp.testing.job_rank", address]
+            words = [sys.executable, "-c", _RANK, address]
             self._job = self._nodes.start(self._launcher, words, ranks=self._ranks)
             arrived = dict(self._accepted(listener, len(stack_files)))
         for rank, file in enumerate(stack_files):

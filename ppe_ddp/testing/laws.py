@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +26,122 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.testing.cases import Case, ConformanceError, Plugs, Variant
-from ppe_ddp.testing.recording import RecordedBucket, RecordedFunction, RecordedHook
-from ppe_ddp.testing.steps import Expectation, Reference, perform
+from ppe_ddp.errors import PpeDdpError
+from ppe_ddp.testing.steps import Expectation, Reference, StepKind, TrainingStep, Zeroing, perform
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Observation", "breaches", "check_case", "observe", "observe_all"]
+    from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction
+    from ppe_ddp.testing.models import Recipe
 
 # Rounding: the sum over ranks, a second round that is added, and the accumulation into what was there.
 _ROUNDINGS = 16
 # Parameters that were updated with gradients that differ by rounding drift apart over a few steps.
 _DRIFT = 512
 _COARSEST = 0.25
+
+
+class ConformanceError(PpeDdpError):
+    """A backend, function or hook breaks a law; the message says which, where, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options that must not change a result.
+
+    Attributes:
+        overlap: See :class:`ppe_ddp.Options`.
+        views: Its ``gradient_as_bucket_view``.
+        bucket_mb: Its ``bucket_cap_mb``: 0.0002 gives a small model many buckets.
+        negotiate: The wrapper's ``negotiate_grads``; False only where all ranks have the same gradients.
+        shared_memory: As the wrapper has it.
+    """
+
+    overlap: bool = True
+    views: bool = False
+    bucket_mb: float = 25.0
+    negotiate: bool = True
+    shared_memory: bool = True
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the wrapper."""
+        return {
+            "overlap": self.overlap,
+            "gradient_as_bucket_view": self.views,
+            "bucket_cap_mb": self.bucket_mb,
+            "negotiate_grads": self.negotiate,
+            "shared_memory": self.shared_memory,
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what is done with it."""
+
+    recipe: Recipe
+    steps: tuple[TrainingStep, ...] = (TrainingStep(), TrainingStep(zeroing=Zeroing.TO_ZERO))
+
+    def supports(self, variant: Variant) -> bool:
+        """Whether the laws apply under ``variant``: without negotiation all ranks must have the same gradients."""
+        if variant.negotiate:
+            return True
+        apart = {StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH}
+        return self.recipe.common_path and not any(step.kind in apart for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Plugs:
+    """The functions and hooks that are plugged into the wrapper.
+
+    Attributes:
+        reduce_function: See :class:`ppe_ddp.ReduceFunction`.
+        broadcast_function: See :class:`ppe_ddp.BroadcastFunction`.
+        hook: See :class:`ppe_ddp.CommHook`.
+        state: The hook's; each case gets a deep copy.
+        tolerance: The largest error of a mean, in units of the largest gradient element of the model on any
+            rank. None: what rounding explains.
+    """
+
+    reduce_function: ReduceFunction | None = None
+    broadcast_function: BroadcastFunction | None = None
+    hook: CommHook | None = None
+    state: object = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class RecordedBucket:
+    """One bucket, as a function or hook got it."""
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    is_last: bool
+
+    @classmethod
+    def of(cls, bucket: GradBucket) -> RecordedBucket:
+        """The description of ``bucket``."""
+        shapes = tuple(tuple(gradient.shape) for gradient in bucket)
+        return cls(bucket.index(), bucket.names(), shapes, bucket.buffer().dtype, bucket.is_last())
+
+
+class Recorded:
+    """A reduce function, or hook, that notes the buckets it gets in a log; otherwise it is as it was."""
+
+    def __init__(self, function: Callable[..., Any], log: list[RecordedBucket], place: int) -> None:
+        self._function = function
+        self._log = log
+        self._place = place  # of the bucket among the arguments
+        self.takes_divided = getattr(function, "takes_divided", False)
+        self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Log the bucket, and reduce it."""
+        self._log.append(RecordedBucket.of(arguments[self._place]))
+        return self._function(*arguments)
 
 
 @dataclass
@@ -101,12 +202,12 @@ class _Observer:
         wrapper = DistributedDataParallel(
             module,
             process_group=group,
-            reduce_function=None if function is None else RecordedFunction(function, self._log),
+            reduce_function=None if function is None else Recorded(function, self._log, 0),
             broadcast_function=plugs.broadcast_function,
             **self._variant.keywords(),
         )
         if plugs.hook is not None:
-            wrapper.register_comm_hook(copy.deepcopy(plugs.state), RecordedHook(plugs.hook, self._log))
+            wrapper.register_comm_hook(copy.deepcopy(plugs.state), Recorded(plugs.hook, self._log, 1))
         return wrapper
 
     def _check_start(self) -> None:
@@ -208,17 +309,7 @@ def observe(
 ) -> Observation:
     """Train one case and hold it to laws 1 to 3, as far as a rank can by itself.
 
-    All ranks of the group must call this together, with equal arguments.
-
-    Args:
-        case: What to do. Must fit the variant.
-        variant: The options.
-        plugs: What to plug in; nothing by default.
-        group: The ranks; None for all.
-        device: Where the module is to be.
-
-    Returns:
-        What to give to :func:`breaches`, with those of the other ranks.
+    All ranks of the group must call this together, with equal arguments; the case must fit the variant.
     """
     observer = _Observer(case, variant, plugs or Plugs(), group=group, device=device)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -258,11 +349,7 @@ def observe_all(
 
 
 def breaches(observations: Sequence[Observation]) -> list[str]:
-    """The broken laws in one case, by the observations of all ranks; empty if all hold.
-
-    Args:
-        observations: Those of all ranks, of the same case and variant.
-    """
+    """The broken laws, by the observations of all ranks in the same case and variant; empty if all hold."""
     found = [f"rank {seen.rank}: {problem}" for seen in observations for problem in seen.problems]
     first = observations[0]
     for other in observations[1:]:
@@ -271,28 +358,6 @@ def breaches(observations: Sequence[Observation]) -> list[str]:
         found.extend(_different_buckets(who, first.buckets, other.buckets))
         found.extend(_different_buckets(who, first.collectives, other.collectives))
     return found
-
-
-def check_case(
-    case: Case,
-    variant: Variant | None = None,
-    plugs: Plugs | None = None,
-    *,
-    group: ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-) -> None:
-    """Hold one case to laws 1 to 3, from inside a rank; arguments as for :func:`observe`.
-
-    Raises:
-        ConformanceError: A law is broken. Raised on every rank, with the same text.
-    """
-    seen = observe(case, variant or Variant(), plugs, group=group, device=device)
-    seen.gradients = {}
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, seen, group=group)
-    found = breaches(everyone)
-    if found:
-        raise ConformanceError("\n".join([seen.title, *found]))
 
 
 def _different_gradients(who: str, ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> list[str]:

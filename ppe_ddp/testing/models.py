@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ForwardPath", "Kind", "LayerRecipe", "RandomModule", "Recipe", "Record"]
-
 _ROWS = 2
 _WIDTHS = (3, 8)
 

@@ -19,14 +19,18 @@ import contextlib
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
-from ppe_ddp.testing.namespaces import Namespaces, NodesError
-from ppe_ddp.testing.node_job import Finished, NodeJob
-from ppe_ddp.testing.node_launchers import Place, commands
+from ppe_ddp.testing.node_job import Finished, Namespaces, NodeJob, NodesError
 
-__all__ = ["Finished", "Nodes", "NodesError", "nodes_missing"]
+LAUNCHERS = ("mpirun", "torchrun", "ranks")
+"""MPICH's mpirun; torchrun on each node; every rank by itself, with torchrun's variables."""
 
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
 _FIRST_PORT = 29500
@@ -120,7 +124,7 @@ class Nodes:
         """Start a job and wait for its end; what is still running after the timeout is killed.
 
         Args:
-            launcher: ``"mpirun"``, ``"torchrun"`` or ``"ranks"``, as in :mod:`~ppe_ddp.testing.node_launchers`.
+            launcher: ``"mpirun"``, ``"torchrun"`` or ``"ranks"``, as in :data:`LAUNCHERS`.
             words: The command of each rank, with absolute paths.
             ranks: How many of them on each node.
             timeout: Seconds.
@@ -137,10 +141,17 @@ class Nodes:
     ) -> NodeJob:
         """Start a job, as :meth:`launch`, and do not wait for it."""
         self._launches += 1
-        place = Place(self.names, self.addresses[0], _BRIDGE, _REMOTE_SHELL, _FIRST_PORT + self._launches)
+        place = Place(self.names, self.addresses[0], _FIRST_PORT + self._launches)
         starts = commands(launcher, words, ranks, place)
-        own = environment or {}
-        return self._started([(self.entering(one.words, node=one.node), {**own, **one.environment}) for one in starts])
+        return self._started(
+            [
+                (
+                    self.entering(one.words, node=one.node),
+                    {**(environment or {}), **{name: str(value) for name, value in one.environment.items()}},
+                )
+                for one in starts
+            ]
+        )
 
     def entering(self, words: Sequence[str], *, node: int | None = None) -> list[str]:
         """The command that does ``words`` on a node, or on the hub, in the current folder."""
@@ -218,3 +229,76 @@ def _programs_missing(*, is_shaped: bool) -> str:
     needed = _PROGRAMS | ({"tc": "iproute2"} if is_shaped else {})
     missing = [f"{program} (of {package})" for program, package in needed.items() if shutil.which(program) is None]
     return f"there is no {' and no '.join(missing)}" if missing else ""
+
+
+# ---------------------------------------------------------------------- how each launcher starts ranks on nodes
+
+
+@dataclass(frozen=True)
+class Place:
+    """What launchers have to know of the nodes.
+
+    Attributes:
+        names: The names of the nodes.
+        first_address: The address of the first node.
+        port: One that is free on the first node.
+    """
+
+    names: Sequence[str]
+    first_address: str
+    port: int
+
+
+class Start(NamedTuple):
+    """One command to run on a node, or on the hub where that is None; its environment is in addition to this one's."""
+
+    node: int | None
+    words: Sequence[str]
+    environment: Mapping[str, object]
+
+
+def commands(launcher: str, words: Sequence[str], ranks: Sequence[int], place: Place) -> list[Start]:
+    """What has to run, all at the same time, for ``words`` to become a job. Pure, but that it looks for mpirun.
+
+    Raises:
+        NodesError: There is no mpirun, or not MPICH's.
+        ValueError: The launcher is unknown, or these are not ranks for every node.
+    """
+    if len(ranks) != len(place.names) or min(ranks) < 1:
+        raise ValueError(f"{len(place.names)} nodes need as many positive numbers of ranks, but these are {ranks}")
+    if launcher == "mpirun":
+        return [_mpirun(words, ranks, place)]
+    if launcher == "torchrun":
+        return [_torchrun(words, node, ranks, place) for node in range(len(ranks))]
+    if launcher == "ranks":
+        where = [(node, local) for node, count in enumerate(ranks) for local in range(count)]
+        common = {"WORLD_SIZE": sum(ranks), "MASTER_ADDR": place.first_address, "MASTER_PORT": place.port}
+        return [
+            Start(node, words, {**common, "RANK": rank, "LOCAL_RANK": local})
+            for rank, (node, local) in enumerate(where)
+        ]
+    raise ValueError(f"launcher should be one of {', '.join(LAUNCHERS)}, but it is {launcher!r}")
+
+
+def _mpirun(words: Sequence[str], ranks: Sequence[int], place: Place) -> Start:
+    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+    if mpirun is None:
+        raise NodesError("there is no mpirun: pip install 'ppe_ddp[mpi]'")
+    told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if "HYDRA" not in told.upper():
+        raise NodesError(f"{mpirun} is not MPICH's, whose options are used here")
+    hosts = ",".join(f"{name}:{count}" for name, count in zip(place.names, ranks, strict=True))
+    options = ["-launcher", "ssh", "-launcher-exec", _REMOTE_SHELL, "-iface", _BRIDGE]
+    return Start(None, [str(Path(mpirun).absolute()), *options, "-hosts", hosts, "-n", str(sum(ranks)), *words], {})
+
+
+def _torchrun(words: Sequence[str], node: int, ranks: Sequence[int], place: Place) -> Start:
+    options = {
+        "nnodes": len(ranks),
+        "node_rank": node,
+        "nproc_per_node": ranks[node],
+        "master_addr": place.first_address,
+        "master_port": place.port,
+    }
+    texts = [f"--{name}={value}" for name, value in options.items()]
+    return Start(node, [sys.executable, "-m", "torch.distributed.run", *texts, "--no-python", *words], {})

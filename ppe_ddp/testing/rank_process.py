@@ -1,7 +1,6 @@
 """The process of one rank that a test started: takes calls from a pipe and sends results, until it closes.
 
-Owns everything that happens in the rank's own process. It is apart from `ppe_ddp.testing.ranks`, which is
-the other end of the pipe and never imports what a test function needs.
+It is apart from `ppe_ddp.testing.ranks`, the other end of the pipe, which never imports what a test function needs.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as dist
-
-__all__ = ["RAISED", "RETURNED", "end_with_parent", "join_group", "serve", "set_up"]
 
 # The first byte of an answer, so that the other end can tell them apart without unpickling.
 RETURNED = b"\0"
@@ -67,12 +65,23 @@ def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> Non
         faulthandler.disable()
 
 
-def set_up(prepare: Callable[[], object] | None) -> None:
-    """Makes a fresh process ready to join a group.
+def serve_job(address: str) -> None:
+    """Answers calls as a rank that a launcher has started for :class:`~ppe_ddp.testing.JobStarter`.
 
     Args:
-        prepare: The user's own preparation, called without arguments.
+        address: Where the calls come from: a socket in the file system.
     """
+    from ppe_ddp.launchers import detect
+
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(address)
+    pipe = Connection(connected.detach())
+    pipe.send(detect(os.environ).rank)
+    serve(pipe, pipe.recv(), dict(os.environ))
+
+
+def set_up(prepare: Callable[[], object] | None) -> None:
+    """Makes a fresh process ready to join a group; ``prepare`` is the user's own preparation."""
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
@@ -110,7 +119,7 @@ def end_with_parent() -> None:
 def _answer(call: bytes, joined: object) -> tuple[bytes, object]:
     try:
         sys.path[:], content = pickle.loads(call)
-        function, args = _load(content)
+        function, args = pickle.loads(content)
         result = function(*args)
         group = dist.group.WORLD if dist.is_initialized() else None
         joined = group if function is join_group else joined
@@ -118,11 +127,6 @@ def _answer(call: bytes, joined: object) -> tuple[bytes, object]:
     except BaseException as error:
         # Also SystemExit and the like: the rank goes on to serve, and the test gets it.
         return RAISED + _describe(error), joined
-
-
-def _load(content: bytes) -> tuple[Callable[..., object], Sequence[object]]:
-    function, args = pickle.loads(content)
-    return function, args
 
 
 def _describe(error: BaseException) -> bytes:

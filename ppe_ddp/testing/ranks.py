@@ -1,33 +1,29 @@
 """Real ranks for tests: processes started once, which then call one function after another.
 
-Owns the processes, the rendezvous and the reporting of what went wrong on which rank. It is apart from
-`ppe_ddp.launch` because there a launcher outside started the ranks, and here a test does. Everything
-is sent as plain pickles over pipes, so a tensor arrives as a copy that does not need its rank any more.
+Owns the processes, the rendezvous and the errors of ranks as a test sees them. Everything is sent as plain pickles over
+pipes, so a tensor arrives as a copy that does not need its rank any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from unittest import mock
 
-from ppe_ddp.testing.rank_error import Outcome, RankError, RankFailure
-from ppe_ddp.testing.rank_process import RETURNED, join_group, set_up
-from ppe_ddp.testing.rank_starter import ForkStarter
-
-if TYPE_CHECKING:
-    from ppe_ddp.testing.rank_starter import RankProcess, RankStarter
-
-__all__ = ["Outcome", "RankError", "RankFailure", "Ranks", "run_ranks"]
+from ppe_ddp.testing.rank_process import RETURNED, join_group, serve, set_up
 
 T = TypeVar("T")
 
@@ -36,6 +32,149 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 _DUMP_SECONDS = 2.0
+
+
+class Outcome(enum.Enum):
+    """How a rank failed."""
+
+    RAISED = "raised"
+    DIED = "died"
+    SILENT = "did not answer"
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The failure of one rank.
+
+    Attributes:
+        rank: The rank.
+        outcome: How it failed.
+        summary: One line: the exception, the exit code, or how long there was no answer.
+        details: The traceback of the exception, or the stacks of all threads where there are any.
+        exception: The exception itself if it could be pickled, without its traceback and causes.
+        exit_code: That of a process that died; negative for a signal, None if it did not die.
+    """
+
+    rank: int
+    outcome: Outcome
+    summary: str
+    details: str = ""
+    exception: BaseException | None = None
+    exit_code: int | None = None
+
+    @classmethod
+    def raised(cls, rank: int, content: bytes) -> RankFailure:
+        """The failure of a rank whose function raised; ``content`` is the rank's answer."""
+        summary, details, pickled = pickle.loads(content)
+        exception = None
+        if pickled is not None:
+            # Many exceptions whose constructor takes more than a message can be pickled but not made anew.
+            with contextlib.suppress(Exception):
+                exception = pickle.loads(pickled)
+        return cls(rank, Outcome.RAISED, summary, details, exception)
+
+    @classmethod
+    def died(cls, rank: int, exit_code: int | None, stacks: str) -> RankFailure:
+        """The failure of a rank whose process is gone, or has closed its pipe if there is no exit code."""
+        if exit_code is None:
+            cause = "closed its pipe"
+        elif exit_code < 0:
+            cause = f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+        else:
+            cause = f"ended with exit code {exit_code}"
+        return cls(rank, Outcome.DIED, f"its process {cause}", stacks, exit_code=exit_code)
+
+    @classmethod
+    def silent(cls, rank: int, seconds: float, stacks: str) -> RankFailure:
+        """The failure of a rank that did not answer for so many seconds."""
+        return cls(rank, Outcome.SILENT, f"nothing for {seconds:.1f} s", stacks)
+
+
+class RankError(RuntimeError):
+    """Some ranks failed; the message has the traceback of each, the first that failed first.
+
+    Args:
+        world_size: How many ranks were asked.
+        failures: One for each failing rank, in the order in which they failed.
+    """
+
+    def __init__(self, world_size: int, failures: Sequence[RankFailure]) -> None:
+        super().__init__(world_size, tuple(failures))
+        self.world_size = world_size
+        self.failures = tuple(failures)
+
+    def __str__(self) -> str:
+        short = "; ".join(f"rank {f.rank} {f.outcome.value}: {f.summary}" for f in self.failures)
+        sections = [
+            f"--- rank {f.rank} {f.outcome.value} ---\n{f.details.rstrip()}" for f in self.failures if f.details
+        ]
+        head = f"{len(self.failures)} of {self.world_size} ranks failed: {short}"
+        return "\n\n".join([head, *sections])
+
+    @property
+    def exceptions(self) -> dict[int, BaseException]:
+        """The exceptions by rank, of those ranks that raised one which could be pickled."""
+        return {f.rank: f.exception for f in self.failures if f.exception is not None}
+
+    @property
+    def ranks(self) -> dict[int, Outcome]:
+        """How each failing rank failed, in the order in which they did."""
+        return {f.rank: f.outcome for f in self.failures}
+
+
+class RankProcess(Protocol):
+    """A process as :class:`Ranks` needs it; those of `multiprocessing` are such, and do the same."""
+
+    @property
+    def pid(self) -> int | None: ...  # noqa: D102
+    @property
+    def sentinel(self) -> int: ...  # noqa: D102
+    @property
+    def exitcode(self) -> int | None: ...  # noqa: D102
+
+    def is_alive(self) -> bool: ...  # noqa: D102
+    def join(self, timeout: float | None = None) -> None: ...  # noqa: D102
+    def kill(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class RankStarter(Protocol):
+    """Starts the processes of a world, each of which answers calls by :func:`ppe_ddp.testing.rank_process.serve`."""
+
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+        """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
+
+    def end(self) -> None:
+        """End what else was started for them; called when all of them have ended, also if there are none."""
+
+    def errors(self) -> str:
+        """What there is to say about a process that has died, beyond its exit code."""
+
+
+class ForkStarter:
+    """Processes on this machine: started in no time, and as good as new."""
+
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+        """As :class:`RankStarter` has it."""
+        # Forked from a process that has imported torch and done nothing else.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([serve.__module__])
+        # OpenMP reads it while torch is imported, before any code of ours runs in the process.
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            for rank, file in enumerate(stack_files):
+                ours, theirs = context.Pipe()
+                args = (theirs, str(file), dict(os.environ))
+                process = context.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                yield process, ours
+
+    def end(self) -> None:
+        """Nothing else was started."""
+
+    def errors(self) -> str:
+        """What they have said is on this process's own standard error."""
+        return ""
 
 
 class Ranks:
@@ -150,18 +289,7 @@ class Ranks:
     ) -> list[T]:
         """Calls `function(*args_by_rank[rank])` on each rank; otherwise as `run`.
 
-        Args:
-            function: As for `run`.
-            args_by_rank: The arguments of each rank, one sequence a rank.
-            timeout: As for `run`.
-            grace: As for `run`.
-
-        Returns:
-            What the function returned, by rank.
-
         Raises:
-            RankError: As for `run`.
-            TypeError: As for `run`.
             ValueError: There are not as many argument sequences as ranks.
         """
         if len(args_by_rank) != self.world_size:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.testing.models import Recipe
 
-__all__ = ["Expectation", "Reference", "StepKind", "TrainingStep", "Zeroing", "perform"]
-
 
 class StepKind(enum.Enum):
     """The kind of a training step."""
@@ -85,7 +83,7 @@ class TrainingStep:
     updates: bool = True
 
 
-class Subject(Protocol):
+class _Subject(Protocol):
     """The interface that a step uses: of the wrapper, or of a copy of the module that does not communicate."""
 
     def __call__(self, *args: Any) -> Any: ...
@@ -100,7 +98,7 @@ class Subject(Protocol):
 class _RankStep:
     """One rank in one step."""
 
-    subject: Subject
+    subject: _Subject
     recipe: Recipe
     number: int
     rank: int
@@ -125,7 +123,7 @@ class _RankStep:
 
 def perform(
     step: TrainingStep,
-    subject: Subject,
+    subject: _Subject,
     recipe: Recipe,
     number: int,
     *,

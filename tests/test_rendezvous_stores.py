@@ -1,4 +1,4 @@
-"""Ranks of one machine meet on its loopback interface, where no other machine can come in."""
+"""Ranks of one machine meet where no other machine can come in, and restarted ones find no predecessors."""
 
 import socket
 
@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ppe_ddp.launchers import Rendezvous, detect
-from ppe_ddp.loopback_store import loopback_store
+from ppe_ddp.rendezvous_stores import loopback_store, restarted_store
 from test_launch import SRUN, TORCHRUN, free_port, join, torchrun_environments
 
 # An address of this machine that is not the loopback interface's; Linux answers on all of 127.0.0.0/8.
@@ -74,3 +74,33 @@ def join_where_torch_serves(environment):
 def test_ranks_meet_where_torch_serves_already(two_ranks):
     results = two_ranks.run_each(join_where_torch_serves, [(each,) for each in torchrun_environments()])
     assert [(total, is_client) for *_, total, is_client in results] == [(3, False), (3, True)]
+
+
+# --- ranks that torchrun has started again
+
+AGENT = TORCHRUN | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+PLACE = Rendezvous("torchrun", 0, 2, 0, "env://")
+
+
+def test_a_start_does_not_see_what_the_one_before_has_written():
+    agent = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    environment = AGENT | {"MASTER_PORT": str(agent.port)}
+    first, again, second = (
+        restarted_store(PLACE, None, environment | {"TORCHELASTIC_RESTART_COUNT": count}) for count in "112"
+    )
+    first.set("address", "of the first start")
+    assert again.get("address") == b"of the first start"
+    assert not second.check(["address"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RESTART_COUNT": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+    ],
+)
+def test_restarted_ranks_may_use_torchs_store(change):
+    assert restarted_store(PLACE, None, AGENT | change) is None
