@@ -69,7 +69,7 @@ test-integrations: ## Run the tests of every integration, in .venv-integrations 
 # Where the driver is for CUDA 12: make test-gpu GPU_TORCH="torch<2.11" CUPY=cupy12
 test-gpu: ## Run the tests that need a GPU (CUDA 12: see Makefile)
 	@$(MAKE) --no-print-directory setup VENV=.venv-gpu-$(CUPY) TORCH='$(GPU_TORCH)' EXTRAS=dev,examples,mpi,$(CUPY)
-	@OMP_NUM_THREADS=1 .venv-gpu-$(CUPY)/bin/python -m pytest tests/test_gpu.py tests/test_bench_gpu.py -rs $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-gpu-$(CUPY)/bin/python -m pytest tests/test_gpu.py tests/test_bench.py -rs $(ARGS)
 
 check: setup ## Lint, check the format and the types
 	@$(BIN) -m ruff check .
@@ -79,10 +79,10 @@ check: setup ## Lint, check the format and the types
 docs: setup ## Build the documentation in build/docs; a warning is an error
 	@$(BIN) -m sphinx -q -W --keep-going docs build/docs
 
-# The others are by bench compression and bench scaling, and take longer.
+# The others are by the benchmarks training and scaling, and take longer.
 pictures: setup ## Draw the timelines of the documentation anew, as root (on an idle machine)
-	@$(RUN) -m ppe_ddp bench timeline --out docs/pictures/beside_torch.png
-	@$(RUN) -m ppe_ddp bench timeline --out docs/pictures/compressed.png --nodes 2 --model transformer --no-torch --compressor int8
+	@$(RUN) -m benchmarks timeline --out docs/pictures/beside_torch.png
+	@$(RUN) -m benchmarks timeline --out docs/pictures/compressed.png --nodes 2 --model transformer --no-torch --compressor int8
 	@OMP_NUM_THREADS=1 $(VENV)/bin/mpirun -n 2 $(BIN) -m ppe_ddp trace --out build/digits examples/digits.py --epochs 2
 	@cp build/digits/gradients.png docs/pictures/ && cp build/digits/timeline.png docs/pictures/digits.png
 	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=2 --no-python $(BIN) -m ppe_ddp trace --out build/gpt \

@@ -28,14 +28,14 @@ UNDER_MPIRUN = [
     "test_mpi_laws",
     "test_nodes",
     "test_nodes_training",
-    "test_doctor_jobs",
+    "test_doctor",
 ]
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = [
     "test_examples",
     "test_faults",
     "test_shm_backend",
-    "test_cli",
+    "test_bench",
     "test_laws",
     "test_soak",
     "test_shm_failures",

@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-# These talk to processes that they have started themselves, or measure; nobody trains by them.
-OWN_PROCESSES = ("testing/", "benchmarks/")
+# These talk to processes that they have started themselves; nobody trains by them.
+OWN_PROCESSES = ("testing/",)
 ALLOWED = {
     "sharding/checkpoint_reader.py": "the name of the error with which torch.load(weights_only=True) refuses",
     "checkpoints/entry_files.py": "an Unpickler that makes the classes of torch's own metadata, and nothing else",

@@ -45,7 +45,6 @@ LAYERS = [
     "tracing",
     "testing",
     "cli",
-    "benchmarks",
     "__main__",
 ]
 # The package itself gathers its public names from everywhere; who stands above it may use them.

@@ -1,50 +1,23 @@
-"""The command line: its commands and arguments, and the form of results. Never how long anything takes."""
+"""The command line: commands are found, arguments checked, help and tables fit 80 columns; `env` tells what is here."""
 
 import argparse
 import contextlib
-import gzip
-import importlib.util
 import io
 import json
-import math
 import os
-import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
+from benchmarks import COMMANDS as BENCHMARKS
 from ppe_ddp import cli
-from ppe_ddp.benchmarks import bench_contestants, bench_load, bench_measure, bench_optimizer
-from ppe_ddp.benchmarks.bench_collective import OPERATIONS, _wrong
-from ppe_ddp.benchmarks.bench_collective import measure as measure_collectives
-from ppe_ddp.benchmarks.bench_contestants import CONTESTANTS, Ours, Ppe, Traffic
-from ppe_ddp.benchmarks.bench_measure import RankResult, Settings, measure, workload_named
-from ppe_ddp.benchmarks.bench_models import WORKLOADS, TransformerBf16
-from ppe_ddp.benchmarks.bench_optimizer import CONTESTANTS as OPTIMIZER_CONTESTANTS
-from ppe_ddp.benchmarks.bench_optimizer import measure as measure_optimizers
-from ppe_ddp.benchmarks.bench_platform import Platform
-from ppe_ddp.benchmarks.bench_result import Spread, combine
-from ppe_ddp.cli.arguments import size_of
-from ppe_ddp.testing import RankError
-from reports import report_in
-from subprocesses import MPIRUN, needs_mpirun, run
-
-NAMES = [kind.name for kind in CONTESTANTS]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TINY_RUN = ["bench", "step", "--quick", "--steps", "1", "--repeats", "2"]
-
-
-def called(*words):
-    """The command in this process: its exit code, output and errors, without a process of its own."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(words)
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
-
+from ppe_ddp.backends.cupy_nccl import nccl_version
+from ppe_ddp.backends.cupy_nccl.nccl_version import version_text
+from ppe_ddp.cli import env
+from ppe_ddp.cli.command_line import Spread, folder, positive, print_table, size_of
+from ppe_ddp.cli.env import Libraries, candidates, find_libraries, many_ranks_a_device
+from subprocesses import run
 
 # --- finding a command
 
@@ -53,7 +26,7 @@ def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     for command in cli.COMMANDS:
-        assert " ".join(command.words) in out
+        assert command.words in out
         assert command.summary in out
 
 
@@ -65,11 +38,7 @@ def test_half_a_command_lists_what_could_follow(words, capsys):
 
 @pytest.mark.parametrize(
     ("words", "wrong", "right"),
-    [
-        (["bnch"], "bnch", "bench"),
-        (["bench", "steps"], "steps", "step"),
-        (["bench", "--quick"], "--quick", ""),
-    ],
+    [(["bnch"], "bnch", "bench"), (["bench", "steps"], "steps", "step"), (["bench", "--quick"], "--quick", "")],
 )
 def test_an_unknown_command_is_named_with_the_nearest(words, wrong, right, capsys):
     assert cli.main(words) == 2
@@ -79,350 +48,226 @@ def test_an_unknown_command_is_named_with_the_nearest(words, wrong, right, capsy
     assert "bench step" in err
 
 
+@pytest.mark.parametrize("program", [cli.COMMANDS, BENCHMARKS], ids=["ppe_ddp", "benchmarks"])
+def test_help_fits_a_terminal(program, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ("", *(command.words for command in program)):
+        with contextlib.suppress(SystemExit):
+            cli.main([*words.split(), "--help"], program="python -m of_this", commands=program)
+        text = capsys.readouterr().out
+        assert "usage: python -m of_this" in text
+        assert max(map(len, text.splitlines())) <= 80, words
+
+
+# --- arguments and tables
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    "words",
     [
-        ["--model", "huge"],
-        ["--ranks", "0"],
-        ["--steps", "-1"],
-        ["--repeats", "many"],
-        ["--bucket-cap-mb", "nan"],
-        ["--json", "no/such/folder/result.json"],
+        ["bench step", "--model", "huge"],
+        ["bench step", "--ranks", "0"],
+        ["bench step", "--steps", "-1"],
+        ["bench step", "--bucket-size", "nan"],
+        ["bench step", "--json", "no/such/folder/result.json"],
+        ["bench collective", "--max-size", "4KB"],
+        ["doctor", "--setup", "no_such_module:register"],
+        ["doctor", "--setup", "broken_backends"],
+        ["doctor", "--timeout", "soon"],
     ],
-    ids=lambda words: words[0],
+    ids=" ".join,
 )
-def test_a_wrong_argument_is_named_before_anything_runs(wrong, capsys):
+def test_a_wrong_argument_is_named_before_anything_runs(words, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["bench", "step", *wrong])
+        cli.main([*words[0].split(), *words[1:]])
     assert caught.value.code == 2
-    assert wrong[0] in capsys.readouterr().err
-
-
-# --- what is measured
-
-
-class SmallTransformerBf16(TransformerBf16):
-    vocabulary, width, depth, sequences, length = 101, 128, 2, 2, 8
-
-
-SMALL = [SmallTransformerBf16() if isinstance(one, TransformerBf16) else one for one in WORKLOADS]
-
-
-@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
-def test_every_step_of_a_model_gives_gradients_that_are_numbers(workload):
-    torch.manual_seed(0)
-    model = workload.build()
-    batch = workload.batch(torch.Generator().manual_seed(0))
-    workload.loss(model(batch, *workload.route(0, 0, 0)), batch).backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert (len(gradients) < len(list(model.parameters()))) == workload.is_dynamic
-    smallest_normal = torch.finfo(torch.float32).tiny
-    half = workload.name == "transformer-bf16"
-    for gradient in gradients:
-        assert gradient.dtype == (torch.bfloat16 if half else torch.float32)
-        assert gradient.isfinite().all()
-        assert gradient.abs().max() > smallest_normal
-
-
-def test_branches_follow_from_seed_and_step():
-    common, own = workload_named("supernet-common"), workload_named("supernet-own")
-    for step in range(5):
-        assert common.route(3, step, 0) == common.route(3, step, 0) == common.route(3, step, 1)
-        (paths,) = zip(*(own.route(3, step, rank) for rank in range(4)), strict=True)
-        for layer in zip(*paths, strict=True):
-            assert sorted(layer) == [0, 1, 2, 3]
-    assert len({common.route(3, step, 0) for step in range(5)}) > 1
-
-
-def measure_wrongly(monkey):
-    def sum_only(gradients, group):
-        for gradient in gradients:
-            torch.distributed.all_reduce(gradient, group=group)
-
-    wrap = Ours._wrap
-    Ours._wrap = lambda self, module, is_dynamic, options: wrap(self, module, is_dynamic, {"reduce_function": sum_only})
-    try:
-        return measure(monkey, Settings(steps=1, repeats=1))
-    finally:
-        Ours._wrap = wrap
-
-
-def test_contestants_that_compute_something_else_are_not_timed(two_ranks):
-    with pytest.raises(RankError) as caught:
-        two_ranks.run(measure_wrongly, "supernet-common")
-    for error in caught.value.exceptions.values():
-        assert isinstance(error, bench_measure.GradientMismatchError)
-        assert "step 0" in str(error)
-        assert "ppe_ddp has a gradient of 'branches." in str(error)
-
-
-def test_ppe_is_optional(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytorch_pfn_extras.nn.parallel", None)
-    with pytest.raises(ImportError, match="pytorch-pfn-extras is not installed"):
-        Ppe(nn.Linear(1, 1), is_dynamic=False, options={})
-
-
-# --- what is made of it
-
-
-def rank_result(seconds, present, skipped=()):
-    traffic = {name: Traffic(8, 1) for name in seconds}
-    launches = {"ppe_ddp": [1e-6 * len(seconds), 3e-6]}
-    return RankResult(seconds, traffic, bytes(present), (4, 40, 400), dict(skipped), launches)
-
-
-def test_a_step_takes_as_long_as_on_the_slowest_rank_and_ratios_are_taken_within_a_repetition():
-    first = {"ppe_ddp": [1.0, 8.0, 3.0], "torch": [2.0, 2.0, 1.0], "bare": [1.0, 1.0, 1.0]}
-    second = {"ppe_ddp": [2.0, 1.0, 1.0], "torch": [1.0, 4.0, 2.0], "bare": [1.0, 1.0, 1.0]}
-    ranks = [
-        rank_result(first, [1, 0, 0], {"ppe": "away"}),
-        rank_result(second, [1, 0, 1], {"ppe": "away"}),
-    ]
-    model = combine(workload_named("mlp"), 5, ranks)
-    assert model.ours.steps_ms == (2000.0, 8000.0, 3000.0)
-    assert model.ours.ratio == Spread(median=1.5, lower=1.25, upper=1.75)
-    assert (model.parameter_nbytes, model.existing_nbytes) == (444, 404)
-    assert [result.name for result in model.contestants] == NAMES
-    assert [result.skipped for result in model.contestants] == [None, None, "away", None]
-    assert model.ours.launch_us == Spread.of([3.0, 3.0, 3.0, 3.0])
-    assert [result.launches for result in model.contestants] == [4, 0, 0, 0]
-
-
-# --- the whole command
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory, two_ranks):
-    """One run of the command: its result as data, and as text. Two ranks are those that are there already."""
-    file = tmp_path_factory.mktemp("bench") / "result.json"
-    models = [f"--model={name}" for name in ("supernet-own", "tiny")]
-    start = Platform.start
-
-    def started(platform, ranks):
-        return contextlib.nullcontext(two_ranks) if ranks == 2 else start(platform, ranks)
-
-    with mock.patch.object(Platform, "start", started):
-        done = called(*TINY_RUN, *models, "--no-views", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    return report_in(file.read_text()), done
-
-
-def results_of(model):
-    return {result["name"]: result for result in model["contestants"]}
-
-
-def test_everything_is_in_the_report(report):
-    data, done = report
-    assert data["versions"]["torch"] == torch.__version__
-    assert data["machine"]["cores"] >= 1
-    assert data["settings"]["platform"] == {
-        "device": "cpu",
-        "device_name": None,
-        "devices": 0,
-        "backend": "gloo",
-        "nccl": None,
-    }
-    assert "cpu over gloo" in done.stdout
-    assert (data["settings"]["steps"], data["settings"]["repeats"], data["settings"]["views"]) == (1, 2, False)
-    assert [model["name"] for model in data["models"]] == ["supernet-own", "tiny"]
-    assert [model["world_size"] for model in data["models"]] == [2, 1]
-    for model in data["models"]:
-        assert [result["name"] for result in model["contestants"]] == NAMES
-        assert model["name"] in done.stdout
-        assert max(map(len, done.stdout.splitlines())) <= 80
-    assert len(done.stderr.splitlines()) == len(data["models"])
-
-
-def test_medians_and_ratios_are_those_of_the_repetitions(report):
-    for model in report[0]["models"]:
-        results = results_of(model)
-        for result in results.values():
-            assert result["skipped"] is None
-            assert len(result["steps_ms"]) == 2
-            assert min(result["steps_ms"]) > 0
-            assert math.isclose(result["milliseconds"]["median"], sum(result["steps_ms"]) / 2)
-        assert set(results[model["reference"]]["ratio"].values()) == {1.0}
-
-
-def test_what_is_sent_is_what_exists(report):
-    shares = {"supernet-own": 2 / 4, "tiny": 1}
-    for model in report[0]["models"]:
-        assert model["existing_nbytes"] == shares[model["name"]] * model["parameter_nbytes"]
-        sent = {name: result["traffic"]["gradient_nbytes"] for name, result in results_of(model).items()}
-        alone = model["world_size"] == 1
-        exist, everything = (0, 0) if alone else (model["existing_nbytes"], model["parameter_nbytes"])
-        assert sent == {"ppe_ddp": exist, "torch": everything, "ppe": exist, "bare": 0}
-
-
-def test_presence_costs_less_than_ppes(report):
-    for model in report[0]["models"]:
-        control = {name: result["traffic"]["control_nbytes"] for name, result in results_of(model).items()}
-        if model["world_size"] > 1:
-            assert 0 < control["ppe_ddp"] < control["ppe"] == 8 * model["parameters"]
-
-
-def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
-    (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
-    traces = tmp_path / "new" / "traces"
-    launcher = [MPIRUN, "-n", "2", sys.executable] if MPIRUN else [sys.executable, *TORCHRUN]
-    command = [
-        *launcher,
-        "-m",
-        "ppe_ddp",
-        *TINY_RUN,
-        "--model=supernet-own",
-        "--json=-",
-        f"--trace={traces}",
-        "--by-gloo",
-        "--bucket-size=0.5",
-    ]
-    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    code, output, errors = run([*command, *(["--mpi-thread"] if MPIRUN else [])], timeout=150, environment=environment)
-    assert code == 0, errors
-    (model,) = report_in(output)["models"]
-    assert model["world_size"] == 2
-    results = results_of(model)
-    assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in errors
-    assert "not here" in results["ppe"]["skipped"]
-    assert results["ppe_ddp"]["traffic"]["gradient_nbytes"] == model["existing_nbytes"]
-    more = ["by gloo", *(["over mpi4py", "mpi thread"] if MPIRUN else [])]
-    assert [*results] == ["ppe_ddp", "0.5 MiB", *more, "torch", "ppe", "bare"]
-    assert all(name in errors for name in results)
-    assert f"traces: {traces}/" in errors
-    check_traces(traces)
-
-
-def check_traces(folder):
-    """One picture a contestant and rank: three steps with their collectives, and in ours what the engine does."""
-    names = [f"supernet-own-{name}-rank{rank}.json.gz" for name in ("ppe_ddp", "torch") for rank in (0, 1)]
-    assert sorted(file.name for file in folder.iterdir()) == names
-    for name in names:
-        events = json.loads(gzip.decompress((folder / name).read_bytes()))["traceEvents"]
-        spans = [event["name"] for event in events if event.get("ph") == "X"]
-        if "torch" in name:  # of sums in shared memory torch's profiler sees nothing
-            assert sum("allreduce" in span or "all_reduce" in span for span in spans) >= 3
-        assert {"step 0", "step 1", "step 2"} <= set(spans)
-        ours = {span for span in spans if span.startswith("ppe_ddp.")}
-        expected = {"ppe_ddp.negotiate", "ppe_ddp.launch[0]", "ppe_ddp.finish"}
-        assert expected <= ours if "ppe_ddp" in name else not ours
-
-
-def test_the_hosts_time_for_a_bucket_is_in_the_report(report):
-    data, _ = report
-    for model in data["models"]:
-        results = results_of(model)
-        sends = ["ppe_ddp"] if model["world_size"] > 1 else []
-        assert [name for name, result in results.items() if result["launch_us"]] == sends
-        assert [name for name, result in results.items() if result["launches"]] == sends
-    for model in data["models"][:1]:
-        ours = results_of(model)["ppe_ddp"]
-        assert ours["launches"] >= 2 * model["world_size"]  # a bucket or more in each repetition, on each rank
-        assert 0 < ours["launch_us"]["lower"] <= ours["launch_us"]["upper"] < 1e3 * max(ours["steps_ms"])
-
-
-def test_a_launchers_environment_that_is_wrong_is_named(monkeypatch, capsys):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    assert cli.main(["bench", "step"]) == 2
-    assert "MASTER_PORT" in capsys.readouterr().err
-
-
-def test_gradient_bytes_are_those_that_are_there():
-    module = nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3)])
-    module[0](torch.zeros(1, 2)).sum().backward()
-    assert bench_contestants.gradient_nbytes(module) == 4 * (2 * 3 + 3)
-
-
-# --- collectives
-
-
-@needs_mpirun
-def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path, monkeypatch, capfd):
-    file = tmp_path / "result.json"
-    words = [word for name in OPERATIONS for word in ("--op", name)]
-    words += ["--min-size", "256", "--max-size", "3K", "--repeats", "1", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["ppe_ddp", "bench", "collective", *words])
-    code = cli.main(sys.argv[1:])
-    output, errors = capfd.readouterr()
-    assert code == 0, errors
-    data = report_in(file.read_text())
-    assert data["settings"]["ranks"] == 2
-    assert [(line["operation"], line["backend"]) for line in data["lines"][::6]] == [
-        (name, "gloo") for name in OPERATIONS
-    ]
-    assert {line["wrong"] for line in data["lines"]} == {0}
-    for gloo, mpi in zip(data["lines"][::2], data["lines"][1::2], strict=True):
-        assert (gloo["backend"], mpi["backend"], mpi["nbytes"]) == ("gloo", "mpi4py", gloo["nbytes"])
-        assert mpi["algbw"] == pytest.approx(mpi["nbytes"] / mpi["microseconds"] / 1e3)
-        factor = 1.0 if mpi["operation"] in ("all_reduce", "broadcast") else 0.5
-        assert mpi["busbw"] == pytest.approx(factor * mpi["algbw"])
-    assert [line["nbytes"] for line in data["lines"][:6:2]] == [256, 2048, 3072]
-    for text in ("Collectives", "2 ranks on cpu", "busbw", "x gloo"):
-        assert text in output
-
-
-def test_collectives_on_ranks_of_its_own(two_ranks):
-    """As with --device cuda, where the first backend is NCCL."""
-    arguments = argparse.Namespace(op=["reduce_scatter"], dtype="int64", min_size=64, max_size=64, repeats=1)
-    for (line,) in two_ranks.run(measure_collectives, arguments, Platform()):
-        assert (line.operation, line.backend, line.nbytes, line.wrong) == ("reduce_scatter", "gloo", 64, 0)
-
-
-def test_a_wrong_sum_is_counted_and_is_an_exit_code(two_ranks):
-    assert two_ranks.run(count_wrong_sums) == [5, 5]
-
-
-def count_wrong_sums():
-    whole, part = torch.zeros(5), torch.zeros(2)
-
-    def broken(whole, _part, _group):
-        return whole  # sums nothing
-
-    operations = {"all_reduce": (broken, *OPERATIONS["all_reduce"][1:])}
-    with mock.patch.dict(OPERATIONS, operations):
-        return _wrong("all_reduce", whole, part, dist.group.WORLD)
-
-
-def test_loads_side_by_side(tmp_path, two_ranks):
-    file = tmp_path / "result.json"
-    with mock.patch.object(bench_load, "Ranks", return_value=contextlib.nullcontext(two_ranks)):
-        done = called("bench", "load", "--ranks", "2", "--size", "200K", "--repeats", "1", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    data = report_in(file.read_text())
-    assert data["settings"] == {"ranks": 2, "backend": "gloo", "size": 200 << 10, "repeats": 1}
-    lines = {line["name"]: line for line in data["lines"]}
-    assert [*lines][:2] == ["torch", "ppe_ddp"]
-    installed = importlib.util.find_spec("accelerate") is not None
-    assert ("ppe_ddp, files" in lines) == ("accelerate" in lines) == installed
-    for line in lines.values():
-        assert line["wrong"] == 0
-        assert len(line["peak_nbytes"]) == 2
-    assert lines["torch"]["ratio"]["median"] == 1
-    for text in ("One load", "others", "from memory"):
-        assert text in done.stdout
-
-
-@pytest.mark.parametrize(("text", "size"), [("4", 4), ("64K", 65536), ("32m", 32 << 20), ("1G", 1 << 30)])
-def test_sizes(text, size):
-    assert size_of(text) == size
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5M", "4KB", "", "many"])
-def test_what_is_no_size(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="number of bytes"):
-        size_of(text)
-
-
-def test_optimizers_are_measured_and_their_state_counted(two_ranks, capsys):
-    lines, same = two_ranks.run(measure_optimizers, ["small"], 1, 1, 0)
-    assert [line.name for line in lines] == list(OPTIMIZER_CONTESTANTS)
-    bench_optimizer._publish(argparse.Namespace(json="-", steps=1, repeats=1), lines)
-    printed = capsys.readouterr()
-    assert [line["name"] for line in report_in(printed.out)["lines"]] == list(OPTIMIZER_CONTESTANTS)
-    assert max(map(len, printed.err.splitlines())) <= 80
-    assert lines == same
-    state = {line.name: line.state_nbytes for line in lines}
-    assert state["torch"] == state["ppe_ddp, whole"] == 2 * state["ppe_ddp"] == 2 * state["zero"]
-    assert all(line.milliseconds.median > 0 for line in lines)
-    assert next(line.to_zero.median for line in lines if line.name == "zero") == 1.0
+    assert words[1] in capsys.readouterr().err
+
+
+def test_values_of_arguments(tmp_path):
+    sizes = {"4": 4, "64K": 65536, "32m": 32 << 20, "1G": 1 << 30}
+    assert {text: size_of(text) for text in sizes} == sizes
+    assert positive("0.5") == 0.5
+    for read, texts in ((size_of, ["0", "-1", "1.5M", ""]), (positive, ["0", "inf", "much"])):
+        for text in texts:
+            with pytest.raises(argparse.ArgumentTypeError, match="should be"):
+                read(text)
+    assert folder(str(tmp_path / "a" / "b")).is_dir()
+    (tmp_path / "file").write_text("kept")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a folder that can be written to"):
+            folder(str(wrong))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_table_fits_a_terminal_and_cuts_nothing_off():
+    file, time = io.StringIO(), Spread(1234.5, 1198.7, 1301.2)
+    rows = [("transformer-bf16, 2 ranks", time.text(1), time.text(2), "12.35", "1234.56"), (), ("a[mpi]",) + ("",) * 4]
+    headings = ["", "ms a step", "ratio", "exposed", "MB sent"]
+    print_table("Of [what]", "a caption of many words, " * 5, headings, iter(rows), file)
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    for text in ("1234 (1199-1301)", "1234.56", "a[mpi]", "Of [what]", torch.__version__):
+        assert text in file.getvalue()
+    assert "…" not in file.getvalue()
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+
+
+# --- env
+
+MPI = {"mpi4py": "4.1", "mpi": "MPICH Version: 5.0", "mpirun": "/mpirun"}
+CUPY = {"cupy": "14.2", "cupy_nccl": "2.27.7", "nccl_files": 1}
+
+
+def test_env_tells_people_and_programs_the_same():
+    script = "import sys; from ppe_ddp.cli import main; code = main(['env', '--json', '-']); "
+    script += "assert 'mpi4py.MPI' not in sys.modules and 'cupy' not in sys.modules; sys.exit(code)"
+    code, output, text = run([sys.executable, "-c", script], timeout=150, environment={"COLUMNS": "80"})
+    assert code == 0, text
+    report = json.loads(output)
+    assert report["command"] == "env"
+    assert report["versions"]["torch"] == torch.__version__
+    assert f"torch:              {torch.__version__}" in text
+    assert [backend["name"] for backend in report["backends"]] == ["gloo", "mpi4py", "nccl", "cupy_nccl"]
+    for backend in report["backends"]:
+        assert bool(backend["missing"]) == bool(backend["remedy"])
+        assert f"backend {backend['name']}:" in text
+        assert backend["missing"] in " ".join(text.split())
+    assert "launcher:           alone, rank 0 of 1" in text
+    assert report["torch_internals"] == []
+    assert "torch internals:    as expected\n" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert os.path.dirname(sys.executable) not in output + text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "missing", "remedy"),
+    [
+        ("mpi4py", {}, "", ""),
+        ("mpi4py", {"mpi4py": None}, "mpi4py is not installed", "[mpi]"),
+        ("mpi4py", {"mpi": None, "mpi_problem": "no libmpi.so"}, "no libmpi.so", "[mpi]"),
+        ("mpi4py", {"mpirun": None}, "no mpirun", "mpirun of MPICH"),
+        ("cupy_nccl", {}, "", ""),
+        ("cupy_nccl", {"cupy": None, "cupy_problem": "No module named 'cupy'"}, "not installed", "[cupy12]"),
+        ("cupy_nccl", {"cupy": None, "cupy_problem": "no libcuda"}, "cannot be imported (no libcuda)", "[cupy12]"),
+        ("cupy_nccl", {"cupy_nccl": None}, "CuPy 14.2 finds no NCCL", "before CuPy"),
+        ("cupy_nccl", {"nccl_files": 2}, "two different NCCLs", "[cupy12]"),
+        ("nccl", {}, "no NCCL", "torch for CUDA"),
+    ],
+)
+def test_why_a_backend_cannot_be_made_on_a_machine_with_cuda(monkeypatch, name, changes, missing, remedy):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    (found,) = (one for one in candidates(Libraries(**{**MPI, **CUPY, **changes})) if one.name == name)
+    assert missing in found.missing
+    assert remedy in found.remedy
+    assert bool(found.missing) == bool(missing)
+
+
+@pytest.mark.parametrize(("cuda", "reason"), [(None, "without CUDA"), ("13.0", "no CUDA device is visible")])
+def test_without_a_device_both_reasons_are_told(monkeypatch, cuda, reason):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = candidates(Libraries(**MPI, cupy_problem="No module named 'cupy'"))[-1]
+    assert reason in found.missing
+    assert "CuPy is not installed" in found.missing
+    assert "[cupy13]" in found.remedy
+
+
+@pytest.mark.parametrize(("number", "text"), [(22707, "2.27.7"), (2708, "2.7.8"), (21805, "2.18.5")])
+def test_versions_of_nccl_are_read_as_people_write_them(number, text):
+    assert version_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("files", "number"),
+    [(["/there/libnccl.so.2"], 23203), (["/there/libnccl.so.2", "/here/libnccl.so.2"], 22809), ([], 22809)],
+    ids=["one that pip has upgraded", "another one of CuPy's", "a part of torch"],
+)
+def test_it_is_the_nccl_version_that_counts(monkeypatch, files, number):
+    """torch tells what it was compiled with."""
+
+    class Library:
+        def __init__(self, file):
+            assert file == files[0]
+
+        def ncclGetVersion(self, place):
+            place._obj.value = 23203
+            return 0
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "suffix"))
+    monkeypatch.setattr(nccl_version, "loaded_files", lambda: files)
+    monkeypatch.setattr(nccl_version.ctypes, "CDLL", Library)
+    assert nccl_version.torch_nccl() == number
+    assert many_ranks_a_device() == (number >= 23000)
+
+
+@pytest.mark.parametrize(
+    ("torch_nccl", "libraries", "clash"),
+    [
+        ("2.27.7", CUPY, ""),
+        (None, {}, ""),
+        ("2.26.2", CUPY, "torch calls NCCL 2.26.2, and CuPy calls 2.27.7"),
+        ("2.27.7", {**CUPY, "nccl_files": 2}, "2 different libnccl files"),
+    ],
+)
+def test_two_nccls_clash(torch_nccl, libraries, clash):
+    found = env.clash_of(torch_nccl, Libraries(**libraries))
+    assert clash in found
+    assert bool(clash) == bool(found)
+
+
+def test_wrong_variables_of_a_launcher_are_told(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert env.launcher_here().startswith("its variables are wrong: WORLD_SIZE")
+
+
+WORKS = "Get_library_version = lambda: 'Open  MPI v5\\nmore\\0'"
+NCCL = "available = True\nget_version = lambda: 22707"
+MPI4PY = "__version__ = '4.0'\nclass rc: pass\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"mpi4py/__init__.py": MPI4PY, "mpi4py/MPI.py": WORKS}, {"mpi4py": "4.0", "mpi": "Open MPI v5"}),
+        (
+            {"mpi4py/__init__.py": MPI4PY, "mpi4py/MPI.py": "raise RuntimeError('cannot load MPI library')"},
+            {"mpi4py": "4.0", "mpi": None, "mpi_problem": "RuntimeError: cannot load MPI library"},
+        ),
+        (
+            {"mpi4py/__init__.py": MPI4PY, "mpi4py/MPI.py": "import os, signal\nos.kill(os.getpid(), signal.SIGABRT)"},
+            {"mpi4py": None, "mpi_problem": "its process ended with exit code -6"},
+        ),
+        (
+            {"mpi4py.py": "import threading\nthreading.Event().wait()"},
+            {"mpi4py": None, "mpi_problem": "it has not answered within 20 s"},
+        ),
+        (
+            {"cupy/__init__.py": "__version__ = '14'", "cupy/cuda/__init__.py": "", "cupy/cuda/nccl.py": NCCL},
+            {"cupy": "14", "cupy_nccl": "2.27.7", "nccl_files": len(nccl_version.loaded_files())},
+        ),
+    ],
+    ids=["works", "fails", "crashes", "hangs", "CuPy"],
+)
+def test_a_library_is_asked_apart_from_this_process(tmp_path, monkeypatch, files, expected):
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.setattr(env, "_SECONDS", 20.0 if "mpi4py.py" in files else 100.0)
+    found = find_libraries()
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_a_torch_that_has_changed_is_told_of(monkeypatch, capsys):
+    monkeypatch.setattr(env, "changes_of_torch", lambda: ("version_of: torch 9: it is gone",))
+    monkeypatch.setattr(env, "find_libraries", Libraries)
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "torch internals:    1 changed" in text
+    assert "\n                    version_of: torch 9: it is gone\n" in text

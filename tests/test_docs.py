@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import ppe_ddp
+from benchmarks import COMMANDS as BENCHMARKS
 from ppe_ddp import errors
 from ppe_ddp.cli import COMMANDS
 
@@ -65,9 +66,10 @@ def test_a_snippet_that_fails_is_named_by_page_and_line(two_ranks, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page):
-    known = {" ".join(command.words) for command in COMMANDS}
-    for words in re.findall(r"python -m ppe_ddp ((?:bench )?[a-z]+)", page.read_text()):
-        assert words in known or words == "bench"
+    for program, commands in (("ppe_ddp", COMMANDS), ("benchmarks", BENCHMARKS)):
+        known = {command.words for command in commands}
+        for words in re.findall(rf"python -m {program}\s((?:bench\s)?[a-z]+)", page.read_text()):
+            assert " ".join(words.split()) in known or words == "bench"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

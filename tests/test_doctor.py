@@ -1,32 +1,33 @@
-"""`python -m ppe_ddp doctor`: working backends pass, broken ones are named, and no rank is left behind."""
+"""`python -m ppe_ddp doctor`: working backends pass, broken ones are named, and no rank is left behind.
 
+In a job it tells which ranks share a node, what goes through memory and what over a network.
+"""
+
+import json
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
 from ppe_ddp import cli
-from ppe_ddp.cli import backend_diagnosis, doctor
-from ppe_ddp.cli.backend_candidates import Candidate
-from ppe_ddp.cli.backend_diagnosis import Diagnosis, diagnose
-from ppe_ddp.cli.libraries import CupyLibrary, MpiLibrary
-from reports import report_in
-from subprocesses import needs_mpirun
-
-NOTHING = (MpiLibrary(None, None, None, None, "not there"), CupyLibrary(None, None, 0, "not there"))
+from ppe_ddp.cli import doctor
+from ppe_ddp.cli.doctor import Diagnosis, diagnose
+from ppe_ddp.cli.env import Candidate, Libraries
+from ppe_ddp.testing import Nodes
+from subprocesses import MPIRUN, needs_mpirun, run
 
 
 @pytest.fixture
 def bare(monkeypatch):
     """No MPI and no CuPy here, which are not asked for either."""
-    monkeypatch.setattr(doctor, "mpi_library", lambda: NOTHING[0])
-    monkeypatch.setattr(doctor, "cupy_library", lambda: NOTHING[1])
+    monkeypatch.setattr(doctor, "find_libraries", Libraries)
 
 
 def examined(capsys, *words):
     code = cli.main(["doctor", *words, "--json", "-"])
     captured = capsys.readouterr()
-    return code, {one["backend"]: one for one in report_in(captured.out)["diagnoses"]}, captured.err
+    return code, {one["backend"]: one for one in json.loads(captured.out)["diagnoses"]}, captured.err
 
 
 def test_what_is_well_is_called_well_and_what_is_absent_is_skipped_with_a_remedy(bare, capsys):
@@ -88,7 +89,7 @@ def test_what_mpirun_can_do_wrong(tmp_path, launcher, reason):
     program = tmp_path / "mpirun"
     program.write_text(f"#!/bin/sh\n{LAUNCHERS[launcher]}\n")
     program.chmod(0o700)
-    with mock.patch.object(backend_diagnosis, "mpirun", return_value=str(program)):
+    with mock.patch.object(doctor, "find_libraries", return_value=Libraries(mpirun=str(program))):
         found = diagnose(Candidate("mpi4py", "cpu"), 1)
     assert found.outcome == "failed"
     assert reason in found.reason
@@ -100,18 +101,6 @@ def test_asking_for_what_cannot_be_made_is_a_failure(bare, capsys):
     code, diagnoses, _ = examined(capsys, "--backend", "mpi4py")
     assert code == 1
     assert {name: one["outcome"] for name, one in diagnoses.items()} == {"mpi4py": "skipped"}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--setup", "no_such_module:register"], ["--setup", "broken_backends"], ["--timeout", "0"], ["--timeout", "soon"]],
-    ids=" ".join,
-)
-def test_a_wrong_argument_is_named(words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["doctor", *words])
-    assert caught.value.code == 2
-    assert words[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("able", "wanted", "ranks"), [(True, "1", 2), (True, "0", 1), (False, "1", 1)])
@@ -135,8 +124,8 @@ def test_ranks_that_would_have_to_share_a_device(monkeypatch, backend, able, wan
             return [[]] * started[0]
 
     with (
-        mock.patch.object(backend_diagnosis, "many_ranks_a_device", return_value=able),
-        mock.patch.object(backend_diagnosis, "Ranks", Ranks),
+        mock.patch.object(doctor, "many_ranks_a_device", return_value=able),
+        mock.patch.object(doctor, "Ranks", Ranks),
         mock.patch("torch.cuda.device_count", return_value=1),
     ):
         found = diagnose(Candidate(backend, "cuda"), 1)
@@ -150,7 +139,7 @@ def test_a_torch_that_has_changed_is_named(bare, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "torch internals: 1 changed" in captured.err
     assert "\n  is_in_backward: torch " in captured.err
-    assert [change.split(":")[0] for change in report_in(captured.out)["torch_internals"]] == ["is_in_backward"]
+    assert [change.split(":")[0] for change in json.loads(captured.out)["torch_internals"]] == ["is_in_backward"]
 
 
 def test_a_torch_that_has_changed_is_a_failure_by_itself(monkeypatch, capsys):
@@ -159,3 +148,64 @@ def test_a_torch_that_has_changed_is_a_failure_by_itself(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "changes_of_torch", lambda: ("version_of: torch 9: it is gone",))
     assert cli.main(["doctor"]) == 1
     assert "\n  version_of: torch 9: it is gone\n" in capsys.readouterr().out
+
+
+# --- in a job
+
+DOCTOR = [sys.executable, "-m", "ppe_ddp", "doctor", "--json", "-"]
+
+
+def routes(job):
+    return {route["group"]: (route["ranks"], route["buckets"], route["masks"]) for route in job["routes"]}
+
+
+@needs_mpirun
+def test_in_a_job_on_one_node_its_own_ranks_are_examined():
+    code, output, errors = run([MPIRUN, "-n", "2", *DOCTOR], timeout=150)
+    assert code == 0, errors
+    job = json.loads(output)["job"]
+    assert (job["launcher"], job["backend"], job["problems"]) == ("mpirun", "mpi4py", [])
+    ((_, ranks),) = job["nodes"]
+    assert ranks == [0, 1]
+    assert routes(job) == {"all ranks": ([[0, 1]], "shared memory", "messages of mpi4py, within the node")}
+    assert errors.count("ranks by mpirun") == 1
+    assert "  ok: collectives and training steps" in errors
+
+
+@pytest.mark.nodes
+@needs_mpirun
+def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
+    with Nodes(2) as nodes:
+        done = nodes.launch("mpirun", DOCTOR, ranks=(2, 1), timeout=150)
+    assert done.code == 0, done.errors
+    job = json.loads(done.output)["job"]
+    assert job["nodes"] == [["n0", [0, 1]], ["n1", [2]]]
+    found = routes(job)
+    assert found["all ranks"][0] == [[0, 1, 2]]
+    assert "between nodes" in found["all ranks"][1]
+    assert found["of a node"] == ([[0, 1], [2]], "shared memory", "messages of mpi4py, within the node")
+    assert found["one of each node"][0] == [[0, 2], [1]]
+    assert "messages of mpi4py, over the network between nodes" in found["one of each node"][1]
+    assert "  node n0: ranks 0 1\n  node n1: rank 2\n" in done.errors
+    assert "  of a node (ranks 0 1 | 2)\n    buckets: shared memory" in done.errors
+
+
+@pytest.mark.nodes(long=True)
+def test_under_torchrun_on_two_nodes():
+    with Nodes(2) as nodes:
+        done = nodes.launch("torchrun", DOCTOR, ranks=(1, 1), timeout=150)
+    assert done.code == 0, done.errors
+    assert json.loads(done.output)["job"]["nodes"] == [["n0", [0]], ["n1", [1]]]
+
+
+def test_a_job_has_one_backend(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--backend", "gloo", "--backend", "mpi4py"]) == 2
+    assert "the ranks of a job have one backend" in capsys.readouterr().err
+
+
+def test_a_launcher_whose_variables_are_wrong_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["doctor"]) == 1
+    assert "WORLD_SIZE is not set" in capsys.readouterr().err

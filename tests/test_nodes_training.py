@@ -33,7 +33,7 @@ from ppe_ddp.testing import (
     check_reduce_function,
 )
 from ppe_ddp.testing.laws import breaches, observe_all
-from ppe_ddp.tracing.timeline import record
+from ppe_ddp.tracing.rank_record import record
 from random_training import differences, train
 from subprocesses import needs_mpirun
 

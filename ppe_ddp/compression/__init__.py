@@ -3,7 +3,6 @@
 ``ddp.register_comm_hook(ErrorFeedback(TopK(0.01)))``. Each method is in the file of its name, with its paper.
 """
 
-from ppe_ddp.compression.adviser import Advice, Forecast, advise
 from ppe_ddp.compression.bf16 import BF16
 from ppe_ddp.compression.block_codec import BlockCodec
 from ppe_ddp.compression.by_parameter import ByParameter
@@ -25,7 +24,6 @@ from ppe_ddp.compression.warm_up import WarmUp
 __all__ = [
     "BF16",
     "FP16",
-    "Advice",
     "BlockCodec",
     "ByParameter",
     "Compressor",
@@ -33,7 +31,6 @@ __all__ = [
     "ErrorFeedback",
     "Exchange",
     "FlatGradients",
-    "Forecast",
     "Int8",
     "Link",
     "LocalSGD",
@@ -44,5 +41,4 @@ __all__ = [
     "TopK",
     "Uncompressed",
     "WarmUp",
-    "advise",
 ]

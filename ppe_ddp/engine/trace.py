@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.bucket_plan import Plan
 
-_MUCH = 0.3  # of a backward
-
 
 def span(name: str, *, enabled: bool) -> AbstractContextManager[object]:
     """A range ``ppe_ddp.<name>`` in torch's profiler, if ``enabled``."""
@@ -94,8 +92,6 @@ class Trace:
             f"mask agreed at {self.agreed_ns / 1e6:.3f} ms, backward over at {self.backward_ns / 1e6:.3f} ms, "
             f"done at {self.total_ns / 1e6:.3f} ms",
         ]
-        if self.exposed_ns > _MUCH * self.total_ns:
-            lines.append("much waiting: ppe_ddp.compression.advise(ddp.trace()) says whether compression would pay")
         for k, bucket in enumerate(self.buckets):
             lines.append(
                 f"  bucket {k}{' (repair)' if bucket.repair else ''}: {len(bucket.parameters)} gradients, "

@@ -1,27 +1,105 @@
-"""What one rank has recorded, and its file: JSON, so that the files of several machines can be brought together."""
+"""What one rank records, by a clock that is compared with rank 0's, and the JSON file that it leaves.
+
+Clocks are compared by ping-pong, and the fastest of several round trips counts:
+
+    rank 0   sends at a                            receives at c
+    rank r                reads its own clock: b
+
+Were both ways equally long, b were (a + c) / 2 by rank 0's clock; so the error is at most half of the round trip.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
+import uuid
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.event_log import Span
-from ppe_ddp.tracing.clock_offset import ClockOffset
-from ppe_ddp.tracing.spans import spans_of_backward
+import torch
+from torch import distributed as dist
+from torch.optim import optimizer as torch_optimizer
+
+from ppe_ddp.backends.group_internals import default_group, device_types
+from ppe_ddp.backends.shared_memory.step_queue import StepParts
+from ppe_ddp.engine.event_log import EventLog, Span
+from ppe_ddp.engine.json_collectives import all_gather_json
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
-    from ppe_ddp.engine.event_log import EventLog
+    from torch.distributed import ProcessGroup
 
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.trace import Recorder, RoundRecord
+
+_ROUND_TRIPS = 16
 _FORMAT = "ppe_ddp timeline, version 1"
 
 
 @dataclass(frozen=True)
+class ClockOffset:
+    """The offset between this rank's clock and that of rank 0.
+
+    Attributes:
+        job: The same text on all ranks that were compared together, and on no others.
+        rank: This process in the group.
+        world_size: The size of the group.
+        offset_ns: What to subtract from this rank's times to get those of rank 0.
+        error_ns: By how much that may be wrong.
+    """
+
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rank: int = 0
+    world_size: int = 1
+    offset_ns: int = 0
+    error_ns: int = 0
+
+
+def measure_offset(group: ProcessGroup) -> ClockOffset:
+    """Compare the clocks of all ranks of ``group`` with that of its rank 0; all of them must call this together."""
+    rank, size, alone = dist.get_rank(group), dist.get_world_size(group), ClockOffset()
+    if size == 1:
+        return alone
+    serves_cpu = "cpu" in device_types(group)
+    ranks = dist.get_process_group_ranks(group)
+    messages = group if serves_cpu else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    found = [(0, 0)]
+    if rank == 0:
+        found += [_offset_of(peer, messages) for peer in range(1, size)]
+    else:
+        for _ in range(_ROUND_TRIPS):
+            dist.recv(_message(0), group=messages, group_src=0)
+            dist.send(_message(perf_counter_ns()), group=messages, group_dst=0)
+    job, offsets = all_gather_json([alone.job, found], messages)[0]
+    if not serves_cpu:
+        dist.destroy_process_group(messages)
+    return ClockOffset(job, rank, size, *offsets[rank])
+
+
+def _offset_of(peer: int, group: ProcessGroup) -> tuple[int, int]:
+    """The offset of the clock of ``peer``, which answers, and its error."""
+    reply, trips = _message(0), []
+    for _ in range(_ROUND_TRIPS):
+        begin = perf_counter_ns()
+        dist.send(_message(0), group=group, group_dst=peer)
+        dist.recv(reply, group=group, group_src=peer)
+        end = perf_counter_ns()
+        trips.append((end - begin, int(reply[0]) - (begin + end) // 2))
+    fastest, offset = min(trips)
+    return offset, -(-fastest // 2)
+
+
+def _message(number: int) -> torch.Tensor:
+    return torch.tensor([number], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
 class Presence:
-    """Which gradients there were in the backwards of one module.
+    """The gradients that existed in the backwards of one module.
 
     Attributes:
         names: Of its parameters.
@@ -36,12 +114,12 @@ class Presence:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has recorded.
+    """The record of one rank.
 
     Attributes:
-        clock: Its rank, and how its clock compares with that of rank 0.
+        clock: Its rank, and the offset of its clock.
         host: The name of its machine.
-        spans: By this rank's clock.
+        spans: In order, by this rank's clock.
         backwards: Begin and end of each synchronized backward, by this rank's clock.
         presence: One for each module.
     """
@@ -54,16 +132,15 @@ class RankRecord:
 
     @classmethod
     def of(cls, log: EventLog, clock: ClockOffset) -> RankRecord:
-        """What ``log`` has."""
-        spans, backwards = list(log.spans), []
+        """The record of what the engine has written into ``log``."""
+        spans = [*log.spans, *(span for recorder in log.backwards for span in spans_of_backward(recorder))]
         modules: dict[tuple[str, ...], Presence] = {}
         for recorder in log.backwards:
-            spans += spans_of_backward(recorder)
-            backwards.append((recorder.begin, recorder.done_at))
             presence = modules.setdefault(recorder.names, Presence(recorder.names))
-            presence.local.append(_bits(recorder.local))
-            presence.agreed.append(_bits(recorder.agreed))
+            for texts, mask in ((presence.local, recorder.local), (presence.agreed, recorder.agreed)):
+                texts.append("".join("1" if here else "0" for here in mask))
         spans.sort(key=lambda span: (span.begin, -span.end))
+        backwards = [(recorder.begin, recorder.done_at) for recorder in log.backwards]
         return cls(clock, socket.gethostname(), spans, backwards, list(modules.values()))
 
     def on_one_clock(self) -> RankRecord:
@@ -75,14 +152,8 @@ class RankRecord:
 
     def write(self, path: Path) -> None:
         """Write it to ``path``, whole or not at all."""
-        content = {
-            "format": _FORMAT,
-            "clock": vars(self.clock),
-            "host": self.host,
-            "spans": self.spans,
-            "backwards": self.backwards,
-            "presence": [vars(presence) for presence in self.presence],
-        }
+        presence = [vars(one) for one in self.presence]
+        content = {**vars(self), "format": _FORMAT, "clock": vars(self.clock), "presence": presence}
         temporary = path.with_suffix(".part")
         temporary.write_text(json.dumps(content, separators=(",", ":")))
         temporary.replace(path)
@@ -109,5 +180,104 @@ class RankRecord:
             raise ValueError(f"{path} is no record of a timeline: {error}") from error
 
 
-def _bits(mask: bytes) -> str:
-    return "".join("1" if here else "0" for here in mask)
+def spans_of_backward(r: Recorder) -> Iterator[Span]:
+    """The spans of one backward, from what the engine has recorded."""
+    over = r.averaged_at or r.returned_at
+    yield Span("backward", "", r.begin, r.backward_at)
+    if over > r.backward_at:
+        yield Span("wait", "for averages", r.backward_at, over)
+    if r.averaged_at:
+        yield Span("write", "averages to .grad", r.averaged_at, r.done_at)
+    if r.asked_at and r.agreed_at:
+        yield Span("mask", f"{sum(map(bool, r.agreed))} of {len(r.names)} parameters", r.asked_at, r.agreed_at)
+    if r.vote_at and r.voted_at:
+        yield Span("vote", "", r.vote_at, r.voted_at)
+    for one in r.rounds:
+        yield from _spans_of_round(one, r.backward_at)
+
+
+def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
+    for k, bucket in enumerate(record.plan.buckets):
+        begin, end = record.launch[k], record.done[k]
+        if not begin or not end:
+            continue  # its launch has raised
+        name = f"{'late ' if record.repair else ''}{k}"
+        packed, launched = max(begin, record.packed[k]), record.launched[k]
+        arrived = record.arrived[k] or end  # not every transport tells
+        if bucket.sparse:
+            packed = max(packed, backward_at)  # sparse gradients are sent only then
+        elif arrived == launched:
+            yield Span("pack", name, begin, packed)
+            if launched <= backward_at:
+                yield Span("wait", "for a function that blocks", packed, launched)
+        else:
+            yield Span("pack", name, begin, packed if record.goes_in_turns else launched)
+        if not record.goes_in_turns:
+            yield Span("bucket", name, packed, max(packed, min(arrived, end)), record.nbytes[k])
+
+
+class Recording:
+    """A recording under way on this rank.
+
+    Attributes:
+        log: What the engine writes into.
+        clock: The offset of this rank's clock; until it is compared, the process counts as alone.
+    """
+
+    def __init__(self) -> None:
+        self.log = EventLog(self._on_groups)
+        self.clock = ClockOffset()
+        self._is_compared = False
+        self._depth = 0  # of optimizers that step inside of another's step
+        self._begin = 0
+
+    def result(self) -> RankRecord:
+        """What was recorded until now."""
+        return RankRecord.of(self.log, self.clock)
+
+    def compare_clocks(self, group: ProcessGroup) -> None:
+        """Compare with all ranks of ``group``, which call this together; only the first time."""
+        if not self._is_compared:
+            self.clock = measure_offset(group)
+            self._is_compared = True
+
+    def _on_groups(self, groups: Groups) -> None:
+        if groups.world_size == dist.get_world_size():  # rank 0 of all ranks has the clock that counts
+            self.compare_clocks(groups.control)
+
+    def begin_step(self, *_: object) -> None:
+        """An optimizer begins its step; one inside of another's step is a part of that."""
+        if self._depth == 0:
+            self._begin = perf_counter_ns()
+        self._depth += 1
+
+    def end_step(self, optimizer: object, *_: object) -> None:
+        """An optimizer has ended its step."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self.log.add("optimizer", type(optimizer).__name__, self._begin)
+
+
+@contextmanager
+def record() -> Generator[Recording, None, None]:
+    """Record what this rank does inside, on all ranks together.
+
+    Raises:
+        RuntimeError: Something is being recorded already in this process.
+    """
+    if EventLog.current is not None:
+        raise RuntimeError("a timeline is being recorded in this process already; end that one before")
+    recording = Recording()
+    if dist.is_initialized():
+        recording.compare_clocks(default_group())
+    hooks = [
+        torch_optimizer.register_optimizer_step_pre_hook(recording.begin_step),
+        torch_optimizer.register_optimizer_step_post_hook(recording.end_step),
+    ]
+    EventLog.current, StepParts.listener = recording.log, recording.log.add
+    try:
+        yield recording
+    finally:
+        EventLog.current = StepParts.listener = None
+        for hook in hooks:
+            hook.remove()

@@ -1,28 +1,28 @@
-"""``timeline()``: records what happens on this rank; the last rank makes files and pictures of all records."""
+"""``timeline()``: every rank leaves its record in a folder, and the last makes files and pictures of all records."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from torch import distributed as dist
-from torch.optim import optimizer as torch_optimizer
-
-from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.backends.shared_memory.step_queue import StepParts
-from ppe_ddp.engine.event_log import EventLog
-from ppe_ddp.tracing.clock_offset import ClockOffset, alone, measure_offset
-from ppe_ddp.tracing.rank_record import RankRecord
-from ppe_ddp.tracing.timeline_folder import check_pictures, publish, record_file
+from ppe_ddp.tracing.rank_record import RankRecord, record
+from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, lanes, summarize
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator, Sequence
 
-    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.event_log import Span
+    from ppe_ddp.tracing.rank_record import ClockOffset, Recording
+    from ppe_ddp.tracing.spans import TimelineSummary
+
+_NAMES = "rank-{}.json"
+# Readers of Chrome's format add up microseconds as floating-point numbers. Eighths are exact; with others, what begins
+# where something ends can seem to begin before that, and is hidden or dropped.
+_TICK_NS = 125
 
 
 @contextmanager
@@ -63,100 +63,101 @@ def timeline(folder: str | os.PathLike[str], *, pictures: bool = True) -> Genera
             yield
     finally:
         if recording is not None:
-            one = recording.result()
-            one.write(record_file(path, one.clock.rank))
-            publish(path, one.clock, pictures=pictures)
+            own = recording.result()
+            own.write(path / _NAMES.format(own.clock.rank))
+            _draw_if_last(path, own.clock, pictures=pictures)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What is being recorded.
-
-    Attributes:
-        log: What the engine writes into.
-        clock: The clock of this rank.
-    """
-
-    log: EventLog
-    clock: _Clock
-
-    def result(self) -> RankRecord:
-        """What was recorded until now."""
-        return RankRecord.of(self.log, self.clock.offset)
+def check_pictures() -> None:
+    """Raise ImportError where pictures cannot be drawn, and name the extra to install."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            'pictures of a timeline need matplotlib: pip install "ppe-ddp[pictures]", or pass pictures=False '
+            "(python -m ppe_ddp trace --no-pictures) for timeline.json and summary.txt alone"
+        )
 
 
-@contextmanager
-def record() -> Generator[Recording, None, None]:
-    """Record what this rank does inside, on all ranks together, as :func:`timeline` does.
+def _draw_if_last(folder: Path, clock: ClockOffset, *, pictures: bool) -> None:
+    """Draw, if all ranks have written. Two that finish at the same moment may both do so, and write the same."""
+    records = []
+    for rank in range(clock.world_size):
+        try:
+            records.append(RankRecord.read(folder / _NAMES.format(rank)))
+        except (FileNotFoundError, ValueError):  # this rank has not written yet, or left a file of another version
+            return
+    if all(one.clock.job == clock.job for one in records):  # and none is what an earlier job has left
+        draw(folder, records, pictures=pictures)
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """The records in ``folder`` of the ranks of one job.
 
     Raises:
-        RuntimeError: Something is being recorded already in this process.
+        ValueError: There are none, or they are not all of one job, or some are missing.
     """
-    if EventLog.current is not None:
-        raise RuntimeError("a timeline is being recorded in this process already; end that one before")
-    clock = _Clock()
-    if dist.is_initialized():
-        clock.compare(default_group())
-    log = EventLog(clock.on_groups)
-    hooks = [
-        torch_optimizer.register_optimizer_step_pre_hook(_OptimizerHook(log, begins=True)),
-        torch_optimizer.register_optimizer_step_post_hook(_OptimizerHook(log, begins=False)),
-    ]
-    EventLog.current = log
-    StepParts.listener = log.add
-    try:
-        yield Recording(log, clock)
-    finally:
-        EventLog.current = StepParts.listener = None
-        for hook in hooks:
-            hook.remove()
+    records = [RankRecord.read(path) for path in sorted(folder.glob(_NAMES.format("*")))]
+    if not records:
+        raise ValueError(f"{folder} has no file rank-0.json: no timeline was recorded there")
+    records.sort(key=lambda one: one.clock.rank)
+    first = records[0].clock
+    own = {one.clock.rank: one for one in records if one.clock.job == first.job}
+    if missing := sorted(set(range(first.world_size)) - set(own)):
+        strangers = [one.clock.rank for one in records if one.clock.job != first.job]
+        others = f"; those of ranks {strangers} are of another recording" if strangers else ""
+        raise ValueError(f"{folder} lacks the records of ranks {missing} of {first.world_size}{others}")
+    return list(own.values())
 
 
-class _Clock:
-    """This rank's clock beside that of rank 0, found out once.
+def draw(folder: Path, records: Sequence[RankRecord], *, pictures: bool) -> TimelineSummary:
+    """Make files and pictures in ``folder`` of the records of all ranks."""
+    records = [one.on_one_clock() for one in records]
+    summary = summarize(records)
+    write_chrome_trace(records, folder / "timeline.json")
+    (folder / "summary.txt").write_text(f"{summary}\n")
+    if pictures:
+        from ppe_ddp.tracing.pictures import draw_presence, draw_steps
 
-    Attributes:
-        offset: The result; before that, the process counts as alone.
-    """
-
-    def __init__(self) -> None:
-        self.offset: ClockOffset = alone()
-        self._is_compared = False
-
-    def compare(self, group: Any) -> None:
-        """Compare with all ranks of ``group``, which come here together."""
-        if not self._is_compared:
-            self.offset = measure_offset(group)
-            self._is_compared = True
-
-    def on_groups(self, groups: Groups) -> None:
-        """A wrapper has made its groups, on all of their ranks together."""
-        if groups.world_size == dist.get_world_size():  # only what all ranks do can be compared with rank 0
-            self.compare(groups.control)
+        draw_steps({"": records}, folder / "timeline.png")
+        draw_presence(records, folder / "gradients.png")
+    return summary
 
 
-class _OptimizerHook:
-    """Tells the log of steps of any optimizer; those inside of another's step are part of that.
+# ---------------------------------------------------------------------- Chrome's format for traces
 
-    Args:
-        log: Where to write.
-        begins: Whether a step begins where this is called, or ends.
-    """
 
-    _depth: ClassVar[int] = 0
-    _begin: ClassVar[int] = 0
+def write_chrome_trace(records: Sequence[RankRecord], path: Path) -> None:
+    """Write a file that https://ui.perfetto.dev and chrome://tracing open; the records are by one clock."""
+    first = min((span.begin for one in records for span in one.spans), default=0)
+    content = {
+        "traceEvents": [event for one in records for event in _events(one, first)],
+        "displayTimeUnit": "ms",
+        "otherData": {"summary": str(summarize(records)), "clocks": [vars(one.clock) for one in records]},
+    }
+    path.write_text(json.dumps(content, separators=(",", ":")))
 
-    def __init__(self, log: EventLog, *, begins: bool) -> None:
-        self._log = log
-        self._begins = begins
 
-    def __call__(self, optimizer: object, _args: object, _kwargs: object) -> None:
-        kind = type(self)
-        if self._begins:
-            if kind._depth == 0:
-                kind._begin = perf_counter_ns()
-            kind._depth += 1
-            return
-        kind._depth = max(0, kind._depth - 1)
-        if kind._depth == 0:
-            self._log.add("optimizer", type(optimizer).__name__, kind._begin)
+def _events(one: RankRecord, first: int) -> Iterator[dict[str, Any]]:
+    """The events of a rank, each row of them a thread."""
+
+    def of(*kinds: str) -> list[Span]:
+        return [span for span in one.spans if span.kind in kinds]
+
+    # Events of one thread must lie inside of one another, which waits in a forward do, and messages do not.
+    rows = [("computes", of(*COMPUTES)), ("engine", of(*ENGINE))]
+    for name, kinds in (("messages", MESSAGES), ("in the node", ("node",)), ("on the wire", ("wire",))):
+        rows += [(f"{name} {k}", row) for k, row in enumerate(lanes(of(*kinds)))]
+    rank = one.clock.rank
+    yield _about("process_name", rank, 0, {"name": f"rank {rank} ({one.host})"})
+    yield _about("process_sort_index", rank, 0, {"sort_index": rank})
+    for thread, (name, spans) in enumerate(rows):
+        yield _about("thread_name", rank, thread, {"name": name})
+        yield _about("thread_sort_index", rank, thread, {"sort_index": thread})
+        for span in spans:
+            begin, end = (span.begin - first) // _TICK_NS, (span.end - first) // _TICK_NS
+            place = {"ph": "X", "pid": rank, "tid": thread, "ts": begin / 8, "dur": (end - begin) / 8}
+            event = {"name": f"{span.kind} {span.name}".strip(), "cat": span.kind, **place}
+            yield {**event, "args": {"bytes": span.nbytes}} if span.nbytes else event
+
+
+def _about(name: str, rank: int, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": arguments}

@@ -1,0 +1,375 @@
+"""Checks a model of a training step on nodes, and draws it to 10,000 ranks.
+
+The constants of the model are measured on one node and on two; then it is asked
+for the steps of other layouts, and these are measured. The nodes are on this
+machine (as root, of Linux namespaces; see `ppe_ddp.testing.Nodes`): the model
+that is trained sleeps where another computes, and more than twice as many ranks
+as there are cores measure the cores, not the network.
+
+  python -m benchmarks scaling --out scaling.png
+  python -m benchmarks scaling --launcher torchrun --json result.json
+  python -m benchmarks scaling --read result.json --out scaling.png
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.step_model import Cluster, Constants, Load, PredictedStep, predict
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.cli.bench_platform import over_mpi
+from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
+from ppe_ddp.testing import JobStarter, Nodes, NodesError, RankError, Ranks
+from ppe_ddp.tracing.timeline import check_pictures
+
+# By launcher: the backend, and what it does between nodes.
+_TRANSPORTS = {"torchrun": ("gloo", "ring"), "mpirun": ("mpi4py", "doubling")}
+_LAYOUTS = ((2, 2), (3, 1), (4, 1))
+_SMALL, _LARGE = 64, 4 << 20
+_NBYTES, _LAYERS, _FORWARD = 16 << 20, 16, 0.01
+_SECONDS, _WARM_UP = 300.0, 4
+# Of backward, as parts of the time that the gradients take on a link; each with a bucket size in MiB.
+_LOADS = ((0.1, 4.0), (1.0, 4.0), (1.0, 1.0))
+# Of the picture.
+_INCHES, _DPI, _FONT, _LINE_HEIGHT = 8.6, 170, 9.0, 0.062
+_RANKS_A_NODE, _MOST_NODES = 8, 1250
+_DRAWN_NBYTES, _DRAWN_PARAMETERS, _LARGE_BUCKET = 256 << 20, 64, 64 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments to ``parser``."""
+    rate = "Mbit/s of each node's link, in each direction (default: 1000)"
+    parser.add_argument("--mbit", type=count, default=1000, metavar="N", help=rate)
+    parser.add_argument("--launcher", action="append", choices=_TRANSPORTS, help="only this one (default: both)")
+    parser.add_argument("--repeats", type=count, default=7, metavar="N", help="default: 7")
+    parser.add_argument("--out", type=output, metavar="FILE", help="the picture: .png, .svg or .pdf (matplotlib)")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    read = "measure nothing: take these results"
+    parser.add_argument("--read", type=Path, action="append", metavar="FILE", help=read)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints, and draws.
+
+    Returns:
+        0; 1 if a rank failed; 2 where nodes cannot be made, pictures not be drawn, or a file not be read.
+    """
+    constants: dict[str, Constants] = {}
+    lines: list[dict[str, Any]] = []
+    try:
+        if arguments.out is not None:
+            check_pictures()
+        for file in arguments.read or ():
+            report = json.loads(file.read_text())
+            constants |= {name: Constants(**one) for name, one in report["constants"].items()}
+            lines += report["lines"]
+        for launcher in () if arguments.read else dict.fromkeys(arguments.launcher or _TRANSPORTS):
+            constants[launcher] = _measured_constants(launcher, arguments)
+            lines += _check(launcher, constants[launcher], arguments)
+    except (ImportError, KeyError, NodesError, OSError, TypeError, ValueError) as error:
+        return fail(error, 2)
+    except RankError as error:
+        return fail(error, 1)
+    _print(constants, lines, arguments)
+    if arguments.out is not None:
+        draw_scaling({one.algorithm: one for one in constants.values()}, Path(arguments.out))
+    written = {launcher: asdict(one) for launcher, one in constants.items()}
+    write_report(arguments, "scaling", mbit=arguments.mbit, constants=written, lines=lines)
+    return 0
+
+
+# ---------------------------------------------------------------------- on nodes
+
+
+def _on_nodes(launcher: str, layout: tuple[int, int], mbit: float, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What rank 0 has returned from each call: a function, and its arguments."""
+    nodes, each = layout
+    print(f"{launcher}: measuring on {nodes} x {each} ranks ...", file=sys.stderr, flush=True)
+    with Nodes(nodes, mbit=mbit) as made:
+        starter = JobStarter(made, launcher, (each,) * nodes)
+        with Ranks(nodes * each, backend=_TRANSPORTS[launcher][0], starter=starter, timeout=_SECONDS) as ranks:
+            return [ranks.run(function, *rest)[0] for function, *rest in calls]
+
+
+def _measured_constants(launcher: str, arguments: argparse.Namespace) -> Constants:
+    times = (all_reduce_times, (_SMALL, _LARGE), 2 * arguments.repeats)
+    packing = (measure_step, _NBYTES, _LAYERS, _FORWARD, _FORWARD, 4.0, arguments.repeats)
+    node, step = _on_nodes(launcher, (1, 2), arguments.mbit, [times, packing])
+    (wire,) = _on_nodes(launcher, (2, 1), arguments.mbit, [times])
+    return constants_of(node, wire, step.pack_per_byte, _TRANSPORTS[launcher][1])
+
+
+def constants_of(
+    node: Mapping[int, float], wire: Mapping[int, float], pack_per_byte: float, algorithm: str
+) -> Constants:
+    """The constants that explain what was measured.
+
+    Args:
+        node: Seconds of all-reduces on one node, by their bytes: a small one and a large one.
+        wire: The same between two nodes of a rank each.
+        pack_per_byte: As measured.
+        algorithm: As :class:`Constants` has it.
+    """
+    (small, short), (large, long) = sorted(node.items())
+    (_, short_wire), (_, long_wire) = sorted(wire.items())
+    rates = [max(0.0, more - less) / (large - small) for less, more in ((short, long), (short_wire, long_wire))]
+    name: Literal["ring", "doubling"] = "ring" if algorithm == "ring" else "doubling"
+    found = Constants(short, rates[0], short_wire, rates[1], pack_per_byte, name)
+    return replace(found, wire_latency=short_wire / found.rounds(2))
+
+
+def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps of other layouts, predicted and measured."""
+    link = 2 * _NBYTES * constants.wire_per_byte
+    for nodes, each in _LAYOUTS:
+        calls = [
+            (measure_step, _NBYTES, _LAYERS, _FORWARD, part * link, bucket_mb, arguments.repeats)
+            for part, bucket_mb in _LOADS
+        ]
+        measured = _on_nodes(launcher, (nodes, each), arguments.mbit, calls)
+        for (_, bucket_mb), one in zip(_LOADS, measured, strict=True):
+            load = Load(_NBYTES, _LAYERS, one.forward, one.backward, int(bucket_mb * 2**20))
+            step = predict(load, Cluster(nodes, each), constants).step
+            print(f"a step: {step:.3f} s predicted, {one.step:.3f} s measured", file=sys.stderr, flush=True)
+            line = {"launcher": launcher, "nodes": nodes, "ranks": each, "bucket_mb": bucket_mb}
+            times = {"backward": one.backward, "predicted": step, "measured": one.step}
+            yield {**line, **times, "error": step / one.step - 1}
+
+
+class MeasuredStep(NamedTuple):
+    """In seconds, of the rank that is slowest; the lower quartile, as other programs only make a step longer.
+
+    Attributes:
+        forward: Of the bare model.
+        backward: Of the bare model.
+        step: With ppe_ddp.
+        mask: From the begin of backward until the mask was known, with ppe_ddp.
+        pack_per_byte: Of copying gradients into a bucket.
+    """
+
+    forward: float
+    backward: float
+    step: float
+    mask: float
+    pack_per_byte: float
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps, and gives its weight a gradient of ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        (weight,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(weight), None, None
+
+
+class _SleepingModel(nn.Module):
+    """Layers of as many bytes each, which sleep: on emulated nodes, ranks that compute would wait for a core."""
+
+    def __init__(self, nbytes: int, layers: int, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(nbytes // 4 // layers)) for _ in range(layers))
+        self._seconds = forward / layers, backward / layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = _Sleep.apply(x, weight, *self._seconds)  # type: ignore[no-untyped-call]
+        return x
+
+
+def all_reduce_times(sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
+    """Seconds of an all-reduce of each size, of the slowest rank, as the wrapper's own groups make it; the fastest."""
+    group = dist.group.WORLD if over_mpi() else dist.new_group(backend="shm")
+    control = dist.new_group(backend="gloo")
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    tensors = {size: torch.zeros(size, dtype=torch.uint8).view(torch.float32) for size in sizes}
+    for _ in range(_WARM_UP + repeats):
+        for size, tensor in tensors.items():
+            dist.barrier(control)
+            start = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            found[size].append(time.perf_counter() - start)
+    return {size: _slowest(min(times[_WARM_UP:]), control) for size, times in found.items()}
+
+
+def measure_step(
+    nbytes: int, layers: int, forward: float, backward: float, bucket_mb: float, repeats: int
+) -> MeasuredStep:
+    """Trains in turn without and with ppe_ddp; all ranks call this together."""
+    control = dist.new_group(backend="gloo")
+    bare = _SleepingModel(nbytes, layers, forward, backward)
+    model = DistributedDataParallel(_SleepingModel(nbytes, layers, forward, backward), bucket_cap_mb=bucket_mb)
+    found: list[MeasuredStep] = []
+    for _ in range(_WARM_UP + repeats):
+        own, step = _clock(bare, control), sum(_clock(model, control))
+        trace = model.trace()
+        assert trace is not None
+        packing = sum(bucket.packed_ns - bucket.launch_ns for bucket in trace.buckets)
+        found.append(MeasuredStep(*own, step, trace.agreed_ns / 1e9, packing / 1e9 / nbytes))
+    return MeasuredStep(*(_slowest(quantiles(times)[0], control) for times in zip(*found[_WARM_UP:], strict=True)))
+
+
+def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
+    """The seconds of forward and backward."""
+    module.zero_grad()
+    x = torch.zeros(1, requires_grad=True)
+    dist.barrier(control)
+    start = time.perf_counter()
+    y = module(x).sum()
+    middle = time.perf_counter()
+    y.backward()
+    return middle - start, time.perf_counter() - middle
+
+
+def _slowest(seconds: float, group: Any) -> float:
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return float(found)
+
+
+# ---------------------------------------------------------------------- tables and picture
+
+
+def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    file = told(arguments)
+
+    def of_transport(launcher: str, one: Constants) -> list[str]:
+        rates = [1e-9 / max(seconds, 1e-15) for seconds in (one.node_per_byte, one.pack_per_byte)]
+        link = 8e-6 / max(one.wire_per_byte, 1e-15)
+        cells = [one.node_latency * 1e6, rates[0], one.wire_latency * 1e6, link, rates[1]]
+        return [f"{launcher}, {one.algorithm}", *[f"{cell:.3g}" if cell < 100 else f"{cell:.0f}" for cell in cells]]
+
+    def of_step(line: dict[str, Any]) -> list[str]:
+        name = f"{line['launcher']}, {line['nodes']} x {line['ranks']}"
+        seconds = [f"{line[key] * 1e3:.0f}" for key in ("backward", "predicted", "measured")]
+        return [name, f"{line['bucket_mb']:g} MiB", *seconds, f"{line['error']:+.0%}"]
+
+    headings = ["", "node us", "node GB/s", "round us", "link Mbit/s", "pack GB/s"]
+    rows = (of_transport(*item) for item in constants.items())
+    print_table("Constants", f"links of {arguments.mbit} Mbit/s", headings, rows, file)
+    largest = max((abs(line["error"]) for line in lines), default=0.0)
+    headings = ["", "bucket", "backward", "predicted ms", "measured ms", "error"]
+    print_table("A step of 16 MiB", f"largest error {largest:.0%}", headings, map(of_step, lines), file)
+    for curve in scaling_curves({one.algorithm: one for one in constants.values()}):
+        ranks = first_late_mask(curve)
+        where = "never shows up to 10,000 ranks" if ranks is None else f"shows from {ranks} ranks on"
+        print(f"{' '.join(curve.name.split())}: the mask {where}", file=file)
+
+
+class Curve(NamedTuple):
+    """One line of the picture: its name, written where it ends, its colour, and what the model is asked."""
+
+    name: str
+    colour: str
+    constants: Constants
+    load: Load
+    is_flat: bool = False
+
+    def at(self, nodes: int) -> PredictedStep:
+        """The times of a step on so many nodes."""
+        return predict(self.load, Cluster(nodes, _RANKS_A_NODE, self.is_flat), self.constants)
+
+
+def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
+    """What is drawn, by the constants of the transports that were measured, ``"ring"`` and ``"doubling"``.
+
+    The load has a backward that takes as long as its gradients need on a link; so all of it could be hidden.
+    """
+    backward = 2 * _DRAWN_NBYTES * next(iter(constants.values())).wire_per_byte
+    load = Load(_DRAWN_NBYTES, _DRAWN_PARAMETERS, backward / 2, backward)
+    large = replace(load, bucket_bytes=_LARGE_BUCKET, piece_bytes=_LARGE_BUCKET)
+    found = []
+    if ring := constants.get("ring"):
+        found.append(Curve("one ring of all ranks", "#9a9a9a", ring, load, is_flat=True))
+        found.append(Curve("two levels over gloo", "#d62728", ring, load))
+        found.append(Curve("two levels over gloo,\nbuckets of 64 MiB", "#e69f00", ring, large))
+    if doubling := constants.get("doubling"):
+        found.append(Curve("two levels over MPI", "#2e6fb0", doubling, load))
+    return found
+
+
+def first_late_mask(curve: Curve) -> int | None:
+    """The smallest number of ranks for which the first bucket waits for the mask; None where it never does."""
+    late = (nodes for nodes in range(2, _MOST_NODES + 1) if curve.at(nodes).mask_delay > 0)
+    return next((nodes * _RANKS_A_NODE for nodes in late), None)
+
+
+def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
+    """Draw what the model says of up to 10,000 ranks, and write it to ``path``: .png, .svg or .pdf."""
+    from matplotlib.figure import Figure
+
+    nodes = sorted({round(2 * 1.12**k) for k in range(58) if 2 * 1.12**k < _MOST_NODES} | {_MOST_NODES})
+    lines = [(curve, [curve.at(one) for one in nodes]) for curve in scaling_curves(constants)]
+    ranks = [one * _RANKS_A_NODE for one in nodes]
+    figure = Figure(figsize=(_INCHES, 8.2), dpi=_DPI, layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
+    load = lines[0][0].load
+    computing = load.forward + load.backward
+    masks = [line for line in lines if line[0].load == load]
+    _draw(axes[0], ranks, lines, lambda times: times.step / computing, "A step, as a multiple of forward and backward")
+    _draw(axes[1], ranks, lines, lambda times: times.exposed, "Communication that nothing hides, seconds")
+    _draw(axes[2], ranks, masks, lambda times: times.mask, "The mask on its way, seconds")
+    _mark_first_bucket(axes[2], load, [curve for curve, _ in masks])
+    axes[2].set_xlabel(f"ranks, {_RANKS_A_NODE} on each node", fontsize=_FONT)
+    figure.savefig(path)
+
+
+def _draw(
+    axis: Any,
+    ranks: list[int],
+    lines: Sequence[tuple[Curve, list[PredictedStep]]],
+    value: Callable[[PredictedStep], float],
+    title: str,
+) -> None:
+    axis.set_title(title, fontsize=_FONT + 1, loc="left")
+    for curve, times in lines:
+        axis.plot(ranks, [value(one) for one in times], color=curve.colour, linewidth=2)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(2 * _RANKS_A_NODE, ranks[-1])
+    axis.set_xticks([100, 1000, 10000], ["100", "1000", "10,000"])
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.tick_params(labelsize=_FONT)
+    axis.grid(which="major", color="#dddddd", linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    # Each line is named where it ends, or above the name below it if there is no room.
+    low, high = (math.log(limit) for limit in axis.get_ylim())
+    free = 0.0
+    for end, curve in sorted(((value(times[-1]), curve) for curve, times in lines), key=lambda one: one[0]):
+        half = _LINE_HEIGHT / 2 * (1 + curve.name.count("\n"))
+        height = max((math.log(end) - low) / (high - low), free + half)
+        style = {"color": curve.colour, "fontsize": _FONT, "va": "center", "linespacing": 1.0}
+        axis.annotate(curve.name, (1.008, height), xycoords="axes fraction", **style)
+        free = height + half
+
+
+def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
+    """Where the mask begins to show: beyond the time at which the first bucket is complete."""
+    seconds = load.backward * load.bucket_bytes / load.nbytes
+    axis.axhline(seconds, color="#444444", linewidth=1, linestyle="--")
+    where = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": _FONT, "linespacing": 1.0}
+    axis.annotate("backward completes\nthe first bucket", (1.008, seconds), color="#444444", **where)
+    for curve in masks:
+        if ranks := first_late_mask(curve):
+            axis.plot([ranks], [seconds], "o", color=curve.colour)
+            style = {"textcoords": "offset points", "fontsize": _FONT, "color": curve.colour}
+            axis.annotate(f"{ranks} ranks", (ranks, seconds), xytext=(6, -13), **style)

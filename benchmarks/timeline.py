@@ -1,0 +1,171 @@
+"""Draws one step of torch DDP above the same step of ppe_ddp, on one scale.
+
+The ranks are on this machine; with --nodes N on N nodes that are made of it,
+each with a link of --mbit to the others (as root; see `ppe_ddp.testing.Nodes`).
+torch's wrapper is seen by a hook around its own all-reduce. Needs matplotlib.
+
+  python -m benchmarks timeline --out step.png
+  python -m benchmarks timeline --out step.png --nodes 2 --compressor int8
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from benchmarks.nodes import add_node_arguments, started_ranks
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp.cli.command_line import count, fail, output
+from ppe_ddp.compression import BF16, FP16, Compressor, ErrorFeedback, Int8, PowerSGD, TopK
+from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.torch_internals import at_end_of_backward
+from ppe_ddp.engine.trace import Recorder
+from ppe_ddp.testing import NodesError, RankError
+from ppe_ddp.tracing.pictures import draw_steps
+from ppe_ddp.tracing.rank_record import RankRecord, record
+from ppe_ddp.tracing.spans import summarize
+from ppe_ddp.tracing.timeline import check_pictures
+
+_COMPRESSORS: dict[str, Compressor] = {
+    "bf16": BF16(),
+    "fp16": FP16(),
+    "int8": Int8(),
+    "top-k": ErrorFeedback(TopK(0.01)),
+    "power-sgd": ErrorFeedback(PowerSGD(rank=4)),
+}
+_STEPS, _LEAD_STEPS = 12, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments to ``parser``."""
+    parser.add_argument("--out", type=output, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    names = f"{', '.join(WORKLOADS)} (default: supernet-own)"
+    parser.add_argument("--model", choices=WORKLOADS, default="supernet-own", metavar="NAME", help=names)
+    add_node_arguments(parser)
+    compressors = f"once more with this one ({', '.join(_COMPRESSORS)}); repeatable"
+    parser.add_argument(
+        "--compressor", action="append", default=[], choices=_COMPRESSORS, metavar="NAME", help=compressors
+    )
+    parser.add_argument("--no-torch", action="store_true", help="ppe_ddp alone")
+    parser.add_argument("--steps", type=count, default=_STEPS, metavar="N", help=f"to record (default: {_STEPS})")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Records, draws, and prints the numbers.
+
+    Returns:
+        0; 1 if a rank failed; 2 where nodes cannot be made, or pictures not be drawn.
+    """
+    contestants = [] if arguments.no_torch else ["torch DDP"]
+    contestants += ["ppe_ddp", *(f"ppe_ddp, {name}" for name in arguments.compressor)]
+    panels = {}
+    try:
+        check_pictures()
+        with started_ranks(arguments) as ranks:
+            for name in contestants:
+                records = ranks.run(record_steps, name, arguments.model, arguments.steps)
+                panels[name] = [one.on_one_clock() for one in records]
+    except (ImportError, NodesError) as error:
+        return fail(error, 2)
+    except RankError as error:
+        return fail(error, 1)
+    draw_steps(panels, Path(arguments.out))
+    for name, records in panels.items():
+        print(f"{name}: {summarize(records)}\n")
+    return 0
+
+
+def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
+    """One rank's part: train, and record the last steps."""
+    rank, workload = dist.get_rank(), WORKLOADS[model]
+    torch.manual_seed(0)
+    module = workload.build()
+    batch = workload.batch(torch.Generator().manual_seed(rank))
+    wrapper: TorchDDP | DistributedDataParallel
+    if contestant == "torch DDP":
+        wrapper = TorchDDP(module, gradient_as_bucket_view=True, find_unused_parameters=workload.is_dynamic)
+    else:
+        wrapper = DistributedDataParallel(module)
+        if ", " in contestant:
+            wrapper.register_comm_hook(_COMPRESSORS[contestant.split(", ")[1]])
+    spans = TorchSpans(wrapper) if isinstance(wrapper, TorchDDP) else None
+
+    def train(numbers: range) -> None:
+        for number in numbers:
+            wrapper.zero_grad()
+            workload.loss(wrapper(batch, *workload.route(0, number, rank)), batch).backward()
+
+    train(range(_LEAD_STEPS))
+    with record() as recording:
+        dist.barrier()
+        if spans is None:
+            train(range(_LEAD_STEPS, _LEAD_STEPS + steps))
+        else:
+            with spans.into(recording.log):
+                train(range(_LEAD_STEPS, _LEAD_STEPS + steps))
+    return recording.result()
+
+
+class TorchSpans:
+    """Watches one of torch's wrappers, which records nothing, by hooks around its own all-reduce.
+
+    The end of autograd's part is noted by a callback that comes before the wrapper's own, which waits; the end of that
+    by a callback after it.
+
+    Args:
+        wrapper: Used for the first time after this; it must have no hook of its own.
+    """
+
+    def __init__(self, wrapper: TorchDDP) -> None:
+        self._name = type(wrapper.module).__name__
+        self._log: EventLog | None = None
+        self._recorder = Recorder(())
+        wrapper.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
+        wrapper.register_forward_pre_hook(self._begin_forward)
+        wrapper.register_forward_hook(self._end_forward)
+
+    @contextmanager
+    def into(self, log: EventLog) -> Iterator[None]:
+        """Write into ``log`` meanwhile."""
+        self._log = log
+        try:
+            yield
+        finally:
+            self._log = None
+
+    def _begin_forward(self, *_: object) -> None:
+        if self._log is not None:
+            self._log.begin("forward", self)
+
+    def _end_forward(self, _module: object, _arguments: object, output: torch.Tensor) -> None:
+        if self._log is not None:
+            self._log.end("forward", self, self._name)
+            output.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _gradient: torch.Tensor) -> None:
+        self._recorder = Recorder(())
+        at_end_of_backward(self._end_of_autograd)
+
+    def _end_of_autograd(self) -> None:
+        self._recorder.backward_at = perf_counter_ns()
+        at_end_of_backward(self._end)  # after the wrapper's callback, which is queued already
+
+    def _end(self) -> None:
+        self._recorder.returned_at = self._recorder.done_at = perf_counter_ns()
+        if self._log is not None:
+            self._log.backwards.append(self._recorder)
+
+    def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        begin = perf_counter_ns()
+        tensor = bucket.buffer().div_(dist.get_world_size())
+        work = dist.all_reduce(tensor, async_op=True)
+        if self._log is not None:
+            self._log.add_message("bucket", str(bucket.index()), begin, work, tensor.nbytes)
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]

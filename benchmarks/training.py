@@ -1,0 +1,304 @@
+"""Trains small tasks to a loss, by each compressor and by torch's own hooks.
+
+On ranks of this machine, or on --nodes of it that are joined by links of --mbit
+(as root). All methods take some steps in turn, so that what else the machine
+does touches them alike; the clock is each method's own. --out draws the losses
+over time (needs matplotlib).
+
+  python -m benchmarks training --task trees --nodes 2 --mbit 100 --out loss.png
+"""
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median, stdev
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.nodes import add_node_arguments, started_ranks
+from benchmarks.tasks import TASKS, Task
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
+from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
+from ppe_ddp.testing import NodesError, RankError
+
+_IN_TURN = 10  # steps; and so many losses are averaged
+_OUTER_EVERY = 10
+_WARM_UP = 5  # steps, of PowerSGD
+_STEPS_A_SEED = 2_000  # more than any task has, so that no seed has the batches of another
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to synchronize.
+
+    Attributes:
+        hook: Makes the arguments of ``register_comm_hook``; nothing for no hook.
+        is_torchs: Whether in torch's wrapper.
+        outer: Makes outer steps, of which there is one after every ten inner ones; None for gradients in each step.
+    """
+
+    hook: Callable[[], tuple[Any, ...]] = tuple
+    is_torchs: bool = False
+    outer: Callable[[DistributedDataParallel, torch.optim.Optimizer], object] | None = None
+
+
+def _warmed_up(compressor: Compressor, steps: int) -> Method:
+    """The recommended composition: errors are fed back, and the first steps, which change most, are nearly exact."""
+    return Method(lambda: (WarmUp(ErrorFeedback(compressor), steps, before=Int8()),))
+
+
+# What takes part; the first is what the others are compared with. torch's wrapper takes its hook for bfloat16 over NCCL
+# and XCCL alone. Its hook for PowerSGD is in our wrapper, which waits for one bucket before the next: with several of
+# them in torch's own, over gloo, the order of messages is not the same on all ranks, and gloo ends the processes.
+METHODS: dict[str, Method] = {
+    "torch DDP": Method(is_torchs=True),
+    "none": Method(),
+    "FP16, torch": Method(lambda: (None, default_hooks.fp16_compress_hook), is_torchs=True),
+    "FP16": Method(lambda: (FP16(),)),
+    "Int8": Method(lambda: (Int8(),)),
+    "Sign": _warmed_up(Sign(), 20),
+    "TopK(0.01)": _warmed_up(TopK(0.01), 20),
+    "PowerSGD(4), torch": Method(
+        lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=_WARM_UP), powerSGD_hook)
+    ),
+    "PowerSGD(4)": _warmed_up(PowerSGD(4), _WARM_UP),
+    "LocalSGD, Int8": Method(
+        lambda: (Int8(),), outer=lambda wrapper, optimizer: LocalSGD(wrapper, optimizer, every=_OUTER_EVERY)
+    ),
+    "DiLoCo, Int8": Method(
+        lambda: (Int8(),),
+        outer=lambda wrapper, optimizer: DiLoCo(wrapper, optimizer, every=_OUTER_EVERY, lr=0.7, momentum=0.3),
+    ),
+}
+# Torch's own wrapper and hooks are dashed, in the colour of the same method of ours.
+_COLOURS = ("#777777", "#333333", "", "#2e6fb0", "#17a2a2", "#9467bd", "#e69f00", "", "#d62728", "#8c564b", "#2a9d6f")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments to ``parser``."""
+    tasks = f"{', '.join(TASKS)} (default: all)"
+    parser.add_argument("--task", action="append", choices=TASKS, metavar="NAME", help=tasks)
+    add_node_arguments(parser)
+    methods = f"only this one, repeatable ({'; '.join(METHODS)})"
+    parser.add_argument("--method", action="append", choices=METHODS, metavar="NAME", help=methods)
+    parser.add_argument("--steps", type=count, metavar="N", help="fewer than the task has: a first look")
+    seeds = "train so often, from other weights: accuracies are means of them (default: 1)"
+    parser.add_argument("--seeds", type=count, default=1, metavar="N", help=seeds)
+    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    parser.add_argument("--out", type=output, metavar="FILE", help="draw losses over time: .png, .svg or .pdf")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, and prints what came out.
+
+    Returns:
+        0; 1 if a rank failed; 2 if nodes cannot be made, or something is not installed.
+    """
+    lines: list[Line] = []
+    try:
+        with started_ranks(arguments) as ranks:
+            for task in dict.fromkeys(arguments.task or TASKS):
+                lines += ranks.run(train, task, arguments.method or list(METHODS), arguments.steps, arguments.seeds)[0]
+    except (ImportError, NodesError) as error:
+        return fail(error, 2)
+    except RankError as error:
+        return fail(error, 1)
+    where = f"{arguments.nodes} nodes, {arguments.mbit:g} Mbit/s" if arguments.nodes else "one machine"
+    caption = f"{lines[0]['ranks']} ranks on {where}; parts are those of the first; loss: of the last ten steps"
+    headings = ["method", "MB a step", "ms a step", "part", "s to loss", "part", "loss", "right"]
+    print_table("Training to a loss", caption, headings, _rows(lines), told(arguments))
+    write_report(arguments, "training", lines=lines)
+    if arguments.out is not None:
+        _draw(lines, Path(arguments.out), f"{lines[0]['ranks']} ranks on {where}")
+    return 0
+
+
+def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 1) -> list[Line]:
+    """Train one task by some methods in the default process group; all ranks call this together.
+
+    Args:
+        task_name: Of :data:`TASKS`.
+        names: Of :data:`METHODS`.
+        steps: How many; None for as many as the task says.
+        seeds: How often, from other weights and with the data in another order.
+
+    Returns:
+        One line a method, the same on every rank; accuracies from all seeds, all else from the first.
+    """
+    torch.set_num_threads(1)
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)  # that compression cannot pay on one machine is known
+    task = TASKS[task_name]()
+    total = task.steps if steps is None else steps
+    lines: list[Line] = []
+    for seed in range(seeds):
+        runs = {name: _Run(task, METHODS[name], seed, total) for name in names}
+        for begun in range(0, total, _IN_TURN):
+            for one in runs.values():
+                one.take(min(_IN_TURN, total - begun))
+        found = [{"task": task_name, "name": name, **one.line()} for name, one in runs.items()]
+        lines = lines or found
+        for line, other in zip(lines, found if seed else (), strict=False):
+            line["accuracies"] += other["accuracies"]
+    return lines
+
+
+class _Run:
+    """One method with its own copy of the model."""
+
+    def __init__(self, task: Task, method: Method, seed: int, steps: int) -> None:
+        torch.manual_seed(seed)
+        self._task, self._method, self._first_step = task, method, seed * _STEPS_A_SEED
+        self._module = task.build()
+        self._optimizer = torch.optim.Adam(self._module.parameters(), lr=task.lr, fused=True)
+        # Constant for the first half, and down to nothing: with a constant one accuracy in the end is what the last
+        # batches make of it.
+        self._schedule = LambdaLR(self._optimizer, lambda step: min(1.0, 2 - 2 * step / steps))
+        self._wrapper: TorchDDP | DistributedDataParallel
+        if method.is_torchs:
+            self._wrapper = TorchDDP(self._module, find_unused_parameters=task.is_dynamic, gradient_as_bucket_view=True)
+        else:
+            self._wrapper = DistributedDataParallel(self._module)
+            if method.outer is not None:
+                method.outer(self._wrapper, self._optimizer)
+        if hook := method.hook():
+            self._wrapper.register_comm_hook(*hook)
+        self._seconds: list[float] = []
+        self._losses: list[float] = []
+        self._nbytes = 0
+
+    def take(self, steps: int) -> None:
+        """Take so many steps."""
+        begun = self._first_step + len(self._losses)
+        batches = [self._task.batch(dist.get_rank(), begun + k) for k in range(steps)]
+        every = 1 if self._method.outer is None else _OUTER_EVERY
+        dist.barrier()
+        for batch in batches:
+            start = perf_counter()
+            self._optimizer.zero_grad()
+            loss = self._wrapper(*batch)
+            loss.backward()
+            self._optimizer.step()
+            self._schedule.step()
+            self._seconds.append(perf_counter() - start)
+            self._losses.append(float(loss.detach()))
+            if isinstance(self._wrapper, DistributedDataParallel) and len(self._losses) % every == 0:
+                trace = self._wrapper.trace()
+                self._nbytes += 0 if trace is None else trace.gradient_nbytes
+
+    def line(self) -> Line:
+        """The result, the same on every rank: losses are means over ranks, times those of the slowest."""
+        size, steps = dist.get_world_size(), len(self._losses)
+        losses, seconds = torch.tensor(self._losses), torch.tensor(self._seconds)
+        sent, ends = torch.tensor(float(self._nbytes)), torch.tensor(list(ends_in_turns(self._seconds)))
+        dist.all_reduce(losses)
+        for each in (seconds, sent, ends):
+            dist.all_reduce(each, dist.ReduceOp.MAX)
+        means, over = (losses / size).tolist(), joined(ends.tolist())
+        reached = reached_at(means, self._task.target)
+        with torch.no_grad():
+            accuracy = self._task.accuracy(self._module)
+        hook = self._method.hook()
+        is_known = not self._method.is_torchs and len(hook) < 2  # what torch's hooks send is not
+        return {
+            "ranks": size,
+            "nbytes": float(sent) / steps if is_known else None,
+            "whole_nbytes": sum(parameter.nbytes for parameter in self._module.parameters()),
+            "step_seconds": median(seconds.tolist()),
+            "target": self._task.target,
+            "seconds_to_target": None if reached is None else over[reached],
+            "accuracies": [accuracy],
+            "seconds": over,
+            "losses": means,
+        }
+
+
+def reached_at(losses: Sequence[float], target: float) -> int | None:
+    """The step in which the mean of the last ones is down to ``target``."""
+    ends = range(_IN_TURN, len(losses) + 1)
+    return next((end - 1 for end in ends if fmean(losses[end - _IN_TURN : end]) <= target), None)
+
+
+def ends_in_turns(seconds: Sequence[float]) -> Iterator[float]:
+    """When each step was over on this rank, from the beginning of its turn, in which all ranks begin together."""
+    for begun in range(0, len(seconds), _IN_TURN):
+        yield from accumulate(seconds[begun : begun + _IN_TURN])
+
+
+def joined(ends: Sequence[float]) -> list[float]:
+    """The same from the beginning of the training.
+
+    Args:
+        ends: See :func:`ends_in_turns`; of the rank on which each step was over last. The longest step of any rank,
+            added up, would be too much: ranks that do not wait for each other are slow in different steps.
+    """
+    over: list[float] = []
+    for begun in range(0, len(ends), _IN_TURN):
+        before = over[-1] if over else 0.0
+        over += [before + end for end in ends[begun : begun + _IN_TURN]]
+    return over
+
+
+def _rows(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
+    for task in dict.fromkeys(line["task"] for line in lines):
+        own = [line for line in lines if line["task"] == task]
+        first = own[0]
+        yield f"{task}, {first['whole_nbytes'] / 1e6:.1f} MB, to {first['target']:g}", "", "", "", "", "", "", ""
+        for one in own:
+            reached, right = one["seconds_to_target"], one["accuracies"]
+            error = f" ±{100 * stdev(right) / len(right) ** 0.5:.1f}" if len(right) > 1 else ""
+            yield (
+                f"  {one['name']}",
+                "-" if one["nbytes"] is None else f"{one['nbytes'] / 1e6:.3f}",
+                f"{one['step_seconds'] * 1e3:.0f}",
+                f"{one['step_seconds'] / first['step_seconds']:.2f}",
+                "-" if reached is None else f"{reached:.1f}",
+                f"{reached / first['seconds_to_target']:.2f}" if reached and first["seconds_to_target"] else "-",
+                f"{fmean(one['losses'][-_IN_TURN:]):.2f}",
+                f"{100 * fmean(right):.1f}{error} %",
+            )
+        yield ()
+
+
+def _draw(lines: Sequence[Line], file: Path, caption: str) -> None:
+    """Draw the loss of each method over time, a panel a task."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    figure = Figure(figsize=(4.2 * len(tasks) + 1.8, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for task, axis in zip(tasks, axes, strict=True):
+        own = [line for line in lines if line["task"] == task]
+        target = own[0]["target"]
+        axis.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=0)
+        for line in own:
+            name, losses = line["name"], line["losses"]
+            first = min(_IN_TURN, len(losses))  # before it there are too few for a mean
+            smooth = [fmean(losses[k - first : k]) for k in range(first, len(losses) + 1)]
+            colour = _COLOURS[list(METHODS).index(name.removesuffix(", torch"))]
+            dashed = {"linestyle": "--", "linewidth": 1.1} if "torch" in name else {"linewidth": 1.6}
+            axis.plot(line["seconds"][first - 1 :], smooth, label=name, color=colour, **dashed)
+            if (reached := line["seconds_to_target"]) is not None:
+                inside = "white" if "torch" in name else colour
+                axis.plot(reached, target, "o", color=colour, markerfacecolor=inside, markersize=5, zorder=4)
+        axis.set_xscale("log")
+        axis.set_title(f"{task}, {own[0]['whole_nbytes'] / 1e6:.1f} MB, to {target:g}", fontsize=10)
+        axis.set_xlabel("seconds")
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("loss, mean of ten steps")
+    axes[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(caption, fontsize=10)
+    figure.savefig(file, dpi=130)

@@ -1,1 +1,0 @@
-"""The commands ``python -m ppe_ddp bench ...``: each is in the file of its name."""

@@ -1,0 +1,189 @@
+"""Measures compressors: what they send and cost, and on which links they pay.
+
+Each averages the gradients of a model over the ranks, as in the wrapper, and so
+does torch's hook of the same method. "sent" is in bytes of an all-reduce; "CPU"
+is the processor time of all threads of a rank for one average, transport
+included; "error" is the distance to the mean of the ranks, in parts of its
+length, in one step without error feedback. Below the link speed "pays below" a
+step with this method is shorter than one that sends everything, by the time
+that the bytes take on the link and the processor time; "a step" is the ratio of
+the two at the speed that --mbit names.
+
+  python -m ppe_ddp bench compression --mbit 100
+  mpirun -n 2 python -m ppe_ddp bench compression --json result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.cli.bench_platform import DEFAULT_RANKS, measure_on_ranks
+from ppe_ddp.cli.command_line import count, output, print_table, told, write_report
+from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
+
+__all__ = ["METHODS", "add_arguments", "measure", "run"]
+
+_WARM_UP = 3
+_FASTEST = 1e6  # Mbit/s: above any link
+
+METHODS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "none": lambda: (Uncompressed(),),
+    "none, torch": lambda: (None, default_hooks.allreduce_hook),
+    "FP16": lambda: (FP16(),),
+    "FP16, torch": lambda: (None, default_hooks.fp16_compress_hook),
+    "BF16": lambda: (BF16(),),
+    "BF16, torch": lambda: (None, default_hooks.bf16_compress_hook),
+    "Int8": lambda: (Int8(),),
+    "Int8, stochastic": lambda: (Int8(stochastic=True),),
+    "TopK(0.01)": lambda: (TopK(0.01),),
+    "RandomK(0.01)": lambda: (RandomK(0.01),),
+    "Sign": lambda: (Sign(),),
+    "PowerSGD(4)": lambda: (PowerSGD(4),),
+    "PowerSGD(4), torch": lambda: (_torch_power_sgd(), powerSGD_hook),
+}
+"""What takes part: arguments of ``register_comm_hook``."""
+
+
+def _torch_power_sgd() -> PowerSGDState:
+    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2, use_error_feedback=False)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments to ``parser``."""
+    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {DEFAULT_RANKS})")
+    parser.add_argument("--width", type=count, default=1024, metavar="N", help="of the model (default: 1024)")
+    parser.add_argument("--mbit", type=count, default=100, metavar="N", help="speed of the link (default: 100)")
+    parser.add_argument("--repeats", type=count, default=11, metavar="N", help="steps of each (default: 11)")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, and prints what came out on rank 0.
+
+    Returns:
+        0; 1 if a rank failed; 2 if the ranks that there are, are not as many as were asked for.
+    """
+    asked = (arguments.width, arguments.mbit, arguments.repeats)
+    return measure_on_ranks(measure, asked, partial(_publish, arguments), ranks=arguments.ranks)
+
+
+def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
+    """Measure all methods in the default process group; all ranks call this together.
+
+    Args:
+        width: Of the square weights of the model.
+        mbit: The speed of the link that ratios are for, in Mbit/s.
+        repeats: Steps of each method.
+
+    Returns:
+        One line a method, the same on every rank, as the report has it.
+    """
+    torch.set_num_threads(1)
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)  # that compression cannot pay on one machine is known
+    lines: list[dict[str, Any]] = []
+    for name, arguments in METHODS.items():
+        sent, whole, seconds, error = _measured(arguments(), width, repeats)
+        nbytes = None if name.endswith("torch") else sent  # what torch's hooks send is not known
+        line = {"name": name, "nbytes": nbytes, "whole_nbytes": whole, "cpu_seconds": seconds, "error": error}
+        plain = lines[0]["cpu_seconds"] if lines else seconds
+        ratio = pays = None
+        if nbytes is not None:
+            ratio = (seconds + _link_seconds(nbytes, mbit)) / (plain + _link_seconds(whole, mbit))
+            pays = _pays_below(whole - nbytes, seconds - plain)
+        lines.append({**line, "pays_below": pays, "ratio": ratio})
+    return lines
+
+
+def _measured(arguments: tuple[Any, ...], width: int, repeats: int) -> tuple[int, int, float, float]:
+    """Bytes sent, bytes of the gradients, processor seconds of one average, and its error."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(*arguments)
+    own = _gradients(module, dist.get_rank())
+    seconds = []
+    for _ in range(_WARM_UP + repeats):
+        for parameter, gradient in zip(module.parameters(), own, strict=True):
+            parameter.grad = gradient.clone()
+        dist.barrier()
+        start = process_time()
+        wrapper.finish_grad_sync()
+        seconds.append(process_time() - start)
+    trace = wrapper.trace()
+    sent = 0 if trace is None else trace.gradient_nbytes
+    everyone = [_gradients(module, rank) for rank in range(dist.get_world_size())]
+    exact = [sum(parts) / len(everyone) for parts in zip(*everyone, strict=True)]
+    found = [parameter.grad for parameter in module.parameters()]
+    error = _length([a - b for a, b in zip(found, exact, strict=True) if a is not None]) / _length(exact)
+    slowest = torch.tensor(median(seconds[_WARM_UP:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return sent, sum(parameter.nbytes for parameter in module.parameters()), float(slowest), error
+
+
+def _gradients(module: nn.Module, rank: int) -> list[Tensor]:
+    """Gradients of a rank: matrices whose singular values decay, as those of training do, and some noise."""
+    generator = torch.Generator().manual_seed(rank)
+    common = torch.Generator().manual_seed(99)
+    gradients = []
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 2:
+            left = torch.randn(parameter.shape[0], 16, generator=common) * 0.7 ** torch.arange(16)
+            noise = left @ torch.randn(16, parameter.shape[1], generator=common) + 0.3 * noise
+        gradients.append(noise)
+    return gradients
+
+
+def _length(tensors: Sequence[Any]) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
+
+
+def _link_seconds(nbytes: int, mbit: float) -> float:
+    """How long a rank's link takes for an all-reduce of so many bytes, one direction at a time."""
+    world_size = dist.get_world_size()
+    return 2 * (world_size - 1) / world_size * nbytes * 8 / (mbit * 1e6)
+
+
+def _pays_below(saved_nbytes: int, lost_seconds: float) -> float | None:
+    """The speed in Mbit/s at which the link takes as long for what is saved as the processor for saving it."""
+    if saved_nbytes <= 0:
+        return None
+    return min(_link_seconds(saved_nbytes, 1.0) / max(lost_seconds, 1e-9), _FASTEST)
+
+
+def _publish(arguments: argparse.Namespace, ranks: list[list[dict[str, Any]]]) -> int:
+    lines, whole = ranks[0], ranks[0][0]["whole_nbytes"]
+    caption = f"{len(ranks)} ranks; a step at {arguments.mbit:g} Mbit/s, as a part of one without compression; pays "
+    caption += "below so many Mbit/s"
+    headings = ["method", "MB sent", "of all", "CPU ms", "error", "pays below", "a step"]
+    print_table(f"{whole / 1e6:.1f} MB of gradients", caption, headings, _rows(lines), told(arguments))
+    used = {name: getattr(arguments, name) for name in ("width", "mbit", "repeats")}
+    write_report(arguments, "bench compression", settings={"ranks": len(ranks), **used}, lines=lines)
+    return 0
+
+
+def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    for one in lines:
+        sent = one["nbytes"]
+        yield (
+            one["name"],
+            "-" if sent is None else f"{sent / 1e6:.3f}",
+            "-" if sent is None else f"{sent / one['whole_nbytes']:.3f}",
+            f"{one['cpu_seconds'] * 1e3:.1f}",
+            f"{one['error']:.1e}",
+            "-" if one["pays_below"] is None else f"{one['pays_below']:.0f}",
+            "-" if one["ratio"] is None else f"{one['ratio']:.3f}",
+        )

@@ -1,0 +1,97 @@
+"""The commands that draw timelines: of a script that they run, and of records that are there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from ppe_ddp.cli.command_line import fail, folder
+from ppe_ddp.tracing.timeline import check_pictures, draw, read_records, timeline
+
+
+def _add_no_pictures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-pictures", action="store_true", help="only timeline.json and summary.txt")
+
+
+class TraceScript:
+    """Runs a script, and records a timeline of it: what each rank computes and sends.
+
+    The script is run as python would run it, on every rank that a launcher starts.
+    FOLDER gets timeline.json for https://ui.perfetto.dev, timeline.png (one step),
+    gradients.png (which parameters had a gradient on which rank) and summary.txt.
+    Where the machines share no file system, bring all rank-N.json into one folder,
+    and call `python -m ppe_ddp timeline FOLDER`.
+
+      python -m ppe_ddp trace --out folder train.py --epochs 1
+      mpirun -n 2 python -m ppe_ddp trace train.py
+      torchrun --nproc_per_node=2 -m ppe_ddp trace -m package.train
+    """
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds this command's arguments to ``parser``."""
+        parser.add_argument("--out", type=folder, default="timeline", metavar="FOLDER", help="default: timeline")
+        _add_no_pictures(parser)
+        parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+        parser.add_argument("script", help="what to run")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Runs the script.
+
+        Returns:
+            0 where it ran to its end; 2 where there is no such script, or pictures cannot be drawn. What the script
+            raises, or leaves by, goes on.
+        """
+        script = str(arguments.script)
+        try:
+            if not arguments.no_pictures:
+                check_pictures()
+            if not arguments.module and not Path(script).is_file():
+                raise ImportError(f"there is no file {script!r}")
+        except ImportError as error:
+            return fail(error, 2)
+        sys.argv = [script, *arguments.arguments]
+        # As python has it: the folder of the script, or the current one for a module.
+        sys.path.insert(0, os.getcwd() if arguments.module else str(Path(script).absolute().parent))
+        with timeline(Path(arguments.out).absolute(), pictures=not arguments.no_pictures):
+            if arguments.module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        return 0
+
+
+class DrawTimeline:
+    """Draws a timeline from the records of its ranks, a file rank-N.json each.
+
+    What `with ppe_ddp.timeline(FOLDER)` and `python -m ppe_ddp trace` do by
+    themselves, where the ranks share a file system.
+
+      python -m ppe_ddp timeline folder
+    """
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds this command's arguments to ``parser``."""
+        parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the records are")
+        _add_no_pictures(parser)
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Draws it, and prints the summary.
+
+        Returns:
+            0; 2 where records are missing, or pictures cannot be drawn.
+        """
+        try:
+            if not arguments.no_pictures:
+                check_pictures()
+            print(draw(arguments.folder, read_records(arguments.folder), pictures=not arguments.no_pictures))
+        except (ImportError, ValueError) as error:
+            return fail(error, 2)
+        return 0

@@ -1,0 +1,265 @@
+"""`python -m benchmarks`: what makes the documentation's figures runs, and what it says fits together."""
+
+import contextlib
+import json
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from benchmarks import COMMANDS, load, optimizer, scaling, timeline, training
+from benchmarks.step_model import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
+from ppe_ddp import cli
+from ppe_ddp.cli.bench_platform import Platform
+from ppe_ddp.tracing.pictures import draw_steps
+from subprocesses import needs_mpirun
+
+MIB = 1 << 20
+WIRE = 8e-9  # a byte at 1 Gbit/s
+SLOW = Constants(node_latency=1e-4, node_per_byte=1e-10, wire_latency=2e-4, wire_per_byte=WIRE)
+BARE_WIRE = replace(SLOW, node_latency=0.0, node_per_byte=0.0, wire_latency=0.0)
+
+
+def called(*words):
+    return cli.main(words, program="python -m benchmarks", commands=COMMANDS)
+
+
+@contextlib.contextmanager
+def these(ranks):
+    """Ranks that are there already take part, instead of new ones."""
+    with mock.patch.object(Platform, "start", return_value=contextlib.nullcontext(ranks)):
+        yield
+
+
+# --- nodes
+
+
+@pytest.mark.parametrize("name", ["nodes", "scaling", "timeline", "training"])
+def test_where_nodes_cannot_be_made_the_reason_is_told(name, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    words = {"timeline": ["--nodes", "2", "--out", str(tmp_path / "x.png"), "--no-torch"], "training": ["--nodes", "2"]}
+    assert called(name, *words.get(name, [])) == 2
+    assert "nodes are made of namespaces, which only root may make" in capsys.readouterr().err
+
+
+@pytest.mark.nodes(long=True)
+@needs_mpirun
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_all_contestants_are_measured_on_nodes(launcher, capsys):
+    words = ["--ranks", "2", "--mbit", "5000", "--launcher", launcher, "--", "--quick", "--model", "small"]
+    assert called("nodes", *words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{launcher}, 2 nodes x 1 ranks, 5000 Mbit/s")
+    for name in ("ppe_ddp", "torch", "bare", *(["over mpi4py"] if launcher == "mpirun" else [])):
+        assert f"\n  {name}" in text
+
+
+@pytest.mark.nodes
+@needs_mpirun
+def test_a_job_that_fails_is_told_with_its_last_lines(capsys):
+    assert called("nodes", "--launcher", "mpirun", "--", "--model", "huge") == 1
+    err = capsys.readouterr().err
+    assert "mpirun ended with exit code" in err
+    assert "invalid choice: 'huge'" in err
+
+
+# --- load and optimizer
+
+
+def test_loads_side_by_side(tmp_path, two_ranks, capsys):
+    file = tmp_path / "result.json"
+    with these(two_ranks):
+        assert called("load", "--ranks", "2", "--size", "200K", "--repeats", "1", "--json", str(file)) == 0
+    out = capsys.readouterr().out
+    assert "One load" in out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = {line["name"]: line for line in json.loads(file.read_text())["lines"]}
+    assert list(lines) == list(load.CONTESTANTS)
+    for line in lines.values():
+        assert line["wrong"] == 0
+        assert len(line["peak_nbytes"]) == 2
+    assert lines["torch"]["ratio"]["median"] == lines["accelerate"]["ratio"]["median"] == 1
+
+
+def test_optimizers_are_measured_and_their_state_counted(two_ranks, tmp_path, capsys):
+    file = tmp_path / "result.json"
+    with these(two_ranks):
+        assert called("optimizer", "--model", "small", "--steps", "1", "--repeats", "1", "--json", str(file)) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    lines = {line["name"]: line for line in json.loads(file.read_text())["lines"]}
+    assert list(lines) == list(optimizer.CONTESTANTS)
+    state = {name: line["state_nbytes"] for name, line in lines.items()}
+    assert state["torch"] == state["ppe_ddp, whole"] == 2 * state["ppe_ddp"] == 2 * state["zero"]
+    assert lines["zero"]["to_zero"]["median"] == lines["torch"]["to_torch"]["median"] == 1.0
+
+
+# --- training
+
+
+def test_a_task_is_trained_by_each_method_and_drawn(two_ranks, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
+    file, picture = tmp_path / "result.json", tmp_path / "loss.png"
+    words = ["--task", "trees", "--steps", "20", "--seeds", "2", "--out", str(picture), "--json", str(file)]
+    names = ["torch DDP", "none", "Int8"]
+    with mock.patch.object(training, "started_ranks", return_value=contextlib.nullcontext(two_ranks)):
+        assert called("training", *words, *(f"--method={name}" for name in names)) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    lines = json.loads(file.read_text())["lines"]
+    assert [line["name"] for line in lines] == names
+    for line in lines:
+        assert (line["task"], line["ranks"], len(line["losses"])) == ("trees", 2, 20)
+        assert sum(line["losses"][-5:]) < 0.8 * sum(line["losses"][:5])
+        assert line["seconds"] == sorted(line["seconds"])
+        assert len(line["accuracies"]) == 2
+        assert all(0.2 < accuracy <= 1 for accuracy in line["accuracies"])
+    torchs, ours, int8 = lines
+    assert ours["losses"] == pytest.approx(torchs["losses"], rel=1e-3)
+    assert torchs["nbytes"] is None
+    assert 0 < int8["nbytes"] < 0.3 * ours["nbytes"] < 0.3 * ours["whole_nbytes"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_every_method_trains(two_ranks):
+    lines = two_ranks.run(training.train, "digits", list(training.METHODS), 40, timeout=150)[0]
+    assert [line["name"] for line in lines] == list(training.METHODS)
+    for line in lines:
+        assert sum(line["losses"][-10:]) < 0.5 * sum(line["losses"][:10]), line["name"]
+
+
+def test_a_loss_is_reached_when_the_mean_of_ten_is_and_a_turn_is_over_when_its_last_rank_is():
+    losses = [2.0] * 10 + [1.0] * 10
+    assert [training.reached_at(losses, target) for target in (1.5, 2.0, 0.9)] == [14, 9, None]
+    quick_at_first = list(training.ends_in_turns([1.0, 3.0] * 5 + [2.0] * 3))
+    quick_at_last = list(training.ends_in_turns([3.0, 1.0] * 5 + [1.0] * 3))
+    assert quick_at_first[:2] + quick_at_first[10:] == [1.0, 4.0, 2.0, 4.0, 6.0]
+    over = training.joined([max(both) for both in zip(quick_at_first, quick_at_last, strict=True)])
+    assert over[:4] == [3.0, 4.0, 7.0, 8.0]  # and not 3, 6, 9, 12
+    assert over[9:] == [20.0, 22.0, 24.0, 26.0]
+
+
+# --- timeline
+
+
+def test_every_contestant_tells_what_it_sends_and_when_it_waits(two_ranks, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
+    panels, sent = {}, []
+    for name in ("torch DDP", "ppe_ddp", "ppe_ddp, int8"):
+        records = two_ranks.run(timeline.record_steps, name, "small", 3, timeout=150)
+        panels[name] = [one.on_one_clock() for one in records]
+        for record in panels[name]:
+            assert len(record.backwards) == 3
+            kinds = ("forward", "backward", "bucket", "wait")
+            spans = {kind: [span for span in record.spans if span.kind == kind] for kind in kinds}
+            assert len(spans["forward"]) == len(spans["backward"]) == len(spans["wait"]) == 3
+            for backward, wait, (begin, end) in zip(spans["backward"], spans["wait"], record.backwards, strict=True):
+                assert begin == backward.begin < backward.end == wait.begin < wait.end <= end
+            first, last = record.backwards[0][0], record.backwards[-1][1]
+            assert all(first < bucket.begin < bucket.end <= last for bucket in spans["bucket"])
+            sent.append(sum(bucket.nbytes for bucket in spans["bucket"]))
+    assert sent[0] == sent[1] == sent[2] == sent[3] > 2 * sent[4] == 2 * sent[5] > 0
+    draw_steps(panels, tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- scaling: the model
+
+
+def step_of(backward, **changes):
+    return Load(16 * MIB, 16, 0.01, backward, **changes)
+
+
+def test_a_step_takes_what_its_bytes_need_and_on_one_rank_nothing_is_added():
+    assert predict(step_of(0.1), Cluster(1, 1), SLOW).step == pytest.approx(0.11)
+    for nodes in (2, 3, 4, 100):
+        wire = 2 * (nodes - 1) / nodes * 16 * MIB * WIRE
+        assert predict(step_of(0.0), Cluster(nodes, 2), BARE_WIRE).exposed == pytest.approx(wire, rel=0.01)
+    for bucket in (MIB, 4 * MIB):  # behind a long backward the last bucket alone shows
+        times = predict(step_of(10.0, bucket_bytes=bucket), Cluster(2, 1), BARE_WIRE)
+        assert times.exposed == pytest.approx(bucket * WIRE, rel=0.01)
+    doubling = replace(BARE_WIRE, algorithm="doubling")  # sends more and hides nothing
+    for nodes, volume in ((2, 1), (3, 3), (4, 2), (8, 3)):
+        wire = volume * 16 * MIB * WIRE
+        for backward in (0.0, 1.0):
+            assert predict(step_of(backward), Cluster(nodes, 1), doubling).exposed == pytest.approx(wire, rel=0.01)
+
+
+def test_two_levels_send_less_than_one_ring_and_wait_for_fewer_rounds():
+    levels, ring = Cluster(2, 2), Cluster(2, 2, is_flat=True)
+    assert all_reduce_seconds(MIB, ring, BARE_WIRE) == pytest.approx(1.5 * all_reduce_seconds(MIB, levels, BARE_WIRE))
+    latency = replace(SLOW, node_latency=0.0, node_per_byte=0.0, wire_per_byte=0.0)
+    doubling = replace(latency, algorithm="doubling")
+    for nodes, is_flat, constants, rounds in (
+        (10, False, latency, 18),
+        (10, True, latency, 158),
+        (16, False, doubling, 4),
+        (10, False, doubling, 5),
+    ):
+        assert all_reduce_seconds(1, Cluster(nodes, 8, is_flat), constants) == pytest.approx(rounds * 2e-4)
+
+
+def test_a_mask_shows_where_it_takes_longer_than_the_first_bucket():
+    hidden, late = (predict(step_of(0.4), Cluster(nodes, 1), SLOW) for nodes in (100, 400))
+    assert hidden.mask < 0.1 < late.mask  # the first of four buckets is complete after 0.1 s
+    assert hidden.mask_delay == 0.0
+    assert late.mask_delay == pytest.approx(noticed(late.mask, step_of(0.4)) - 0.1)
+    assert noticed(0.03, step_of(0.4)) == pytest.approx(0.05)  # a gradient comes every 25 ms
+
+
+def test_the_mask_takes_two_levels_where_a_ring_of_all_ranks_would_be_long():
+    few, many = (mask_seconds(step_of(0.1), Cluster(nodes, 8), SLOW) for nodes in (7, 8))
+    assert few == pytest.approx(2 * 55 * 2e-4, rel=0.01)
+    assert many == pytest.approx(2 * 7 * 2e-4 + 1e-4, rel=0.01)
+    for nodes, ranks in ((4, 1), (2, 8)):
+        assert mask_seconds(step_of(0.1), Cluster(nodes, ranks), SLOW) == 2e-4  # directly
+    doubling = replace(SLOW, algorithm="doubling")
+    assert mask_seconds(step_of(0.1), Cluster(8, 8), doubling) == pytest.approx(6 * 2e-4, rel=0.01)
+
+
+# --- scaling: measured and drawn
+
+
+def test_the_constants_explain_what_was_measured():
+    node = {64: 1e-4, 4 * MIB: 5e-4}
+    wire = {size: all_reduce_seconds(size, Cluster(2, 1), SLOW) for size in (64, 4 * MIB)}
+    found = scaling.constants_of(node, wire, 1e-10, "ring")
+    assert found.node_latency + found.node_per_byte * (4 * MIB - 64) == pytest.approx(5e-4)
+    assert found.wire_latency == pytest.approx(2e-4, rel=0.01)
+    assert found.wire_per_byte == pytest.approx(WIRE)
+    assert scaling.constants_of(node, wire, 0.0, "doubling").wire_latency == pytest.approx(4e-4, rel=0.01)
+    assert (found.pack_per_byte, found.algorithm) == (1e-10, "ring")
+
+
+def test_steps_and_constants_are_measured_on_ranks(two_ranks):
+    times = two_ranks.run(scaling.all_reduce_times, (64, MIB), 5)
+    assert times[0] == times[1]
+    assert 0 < times[0][64] < times[0][MIB]
+    step = two_ranks.run(scaling.measure_step, MIB, 4, 0.004, 0.02, 0.25, 3)[0]
+    assert step.forward >= 0.004
+    assert step.backward >= 0.02
+    assert step.step > 0.024
+    assert 0 < step.mask < step.step
+    assert step.pack_per_byte > 0
+
+
+def test_a_picture_is_drawn_from_a_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "report.json", tmp_path / "scaling.png"
+    constants = {"node_latency": 1e-4, "node_per_byte": 1e-10, "wire_latency": 2e-4, "wire_per_byte": 8e-9}
+    report.write_text(json.dumps({"constants": {"torchrun": constants}, "lines": []}))
+    assert called("scaling", "--read", str(report), "--out", str(picture)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "two levels over gloo: the mask shows from" in capsys.readouterr().out
+    report.write_text("{}")
+    assert called("scaling", "--read", str(report)) == 2
+
+
+@pytest.mark.nodes(long=True)
+def test_the_model_is_right_on_nodes(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert called("scaling", "--launcher", "torchrun", "--repeats", "5", "--json", str(report)) == 0
+    lines = json.loads(report.read_text())["lines"]
+    assert {(line["nodes"], line["ranks"]) for line in lines} == {(2, 2), (3, 1), (4, 1)}
+    # Other programs take the cores of nodes that are none.
+    assert sorted(abs(line["error"]) for line in lines)[len(lines) // 2] < 0.15
+    assert "largest error" in capsys.readouterr().out
