@@ -281,6 +281,10 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
+        if any(statuses):  # this rank's own: the others drop the step
+            self.reduction.abandon()
+        else:
+            self.reduction.commit()
         self._hand_over(backward)
         self._groups.note(Activity.DONE)
 
