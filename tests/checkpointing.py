@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp import Checkpointer, DistributedDataParallel, DistributedOptimizer
-from ppe_ddp.compression import ErrorFeedback, Sign
+from ppe_ddp.compression import DiLoCo, ErrorFeedback, Sign
 
 
 class NoisyRoutes(nn.Module):
@@ -37,7 +37,7 @@ class NoisyRoutes(nn.Module):
 class NoisyTraining:
     """A model, its optimizer and a schedule, all from a seed; on each rank with random numbers of its own."""
 
-    def __init__(self, folder, seed=0, *, sharded=False, compressed=False, group=None, **options):
+    def __init__(self, folder, seed=0, *, sharded=False, compressed=False, outer=0, group=None, **options):
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(NoisyRoutes(), process_group=group, bucket_cap_mb=2e-3)
         if compressed:
@@ -49,6 +49,8 @@ class NoisyTraining:
         for set_seed in (random.seed, np.random.seed, torch.manual_seed):
             set_seed(own)
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        if outer:  # inner steps to each outer one, with moments and, between them, parameters of its own on each rank
+            parts["outer"] = DiLoCo(self.model, plain, every=outer, lr=0.9)
         self.checkpointer = Checkpointer(folder, parts, process_group=group, **options)
 
     def step(self, count=1):

@@ -1,5 +1,7 @@
 """Compressors without processes: all ranks go on in turns, over a link that is a list."""
 
+import copy
+
 import torch
 
 from ppe_ddp.compression import FlatGradients, Link, Segment
@@ -62,6 +64,7 @@ class Simulation:
     def average(self, given, names=None, keeps=False):
         """Average `given[rank][name]`; the average by name. What was not sent is in `kept[rank][name]`."""
         names = list(self.shapes) if names is None else names
+        before = copy.deepcopy(self.states)
         board, ranks, results = {}, [], []
         for rank in range(self.size):
             segments, start = [], 0
@@ -82,6 +85,8 @@ class Simulation:
             running = running[0] is not None
         self.steps += 1
         first, *others = ranks
+        if not first.average.isfinite().all():  # as the engine does: the step is dropped
+            self.states = before
         assert all(bits(first.average, other.average) for other in others), "the ranks have different averages"
         self.kept = [self._named(gradients.given, names) for gradients in ranks] if keeps else []
         return self._named(first.average, names)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
-from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, DisagreementError
+from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.checkpoints import checkpoint_folder, entry_files
 from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder
+from ppe_ddp.compression import LocalSGD
 from ppe_ddp.engine.lost_ranks import LostRanks
 from ppe_ddp.testing import RankError, Ranks
 from rank_tests import on_three_ranks, on_two_ranks
@@ -49,18 +50,22 @@ def folder(tmp_path):
 # --- going on
 
 
-@pytest.mark.parametrize(("sharded", "compressed"), [(False, False), (True, False), (False, True)])
-def test_a_training_goes_on_bit_by_bit(three_ranks, folder, sharded, compressed):
-    three_ranks.run(go_on, folder, sharded, compressed, timeout=150)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sharded": True}, {"compressed": True}, {"outer": 3}, {"outer": 5}, {"outer": 3, "compressed": True}],
+    ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()) or "plain",
+)
+def test_a_training_goes_on_bit_by_bit(three_ranks, folder, options):
+    three_ranks.run(go_on, folder, options, timeout=150)
 
 
-def go_on(folder, sharded, compressed):
-    first = NoisyTraining(folder, sharded=sharded, compressed=compressed)
+def go_on(folder, options):
+    first = NoisyTraining(folder, **options)
     first.step(5)
     first.checkpointer.save(5, position={"batch": torch.tensor(dist.get_rank())})
     first.step(5)
     wanted = first.bits()
-    other = NoisyTraining(folder, seed=1, sharded=sharded, compressed=compressed)
+    other = NoisyTraining(folder, seed=1, **options)
     other.step(2)
     restored = other.checkpointer.load()
     assert restored.step == 5
@@ -70,7 +75,7 @@ def go_on(folder, sharded, compressed):
     assert same(wanted, other.bits())
     states = [training.model.comm_state_dict()["buckets"] for training in (first, other)]
     assert states[0] == states[1]
-    assert states[0]["learned"]  # three ranks add up in another order where buckets are others
+    assert states[0]["learned"] or "outer" in options  # three ranks add up in another order where buckets are others
 
 
 def test_another_number_of_ranks_goes_on_with_model_and_optimizer(three_ranks, folder):
@@ -90,6 +95,43 @@ def go_on_with_two(folder):
         assert torch.equal(chance, torch.get_rng_state())
         assert all(map(torch.equal, first.bits()[0], other.bits()[0]))
         other.step()
+
+
+@pytest.mark.parametrize("steps", [5, 6], ids=["between outer steps", "at an outer step"])
+def test_another_number_of_ranks_goes_on_from_the_average_of_outer_steps(three_ranks, folder, steps):
+    three_ranks.run(go_on_from_the_average, folder, steps, timeout=150)
+
+
+def go_on_from_the_average(folder, steps):
+    first = NoisyTraining(folder, outer=3)
+    first.step(steps)
+    first.checkpointer.save(steps)
+    everyone = [None] * 3
+    dist.all_gather_object(everyone, first.model.state_dict())
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        other = NoisyTraining(folder, seed=1, outer=3, group=group)
+        other.step(1)
+        other.checkpointer.load()
+        for name, value in other.model.state_dict().items():
+            tables = [table[name].double() for table in everyone]
+            mean = sum(tables) / 3 if value.is_floating_point() else tables[0]
+            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7, msg=name)
+        before = first.bits()[0]
+        other.step(3)
+        assert other.optimizer.state_dict()["state"][0]["step"] == steps + 3
+        moved = [(one - two).abs().max() for one, two in zip(other.bits()[0], before, strict=True) if one.dim() > 1]
+        assert max(moved) < 0.2, "all of the training was applied once more"
+
+
+@on_two_ranks
+def test_outer_steps_that_are_not_saved_are_an_error():
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    LocalSGD(model, optimizer, every=2)
+    checkpointer = Checkpointer(shared_folder(), {"model": model, "optimizer": optimizer})
+    with pytest.raises(CheckpointError, match="'optimizer' is the inner optimizer of a LocalSGD, which is not among"):
+        checkpointer.save(1)
 
 
 def test_a_process_alone(lone_rank, folder):

@@ -1,6 +1,7 @@
 """LocalSGD and DiLoCo against a training of all ranks in one process."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
 from rank_tests import on_three_ranks, on_two_ranks
+from test_compression import Failing
 
 EVERY = 3
 
@@ -144,6 +146,134 @@ def test_stopped():
     assert wrapper.require_backward_grad_sync
     inner(wrapper, optimizer, dist.get_rank(), 0)
     assert_same_on_all_ranks(wrapper.module)
+
+
+def same_on_all_ranks(module):
+    tables = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, [parameter.detach() for parameter in module.parameters()])
+    return all(all(map(torch.equal, tables[0], table)) for table in tables)
+
+
+def unfreeze(net):
+    net[0].requires_grad_(True)
+
+
+def unfreeze_on_one_rank(net):
+    net[0].requires_grad_(dist.get_rank() == 1)
+
+
+def freeze(net):
+    net[2].requires_grad_(False)
+
+
+def add(net):
+    net.append(seeded(nn.Linear, 4, 4))
+
+
+def replace(net):
+    net[2] = seeded(nn.Linear, 16, 4)
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("change", [unfreeze, unfreeze_on_one_rank, freeze, add, replace])
+@pytest.mark.parametrize("at", [3, 4])
+@on_two_ranks
+def test_what_changes_later_is_averaged(method, change, at):
+    net = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    net[0].requires_grad_(change is freeze or change not in (unfreeze, unfreeze_on_one_rank))
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    method(wrapper, optimizer, every=EVERY)
+    before = net[0].weight.detach().clone()
+    for step in range(9):
+        if step == at:
+            known = set(net.parameters())
+            change(net)
+            if new := [parameter for parameter in net.parameters() if parameter not in known]:
+                optimizer.add_param_group({"params": new})
+        optimizer.zero_grad()
+        wrapper(data(4, 8, step=step)).square().mean().backward()
+        optimizer.step()
+        assert (step + 1) % EVERY or same_on_all_ranks(net), step
+    assert not torch.equal(before, net[0].weight)
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("overflow", [None, 3, 5, 8])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("kind", ["adam", "fused"])
+@on_two_ranks
+def test_inner_steps_that_a_scaler_skips_count(method, overflow, unscale, kind):
+    def run(scaler):
+        net = seeded(nn.Linear, 8, 4)
+        wrapper = DistributedDataParallel(net)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=kind == "fused")
+        method(wrapper, optimizer, every=EVERY)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        for step in range(9):
+            optimizer.zero_grad()
+            is_wrong = step == overflow and dist.get_rank() == 1
+            loss = wrapper(data(4, 8, step=step)).square().mean() * (float("inf") if is_wrong else 1.0)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            if not (is_wrong and not scaler.is_enabled()):
+                scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            assert (step + 1) % EVERY or overflow == step or same_on_all_ranks(net), step
+        assert same_on_all_ranks(net)
+        return [parameter.detach() for parameter in net.parameters()]
+
+    found = run(torch.amp.GradScaler("cpu", init_scale=8.0))
+    if overflow is None:  # a power of two changes nothing
+        for one, other in zip(found, run(torch.amp.GradScaler("cpu", enabled=False)), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("done", [0, 1, 3], ids=["before a step", "between outer steps", "after an outer step"])
+@pytest.mark.parametrize("part", ["all", "layer"])
+@on_two_ranks
+def test_what_is_loaded_is_where_the_next_outer_step_begins(done, part):
+    target = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(1.0)
+    net = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    DiLoCo(wrapper, optimizer, every=EVERY)
+    for step in range(6):
+        if step == done:
+            loaded = (net, target) if part == "all" else (net[0], target[0])
+            loaded[0].load_state_dict(loaded[1].state_dict())
+        optimizer.zero_grad()
+        net(data(4, 8, step=step)).square().mean().backward()
+        optimizer.step()
+        if step > done:
+            assert (
+                max(float((p - q).abs().max()) for p, q in zip(*map(nn.Module.parameters, loaded), strict=True)) < 0.1
+            ), step
+    assert same_on_all_ranks(net)
+    copy.deepcopy(net).load_state_dict(pickle.loads(pickle.dumps(net)).state_dict())
+
+
+@on_two_ranks
+def test_an_outer_step_that_fails_leaves_each_rank_what_it_had():
+    def make(wrapper, optimizer):
+        wrapper.register_comm_hook(Failing(1))
+        return DiLoCo(wrapper, optimizer, every=EVERY)
+
+    wrapper, optimizer, _ = train(make, 5)
+    before = [parameter.detach().clone() for parameter in wrapper.parameters()]
+    with pytest.raises(KeyError if dist.get_rank() else PeerAbortedError):
+        inner(wrapper, optimizer, dist.get_rank(), 5)
+    assert all(parameter.grad is None for parameter in wrapper.parameters())
+    moved = max(float((one - two).abs().max()) for one, two in zip(before, wrapper.parameters(), strict=True))
+    assert 0 < moved < 0.02  # by the inner step alone
+    for step in (6, 7, 8):
+        inner(wrapper, optimizer, dist.get_rank(), step)
+    assert same_on_all_ranks(wrapper)
 
 
 def test_an_outer_step_follows_an_inner_one():

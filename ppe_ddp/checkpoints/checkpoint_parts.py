@@ -4,14 +4,16 @@ model.layer.weight                   a tensor of a module's state_dict
 optimizer.state.0.exp_avg            of a torch optimizer, by the number of the parameter
 optimizer.state.layer.weight.step    of a DistributedOptimizer, by its name: shards, for any number of ranks
 optimizer.param_groups               what is no tensor is one entry
+outer.last.layer.weight              of LocalSGD and DiLoCo: what all ranks had at the last outer step
 ranks.3.own.scheduler                what each rank has for itself
+ranks.3.own.optimizer.state.0.step   so are an inner optimizer, and the model between two outer steps
 """
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +21,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.compression.outer_steps import OuterSteps
 from ppe_ddp.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+
+_TABLES = ("last", "velocity")  # of tensors by parameter, in the state of outer steps
 
 RANKS = "ranks"
 """What the names of entries begin with that each rank has for itself; followed by the rank."""
@@ -74,6 +79,44 @@ class ModulePart(SavedPart):
         self._module.load_state_dict(own)
 
 
+class AveragedModulePart(ModulePart):
+    """A module of which each rank has saved its own, for another number of ranks: it begins from their average.
+
+    Args:
+        name: Of the part.
+        module: The module.
+        saved_by: How many ranks have saved it.
+    """
+
+    def __init__(self, name: str, module: nn.Module, saved_by: int) -> None:
+        super().__init__(name, module)
+        self._parts = [ModulePart(own_name(name, rank), module) for rank in range(saved_by)]
+
+    def targets(self, saved: Metadata) -> dict[str, Any]:
+        """Nothing yet: the modules of all ranks together may need more memory than there is."""
+        return {}
+
+    def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """The entries of the average, of floating-point numbers; of anything else, rank 0's.
+
+        Args:
+            saved: What is in the checkpoint.
+            read: Reads entries; called for one rank after another.
+        """
+        total: dict[str, Any] = {}
+        for part in self._parts:
+            targets = _as_saved(saved, part.prefix)
+            read(targets)
+            for entry, value in targets.items():
+                key = self.prefix + entry.removeprefix(part.prefix)
+                if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+                    total.setdefault(key, value)
+                    continue
+                wide = torch.promote_types(value.dtype, torch.float32)
+                total[key] = total.get(key, 0) + value.to(wide) / len(self._parts)
+        return total
+
+
 class OptimizerPart(SavedPart):
     """An optimizer that has the same state on every rank; parameters that were never updated have none."""
 
@@ -90,13 +133,7 @@ class OptimizerPart(SavedPart):
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """New tensors as they were saved: there is no state before the first step."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        found = {name: one for name, one in saved.state_dict_metadata.items() if name.startswith(self.prefix)}
-        return {
-            name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
-            for name, one in found.items()
-        }
+        return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
         """Load its state_dict."""
@@ -133,13 +170,45 @@ class ShardedOptimizerPart(SavedPart):
         self._optimizer.load_state_dict(state_dict)
 
 
+class OuterPart(SavedPart):
+    """LocalSGD or DiLoCo: all ranks have the same state."""
+
+    def __init__(self, name: str, outer: OuterSteps) -> None:
+        super().__init__(name)
+        self._outer = outer
+
+    def entries(self) -> dict[str, Any]:
+        """Its state_dict, each tensor by itself."""
+        state = self._outer.state_dict()
+        tables = {f"{key}.{name}": value for key in _TABLES for name, value in state[key].items()}
+        return {self.prefix + key: value for key, value in {**tables, "steps": state["steps"]}.items()}
+
+    def targets(self, saved: Metadata) -> dict[str, Any]:
+        """New tensors as they were saved: momentum is there only after the first outer step."""
+        if self.prefix + "steps" not in saved.state_dict_metadata:
+            raise ValueError(f"the checkpoint lacks {self.prefix + 'steps'!r}: it was saved without this part")
+        return _as_saved(saved, self.prefix)
+
+    def load(self, entries: Mapping[str, Any]) -> None:
+        """Load its state_dict."""
+        state: dict[str, Any] = {key: {} for key in _TABLES}
+        for name, value in entries.items():
+            if name.startswith(self.prefix):
+                key, _, parameter = name.removeprefix(self.prefix).partition(".")
+                if parameter:
+                    state[key][parameter] = value
+                else:
+                    state[key] = value
+        self._outer.load_state_dict(state)
+
+
 class RankPart(SavedPart):
     """Anything else with ``state_dict()`` and ``load_state_dict()``, of which each rank has its own: one entry."""
 
     def __init__(self, name: str, stateful: Any, rank: int) -> None:
         super().__init__(name)
         self._stateful = stateful
-        self._entry = f"{RANKS}.{rank}.own.{name}"
+        self._entry = own_name(name, rank)
 
     def entries(self) -> dict[str, Any]:
         """Its state_dict."""
@@ -165,6 +234,8 @@ def part_of(name: str, what: Any, rank: int) -> SavedPart:
     """
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
+    if isinstance(what, OuterSteps):
+        return OuterPart(name, what)
     if isinstance(what, nn.Module):
         return ModulePart(name, what)
     if isinstance(what, DistributedOptimizer):
@@ -177,6 +248,44 @@ def part_of(name: str, what: Any, rank: int) -> SavedPart:
         f"{name!r} is a {type(what).__name__}, which has no state_dict() and load_state_dict(): give it these, or pass "
         "plain values as the position"
     )
+
+
+def own_name(name: str, rank: int) -> str:
+    """The name of a part of which each rank has its own."""
+    return f"{RANKS}.{rank}.own.{name}"
+
+
+def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int) -> SavedPart | None:
+    """The part that ``what`` is where outer steps let each rank have its own; None where all ranks have the same."""
+    if not outer_steps:
+        return None
+    if isinstance(what, nn.Module):
+        own = [one for one in outer_steps if one.is_between and one.module in (what, getattr(what, "module", None))]
+        return ModulePart(own_name(name, rank), what) if own else None
+    is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
+    return OptimizerPart(own_name(name, rank), what) if is_plain else None
+
+
+def loaded_part(name: str, what: Any, saved: Metadata, rank: int, ranks: int, saved_by: int) -> SavedPart | None:
+    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same."""
+    if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
+        return None
+    if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now
+        return OptimizerPart(own_name(name, rank % saved_by), what)
+    if ranks == saved_by:
+        return ModulePart(own_name(name, rank), what)
+    return AveragedModulePart(name, what, saved_by)
+
+
+def _as_saved(saved: Metadata, prefix: str) -> dict[str, Any]:
+    """New tensors, and None for what is none, for all entries whose names begin with ``prefix``."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found = {name: one for name, one in saved.state_dict_metadata.items() if name.startswith(prefix)}
+    return {
+        name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+        for name, one in found.items()
+    }
 
 
 def _leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

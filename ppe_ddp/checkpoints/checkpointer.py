@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, Digest, sync
-from ppe_ddp.checkpoints.checkpoint_parts import RANKS, RankPart, part_of, random_states, set_random_states
+from ppe_ddp.checkpoints.checkpoint_parts import (
+    RANKS,
+    AveragedModulePart,
+    OuterPart,
+    RankPart,
+    loaded_part,
+    own_part,
+    part_of,
+    random_states,
+    set_random_states,
+)
+from ppe_ddp.compression.outer_steps import OuterSteps
 from ppe_ddp.errors import CheckpointError, DisagreementError
 
 if TYPE_CHECKING:
@@ -72,8 +83,9 @@ class Checkpointer:
     Args:
         folder: Where checkpoints are kept, for this job alone; the same folder for all ranks, on a file system that
             they have in common.
-        parts: By name, what is saved: modules and wrappers; optimizers, of torch and ``DistributedOptimizer``; and
-            whatever else has ``state_dict()`` and ``load_state_dict()``, of which each rank saves its own, made
+        parts: By name, what is saved: modules and wrappers; optimizers, of torch and ``DistributedOptimizer``;
+            ``LocalSGD`` and ``DiLoCo``, which let each rank save its own model and inner optimizer;
+            and whatever else has ``state_dict()`` and ``load_state_dict()``, of which each rank saves its own, made
             of tensors and plain values. The same names on every rank.
         keep: How many checkpoints to keep. With 1, a checkpoint that is damaged later leaves nothing to go on from.
         process_group: The ranks; None for the default group, or this process alone where there is none.
@@ -98,6 +110,7 @@ class Checkpointer:
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep
         self._ranks = LoadGroup(process_group)
+        self._given = dict(parts)
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
         modules = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
         self._wrappers: dict[str, Any] = {n: module for n, module in modules.items() if hasattr(module, _STATE_OF_COMM)}
@@ -128,7 +141,9 @@ class Checkpointer:
         entries: dict[str, Any] = {}
 
         def collect() -> Any:
-            for part in self._parts.values():
+            outer_steps = self._outer_steps()
+            for name, what in self._given.items():
+                part = own_part(name, what, outer_steps, self._ranks.rank) or self._parts[name]
                 entries.update(part.entries())
             entries.update(self._of_this_rank(position))
             return [step, sorted(self._parts)]
@@ -150,6 +165,20 @@ class Checkpointer:
                 else:
                     self._folder.discard(begun)
         return path
+
+    def _outer_steps(self) -> list[OuterSteps]:
+        """Those of LocalSGD and DiLoCo, which let each rank have a state of its own."""
+        found = []
+        for name, what in self._given.items():
+            outer = what if isinstance(what, OuterSteps) else getattr(what, "outer_steps", None)
+            if isinstance(outer, OuterSteps):
+                if not any(outer is one for one in self._given.values()):
+                    raise ValueError(
+                        f"{name!r} is the inner optimizer of a {type(outer).__name__}, which is not among the parts: "
+                        "add it, as a training cannot go on without"
+                    )
+                found.append(outer)
+        return found
 
     def _of_this_rank(self, position: Any) -> dict[str, Any]:
         """The entries that each rank has for itself, beside those of parts."""
@@ -187,7 +216,8 @@ class Checkpointer:
     def load(self, step: int | None = None) -> Restored | None:
         """Go on from the newest checkpoint that is not damaged; call it on all ranks together.
 
-        With another number of ranks than it was saved by, only modules and optimizers are loaded: a warning says so.
+        With another number of ranks than it was saved by, only modules, optimizers and outer steps are loaded, and a
+        warning says so. What each rank has had of a module for itself, between two outer steps, is averaged.
 
         Args:
             step: That of a certain checkpoint, in place of the newest.
@@ -208,11 +238,14 @@ class Checkpointer:
         folder = self._folder.path / name.text
         found: list[Metadata] = []
         targets: dict[str, Any] = {}
+        parts: list[SavedPart] = []
 
         def prepare() -> int:
             found.append(metadata_of(folder))
             saved_by = sum(_IS_OF_RANK(name) is not None for name in found[0].state_dict_metadata)
-            for part in self._loaded_parts(saved_by):
+            self._outer_steps()
+            parts.extend(self._loaded_parts(saved_by, found[0]))
+            for part in parts:
                 targets.update(part.targets(found[0]))
             names = [self._name(_POSITION, rank) for rank in range(saved_by)]
             if saved_by == self._ranks.size:
@@ -222,7 +255,10 @@ class Checkpointer:
 
         saved_by = self._ranks.from_each(prepare)[0]
         read_entries(targets, folder, self._ranks)
-        self._apply(targets, saved_by)
+        for part in parts:
+            if isinstance(part, AveragedModulePart):
+                targets.update(part.read(found[0], partial(read_entries, folder=folder, load_group=self._ranks)))
+        self._apply(parts, targets, saved_by)
         positions = [targets[self._name(_POSITION, rank)] for rank in range(saved_by)]
         return Restored(name.step, positions[self._ranks.rank] if saved_by == self._ranks.size else None, positions)
 
@@ -247,18 +283,25 @@ class Checkpointer:
     def _listed(self) -> Any:
         return [[name.text, name.number, name.step] for name in self._folder.complete()]
 
-    def _loaded_parts(self, saved_by: int) -> list[SavedPart]:
-        return [part for part in self._parts.values() if saved_by == self._ranks.size or not isinstance(part, RankPart)]
+    def _loaded_parts(self, saved_by: int, saved: Metadata) -> list[SavedPart]:
+        rank, size = self._ranks.rank, self._ranks.size
+        parts = [
+            loaded_part(name, what, saved, rank, size, saved_by) or self._parts[name]
+            for name, what in self._given.items()
+            if saved_by == size or not isinstance(self._parts[name], RankPart)
+        ]
+        return sorted(parts, key=lambda part: isinstance(part, OuterPart))  # they begin from the loaded module
 
-    def _apply(self, entries: dict[str, Any], saved_by: int) -> None:
+    def _apply(self, parts: list[SavedPart], entries: dict[str, Any], saved_by: int) -> None:
         """Let each part go on, one after another: a rank that fails in one must not leave the others in the next."""
-        for part in self._loaded_parts(saved_by):
+        for part in parts:
             self._each(partial(part.load, entries))
         if saved_by != self._ranks.size:
             if self._ranks.is_source:
                 logger.warning(
                     "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had "
-                    "for itself, are not loaded",
+                    "for itself, are not loaded; between two outer steps the model is the average of all ranks', and "
+                    "inner optimizers have the state of one of them",
                     saved_by,
                     self._ranks.size,
                 )

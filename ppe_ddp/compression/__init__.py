@@ -7,13 +7,12 @@ from ppe_ddp.compression.bf16 import BF16
 from ppe_ddp.compression.block_codec import BlockCodec
 from ppe_ddp.compression.by_parameter import ByParameter
 from ppe_ddp.compression.compressor import Compressor
-from ppe_ddp.compression.diloco import DiLoCo
 from ppe_ddp.compression.error_feedback import ErrorFeedback
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
 from ppe_ddp.compression.fp16 import FP16
 from ppe_ddp.compression.int8 import Int8
 from ppe_ddp.compression.link import Exchange, Link
-from ppe_ddp.compression.local_sgd import LocalSGD
+from ppe_ddp.compression.outer_steps import DiLoCo, LocalSGD
 from ppe_ddp.compression.power_sgd import PowerSGD
 from ppe_ddp.compression.random_k import RandomK
 from ppe_ddp.compression.sign import Sign

@@ -35,7 +35,8 @@ class Compressor(ABC):
         - every rank gets the same ``gradients.average``, bit by bit;
         - what is not finite on any rank is not finite in the average, so that a ``GradScaler`` notices;
         - ``gradients.keeps``: what was not sent is in ``gradients.given`` in the end;
-        - ``state`` changes only at the end, and remains usable after a step that was not finite.
+        - ``state`` gets new values; a tensor that is in it is never written to. What was there is put back where the
+          step is dropped: it has failed on some rank, or an average is not finite.
         """
         ...
 

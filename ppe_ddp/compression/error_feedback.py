@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.compression.compressor import Compressor
-from ppe_ddp.compression.flat_gradients import is_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +27,12 @@ _STATE = "residual"
 class ErrorFeedback(Compressor):
     """Keeps the residual of each parameter: what ``compressor`` has not sent of its gradients so far.
 
-    Takes memory for it, of the size of the gradients (of halves: in float32). A parameter that is in no bucket keeps
-    its residual; one that only other ranks have in a step sends it. Where an average is not finite, the residuals stay
-    as they were before: an optimizer has to leave out such a step. With a ``GradScaler`` they are residuals of scaled
-    gradients, which count for twice or half as much, once, when the scale has changed.
+    Takes memory for it, of the size of the gradients (of halves: in float32), and as much again while backward runs. A
+    parameter that is in no bucket keeps its residual; one that only other ranks have in a step sends it. Where a step
+    is dropped (it has failed, or an average is not finite, which an optimizer has to leave out), all residuals are what
+    they were before its backward: of several synchronized backwards to one step, those before stay sent. With a
+    ``GradScaler`` they are residuals of scaled gradients, which count for twice or half as much, once, when the scale
+    has changed.
 
     Attributes:
         compressor: Any but another ErrorFeedback.
@@ -61,8 +62,9 @@ class ErrorFeedback(Compressor):
         yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
         if gradients.keeps:  # nobody else shall send it once more
             torch._foreach_zero_(gradients.views(gradients.given))
-        if all(map(is_finite, gradients.views(gradients.average))):
-            _store(gradients, parts)
+        for segment, part in zip(gradients.segments, parts, strict=True):
+            # A new tensor: the old one is put back where the step is dropped. A copy: a view would keep the bucket.
+            segment.state[_STATE] = part.clone()
 
 
 def _residual(segment: Segment, part: Tensor) -> Tensor | None:
@@ -70,16 +72,3 @@ def _residual(segment: Segment, part: Tensor) -> Tensor | None:
     if residual is None or residual.shape != part.shape or residual.dtype is not part.dtype:
         return None
     return residual
-
-
-def _store(gradients: FlatGradients, parts: list[Tensor]) -> None:
-    targets, sources = [], []
-    for segment, part in zip(gradients.segments, parts, strict=True):
-        residual = _residual(segment, part)
-        if residual is None:
-            segment.state[_STATE] = part.clone()
-        else:
-            targets.append(residual)
-            sources.append(part)
-    if targets:
-        torch._foreach_copy_(targets, sources)

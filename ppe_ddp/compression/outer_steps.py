@@ -1,19 +1,21 @@
-"""Training in two loops: every rank by itself for some steps, then one step of all ranks together.
+"""LocalSGD and DiLoCo: every rank trains by itself for some steps, then all ranks take one outer step together.
 
-LocalSGD and DiLoCo differ in the outer step only. It is a synchronization like any other: what each parameter has
-changed by since the last one takes the place of its gradient. So it is negotiated, packed and compressed as gradients
-are, and a parameter that no rank has changed costs nothing.
+The two differ in the outer step only. It is a synchronization like any other: what each parameter has changed by since
+the last one takes the place of its gradient. So it is negotiated, packed and compressed as gradients are, and a
+parameter that no rank has changed costs nothing.
 """
 
 from __future__ import annotations
 
+from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -34,70 +36,252 @@ class OuterSteps:
     """Counts the steps of an optimizer, and lets all ranks take an outer step after every so many.
 
     Backwards of ``ddp`` are not synchronized any more. All ranks must make it together, and run the same number of
-    inner steps. ``.grad`` is None after an outer step.
+    inner steps; one that a ``GradScaler`` skips counts. ``.grad`` is None after an outer step. What is unfrozen, added
+    or replaced is averaged from then on; new parameters must be the same on all ranks. Parameters that
+    ``load_state_dict()`` has loaded, the same on all ranks, are where the next outer step begins.
 
     Args:
         ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
         optimizer: The inner one, which updates whole parameters: no ``DistributedOptimizer``.
         every: Inner steps to one outer step.
-        outer: What updates the same parameters in an outer step.
+        lr: Of the outer step.
+        momentum: Nesterov's, of the outer step.
 
     Raises:
         ValueError: ``every`` is less than 1.
     """
 
-    def __init__(self, ddp: Synchronizing, optimizer: Optimizer, *, every: int, outer: Optimizer) -> None:
+    def __init__(
+        self, ddp: Synchronizing, optimizer: Optimizer, *, every: int, lr: float = 1.0, momentum: float = 0.0
+    ) -> None:
         if every < 1:
             raise ValueError(f"every={every}: an outer step follows at least one inner step")
         self._ddp = ddp
         self._every = every
-        self._outer = outer
+        self._lr = lr
+        self._momentum = momentum
         self._steps = 0
-        self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-        self._last = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+        self._last: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self._velocity: dict[str, Tensor] = {}
+        self._loaded = _LoadedParameters()
+        self._is_restored = False
+        self._is_stopped = False
+        self._remember()
         ddp.require_backward_grad_sync = False
-        self._handle = optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
+            optimizer.register_step_post_hook(lambda *_: self.count()),
+            *(one.register_load_state_dict_pre_hook(self._loaded) for one in ddp.module.modules()),
+        ]
+        _tell_of_skipped_steps(optimizer)
+        vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        updated = (parameter for group in self._outer.param_groups for parameter in group["params"])
-        return {self._names[id(parameter)]: parameter for parameter in updated}
+    @property
+    def module(self) -> nn.Module:
+        """The module whose parameters are averaged."""
+        return self._ddp.module
 
-    def _stepped(self) -> None:
+    @property
+    def is_between(self) -> bool:
+        """Whether there were inner steps since the last outer step, so that each rank has parameters of its own."""
+        return self._steps % self._every != 0
+
+    def _begin_inner_step(self) -> None:
+        if self._is_restored:
+            self._loaded.identities.clear()
+            self._is_restored = False
+        self._remember()
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        """Copy what there was at the last outer step of parameters that were unfrozen, replaced or loaded since."""
+        for name, parameter in self.module.named_parameters():
+            known = self._last.get(name)
+            if known is not None and known[0] is not parameter:
+                self._velocity.pop(name, None)
+                known = None
+            if known is not None and id(parameter) in self._loaded.identities:
+                known[1].copy_(parameter)
+            elif known is None and (parameter.requires_grad or parameter.grad is not None):
+                self._last[name] = parameter, parameter.detach().clone()
+        self._loaded.identities.clear()
+
+    def count(self) -> None:
+        """Count one inner step, and take the outer step that follows it."""
+        if self._is_stopped:
+            return
         self._steps += 1
-        if self._steps % self._every == 0:
+        if not self.is_between:
             self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Take an outer step now; called by itself after every so many inner steps. All ranks must call it together."""
-        parameters = self._parameters()
-        for name, parameter in parameters.items():
-            change = self._last[name] - parameter
-            parameter.grad = change if bool(change.any()) else None  # also where it is NaN
-        self._ddp.finish_grad_sync()
-        changed = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
-        for name, parameter in changed.items():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            parameter.copy_(self._last[name])
-        self._outer.step()
-        for name, parameter in changed.items():
-            self._last[name].copy_(parameter)
-            parameter.grad = None
+        """Take an outer step now; called by itself after every so many inner steps. All ranks must call it together.
+
+        Where it fails, the parameters stay what they are on each rank, and ``.grad`` is None.
+        """
+        self._begin_inner_step()
+        parameters = dict(self.module.named_parameters())
+        self._last = {name: self._last[name] for name in parameters if name in self._last}
+        try:
+            for name, parameter in parameters.items():
+                parameter.grad = self._change(name, parameter)
+            self._ddp.finish_grad_sync()
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    self._update(name, parameter, parameter.grad)
+        finally:
+            for parameter in parameters.values():
+                parameter.grad = None
+
+    def _change(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        if name not in self._last:
+            return None
+        change = self._last[name][1] - parameter
+        return change if bool(change.any()) else None  # also where it is NaN
+
+    def _update(self, name: str, parameter: nn.Parameter, change: Tensor) -> None:
+        """Take the step of torch's ``SGD`` with Nesterov's momentum, from where the last outer step has ended."""
+        if change.is_sparse:
+            change = change.to_dense()
+        if name in self._last:
+            parameter.copy_(self._last[name][1])
+        else:  # only other ranks have unfrozen it
+            self._last[name] = parameter, parameter.detach().clone()
+        if self._momentum:
+            velocity = self._velocity.get(name)
+            if velocity is None:
+                velocity = self._velocity[name] = torch.zeros_like(parameter)
+            velocity.mul_(self._momentum).add_(change)
+            change = change.add(velocity, alpha=self._momentum)
+        parameter.add_(change, alpha=-self._lr)
+        self._last[name][1].copy_(parameter)
 
     def stop(self) -> None:
-        """Take no more outer steps, and synchronize backwards again."""
-        self._handle.remove()
+        """Take no more outer steps, and synchronize backwards again.
+
+        What each rank has for itself stays so: call :meth:`synchronize` before, and go on with a new optimizer.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._is_stopped = True
         self._ddp.require_backward_grad_sync = True
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks have at the last outer step, and how many inner steps there were: a copy."""
-        last: dict[str, Tensor] = {name: value.clone() for name, value in self._last.items()}
-        return {"steps": self._steps, "last": last, "outer": self._outer.state_dict()}
+        self._remember()
+        return {
+            "steps": self._steps,
+            "last": {name: value.clone() for name, (_, value) in self._last.items()},
+            "velocity": {name: value.clone() for name, value in self._velocity.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart."""
+        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart.
+
+        Raises:
+            ValueError: It has a parameter that the module does not have.
+        """
+        parameters = dict(self.module.named_parameters())
+        unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
+        if unknown:
+            raise ValueError(f"the state has parameter {unknown[0]!r}, which the module does not have")
+        self._remember()
+        self._is_restored = True
         self._steps = int(state["steps"])
         for name, value in state["last"].items():
-            self._last[name].copy_(value)
-        self._outer.load_state_dict(state["outer"])
+            parameter = parameters[name]
+            self._last[name] = parameter, value.detach().to(parameter.device, copy=True)
+        self._velocity = {
+            name: value.detach().to(parameters[name].device, copy=True) for name, value in state["velocity"].items()
+        }
+
+
+class LocalSGD(OuterSteps):
+    """Lets every rank train by itself, and averages the parameters after ``every`` steps of ``optimizer``.
+
+    S. U. Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019 (https://arxiv.org/abs/1805.09767).
+
+    Args:
+        ddp: The wrapper; a compressor that is registered with it compresses what the parameters have changed by.
+        optimizer: Updates the parameters.
+        every: Steps between two averages. More of them cost less, and let the ranks drift apart.
+    """
+
+    def __init__(self, ddp: Synchronizing, optimizer: Optimizer, *, every: int) -> None:
+        super().__init__(ddp, optimizer, every=every)
+
+
+class DiLoCo(OuterSteps):
+    """Lets every rank train by itself, and takes an outer step on the mean change after ``every`` steps.
+
+    A. Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023
+    (https://arxiv.org/abs/2311.08105); that what is sent may be quantized: A. Douillard et al., Streaming DiLoCo with
+    overlapping communication, 2025 (https://arxiv.org/abs/2501.18512).
+
+    Args:
+        ddp: The wrapper; register ``Int8()`` or another compressor with it for quantized outer gradients.
+        optimizer: The inner one, in the paper AdamW.
+        every: Inner steps to one outer step; in the paper 500.
+        lr: Of the outer step; 1 without momentum is LocalSGD.
+        momentum: Of the outer step, Nesterov's.
+    """
+
+    def __init__(
+        self, ddp: Synchronizing, optimizer: Optimizer, *, every: int, lr: float = 0.7, momentum: float = 0.9
+    ) -> None:
+        super().__init__(ddp, optimizer, every=every, lr=lr, momentum=momentum)
+
+
+class _LoadedParameters:
+    """Notes which parameters ``load_state_dict()`` replaces the values of; a class, so that modules can be pickled.
+
+    Attributes:
+        identities: Of these parameters, since it was cleared.
+    """
+
+    def __init__(self) -> None:
+        self.identities: set[int] = set()
+
+    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+        """Called by torch before it loads the parameters of ``module`` itself."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if prefix + name in state_dict:
+                self.identities.add(id(parameter))
+
+
+def _tell_of_skipped_steps(optimizer: Optimizer) -> None:
+    """Let ``optimizer.step()`` be called, and do nothing but count, where a ``GradScaler`` skips the step.
+
+    Gradients are those of one rank, so one rank alone may skip a step, in which ``step()`` would not be called. A
+    scaler calls ``step()`` in any case where the optimizer says that it skips by itself, as torch's fused ones do.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return
+    plain: Callable[..., Any] = optimizer.step
+
+    @wraps(plain)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # Taken away meanwhile: torch's optimizers refuse them where they are not fused.
+        given: dict[str, Any] = {key: vars(self).pop(key) for key in ("found_inf", "grad_scale") if key in vars(self)}
+        found_inf, scale = given.get("found_inf"), given.get("grad_scale")
+        try:
+            if found_inf is None or not bool(found_inf):
+                if scale is not None:
+                    _unscale(self, scale)
+                return plain(*args, **kwargs)
+            if (outer_steps := vars(self).get("outer_steps")) is not None:
+                outer_steps.count()
+            return None
+        finally:
+            vars(self).update(given)
+
+    vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=True)
+
+
+def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    factor = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))

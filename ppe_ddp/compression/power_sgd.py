@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.compression.compressor import Compressor, together
-from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.compression.orthonormal import orthonormal
 from ppe_ddp.compression.uncompressed import Uncompressed
 
@@ -85,7 +84,7 @@ class PowerSGD(Compressor):
         yield from link.all_reduce(flat.mul_(1.0 / link.size))
         for average, p, q in zip(_matrices(gradients.average, segments), left, right, strict=True):
             torch.mm(p.mT, q, out=average)
-        if self.warm_start and is_finite(flat):
+        if self.warm_start:
             for segment, q in zip(segments, _next_starts(right, segments, gradients.seed), strict=True):
                 segment.state[_STATE] = q
 

@@ -65,8 +65,7 @@ class BucketSynchronizer(Synchronizer):
 
     def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
         super().__init__()
-        self._groups, self._policy, self._packing = groups, policy, packing
-        self.reduction = reduction
+        self._groups, self._policy, self._packing, self.reduction = groups, policy, packing, reduction
         self.negotiation = Negotiation(
             groups,
             packing,
@@ -281,6 +280,7 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
+        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
         self._hand_over(backward)
         self._groups.note(Activity.DONE)
 

@@ -1,19 +1,28 @@
-"""What compressors remember: of each parameter by its name, and which step it is. It outlives groups and buckets."""
+"""What compressors remember: of each parameter by its name, and which step it is. It outlives groups and buckets.
+
+It belongs to the step, as ``.grad`` does: what a compressor has stored counts when all ranks have taken the step, and
+is put back when they have dropped it, since what it has sent is dropped as well.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ppe_ddp.engine.node_compression import hierarchy_of
 from ppe_ddp.engine.slice_owners import SliceOwners
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
+    from torch import nn
+    from torch.optim import Optimizer
 
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.engine.bucket_plan import ParameterSpec
@@ -33,12 +42,56 @@ class CommState:
     def __init__(self) -> None:
         self.owners = SliceOwners()
         self._of: dict[str, dict[str, Any]] = {}
+        self._before: dict[str, dict[str, Any]] = {}
+        self._undecided: _Stepped | None = None
         self._steps = 0
         self._offset: int | None = None
 
     def of(self, name: str) -> dict[str, Any]:
         """What is remembered of the parameter ``name``: always the same dict, to be changed in place."""
         return self._of.setdefault(name, {})
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered of any parameter."""
+        return not any(self._of.values())
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Keep what is remembered of the parameters ``names``, which the step under way may replace."""
+        self.decide()
+        for name in names:
+            if name not in self._before:
+                self._before[name] = dict(self.of(name))
+
+    def commit(self) -> None:
+        """Forget what :meth:`keep` has kept: the step is taken."""
+        self._before.clear()
+
+    def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter]) -> None:
+        """Put back what :meth:`keep` has kept, less what an optimizer updates before the next backward.
+
+        A ``GradScaler`` skips the step of each optimizer whose own gradients are not finite, and of no other.
+
+        Args:
+            finite: The parameters whose averages are finite, by name; those of the others are put back in any case.
+        """
+        self._undecided = _Stepped(finite)
+
+    def decide(self) -> None:
+        """Put back what :meth:`put_back_unless_stepped` has left open: no optimizer steps any more."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None:
+            for name in undecided.names():
+                self._before.pop(name, None)
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Put back what :meth:`keep` has kept: the step is dropped."""
+        for name, entries in self._before.items():
+            own = self.of(name)
+            own.clear()
+            own.update(entries)
+        self._before.clear()
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
         """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together.
@@ -69,7 +122,8 @@ class CommState:
 
     def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
         """A copy of everything, of tensors and plain values."""
-        parameters = copy.deepcopy(self._of)
+        self.decide()
+        parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in self._of.items()}
         return {
             **_identity(compressor, groups),
             "steps": self.steps(groups),
@@ -107,6 +161,8 @@ class CommState:
             )
         self.owners.load_state_dict(state.get("slices", {}))
         self._offset = int(state["steps"]) - _count(groups)
+        self._undecided = None
+        self._before.clear()
         for name in self._of.keys() - state["parameters"].keys():
             self._of[name].clear()
         for name, entries in state["parameters"].items():
@@ -116,7 +172,33 @@ class CommState:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a wrapper has groups of its own, where steps are counted anew."""
+        self.decide()
         return self.__dict__ | {"_offset": None}
+
+
+class _Stepped:
+    """Notes which of ``parameters``, by name, an optimizer updates from now on, until :meth:`names` is called."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._updated: set[int] = set()
+        self._handle = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
+        weakref.finalize(self, self._handle.remove)
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note the step of ``optimizer``; one that skips by itself, as fused ones do, is told to by ``found_inf``."""
+        if not getattr(optimizer, "found_inf", None):
+            self._updated.update(id(one) for group in optimizer.param_groups for one in group["params"])
+
+    def names(self) -> list[str]:
+        """The names of those that were updated."""
+        self._handle.remove()
+        return [name for name, parameter in self._parameters.items() if id(parameter) in self._updated]
+
+
+def _note_step(owner: weakref.ref[_Stepped], optimizer: Optimizer, *_: object) -> None:
+    if (self := owner()) is not None:
+        self.note(optimizer)
 
 
 def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
@@ -127,6 +209,10 @@ def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
 
 def _count(groups: Groups) -> int:
     return groups.step  # the ranks agree on it anew when they connect again after a failure
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _own(value: Any, device: torch.device) -> Any:

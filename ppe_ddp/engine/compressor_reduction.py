@@ -17,7 +17,7 @@ from ppe_ddp.engine.node_compression import CrossNodeLinks, average_between_node
 from ppe_ddp.engine.reduction import Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor
 
@@ -50,6 +50,7 @@ class CompressorReduction(Reduction):
         self._state = state
         self._layouts: OrderedDict[tuple[object, ...], tuple[Segment, ...]] = OrderedDict()
         self._queue = ExchangeQueue(self._wait_for)
+        self._started: list[GradBucket] = []
 
     @property
     def title(self) -> str:
@@ -67,14 +68,32 @@ class CompressorReduction(Reduction):
         return self._queue.is_ready
 
     def abandon(self) -> None:
-        """Leave what is under way."""
+        """Leave what is under way, and what it has changed of the state: the step is dropped."""
         self._queue.abandon()
+        self._started.clear()
+        self._state.put_back()
+
+    def commit(self) -> None:
+        """Let the state be what the step has made of it, or what it was where an average is not finite.
+
+        An optimizer has to leave out such a step, and a ``GradScaler`` does. All ranks have the same averages, so they
+        decide alike.
+        """
+        started, self._started = self._started, []
+        if self._state.is_empty or _are_finite([bucket.buffer() for bucket in started]):
+            self._state.commit()
+            return
+        members = [one for bucket in started for one in zip(bucket.names(), bucket.parameters(), bucket, strict=True)]
+        wrong = {name for name, _, average in members if not _are_finite([average])}
+        self._state.put_back_unless_stepped({name: one for name, one, _ in members if name not in wrong})
 
     def nbytes(self, pending: Waitable | None) -> int | None:
         """What this rank has sent by ``pending``, in bytes of an all-reduce."""
         return pending.nbytes if isinstance(pending, PendingExchange) else None
 
     def _call(self, bucket: GradBucket) -> PendingExchange:
+        self._started.append(bucket)
+        self._state.keep(bucket.names())
         groups, device, name = self._groups, bucket.buffer().device, str(bucket.index())
         hierarchy = hierarchy_of(groups.buckets) if device.type == "cpu" else None
         if hierarchy is not None:
@@ -140,6 +159,14 @@ class CompressorReduction(Reduction):
 
     def _accept(self, bucket: GradBucket, value: object) -> None:
         """The result is in place."""
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is neither NaN nor infinity in any of them. The host waits for a GPU."""
+    totals = [tensor.sum(dtype=_WIDE.get(tensor.dtype)) for tensor in tensors]
+    if all([bool(total.isfinite()) for total in totals]):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum can overflow
 
 
 def _rows(tensor: Tensor) -> int:

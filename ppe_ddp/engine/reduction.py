@@ -145,6 +145,10 @@ class Reduction(ABC):
         """The communication has failed: nothing of it will be waited for any more."""
         return
 
+    def commit(self) -> None:
+        """All ranks take the step: nothing of it will be put back."""
+        return
+
     def warn_of_sparse(self, name: str) -> None:
         """Warn, once, that the sparse gradient of parameter ``name`` is averaged without this function or hook."""
         if not self.is_plain_average and not self._has_warned:

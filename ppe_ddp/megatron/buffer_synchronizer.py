@@ -284,6 +284,11 @@ class BufferSynchronizer(Synchronizer):
             dropped.unpack(outcome.extra) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
         ]
         self.step_status.collect(statuses, aborted_here=pending.backward.aborted)
+        for reduction_group in self._reduction_groups:
+            if any(map(any, statuses)):
+                reduction_group.reduction.abandon()
+            else:
+                reduction_group.reduction.commit()
         pending.schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
         for reduction_group, second in repairs:
             second.hand_over(partial(self._add_averages, reduction_group))

@@ -1,0 +1,267 @@
+"""What compressors remember belongs to the step: over any sequence with dropped steps, sent + kept = given."""
+
+import copy
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from node_worlds import in_own_world, worlds
+from one_process import Routes, assert_same_on_all_ranks, data, mean_gradients, seeded
+from ppe_ddp import DistributedDataParallel, PpeDdpError
+from ppe_ddp.compression import (
+    ByParameter,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    WarmUp,
+)
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDataParallel
+from ppe_ddp.megatron import DistributedDataParallelConfig
+from rank_tests import on_two_ranks
+from test_compression import residuals, way
+
+METHODS = {
+    "topk": ErrorFeedback(TopK(0.1, min_numel=20)),
+    "randomk": ErrorFeedback(RandomK(0.1, min_numel=20)),
+    "sign": ErrorFeedback(Sign(block=64)),
+    "int8": ErrorFeedback(Int8(block=64)),
+    "powersgd": ErrorFeedback(PowerSGD(1, min_compression=1)),
+    "mixed": WarmUp(ErrorFeedback(ByParameter({"*.bias": TopK(0.5), "layers.0.*": PowerSGD(1)}, Sign(block=64))), 2),
+}
+TAKEN = ("taken", "accumulated", "resumed", "copied")
+DROPPED = ("infinite", "raises", "raises first", "compressor raises")
+OPTIONS = ({}, {"bucket_cap_mb": 1e-3}, {"overlap": False}, {"check_for_nan_in_grad": "skip", "bucket_cap_mb": 1e-3})
+
+RAISING = set()
+
+
+class Boom(Exception):
+    """What one rank raises in a step that is dropped."""
+
+
+@dataclass(frozen=True)
+class Raising(Compressor):
+    """Raises on the last rank, in the steps of RAISING, when what it keeps of its first bucket is stored."""
+
+    compressor: Compressor
+
+    def average(self, gradients, link):
+        yield from self.compressor.average(gradients, link)
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        if is_last and gradients.step in RAISING:
+            raise Boom("what it keeps is stored")
+        yield from link.all_reduce(torch.ones(1))  # the others wait for the one that has raised
+
+
+class Training:
+    """A wrapper with a compressor, and an account of what was given and what was handed over."""
+
+    def __init__(self, compressor, options):
+        self.compressor = Raising(copy.deepcopy(compressor))
+        self.options = options
+        self.module = seeded(Routes, 16, 6)
+        self.total = {name: torch.zeros_like(parameter) for name, parameter in self.module.named_parameters()}
+        self.handed = copy.deepcopy(self.total)
+        self.wrap()
+
+    def wrap(self):
+        self.wrapper = DistributedDataParallel(self.module, **self.options)
+        self.wrapper.register_comm_hook(self.compressor)
+
+    def backward(self, model, rank, number, factor=1.0):
+        loss = model(data(5, 16, rank=rank, step=number), way(rank, number)).pow(2).sum()
+        (factor * loss).backward()
+
+    def step(self, number, fate):
+        rank = dist.get_rank()
+        if fate in ("resumed", "copied"):
+            self.go_on_elsewhere(fate)
+        numbers = [number + 100, number] if fate in ("accumulated", "infinite") else [number]
+        expected = [mean_gradients(self.module, lambda m, r, n=n: self.backward(m, r, n)) for n in numbers]
+        self.wrapper.zero_grad()
+        if len(numbers) > 1:
+            with self.wrapper.no_sync():
+                self.backward(self.wrapper, rank, numbers[0])
+        if fate in TAKEN:
+            self.backward(self.wrapper, rank, number)
+            self.account(expected)
+        else:
+            self.drop(number, fate)
+
+    def account(self, expected):
+        assert_same_on_all_ranks(self.module)
+        for name, parameter in self.module.named_parameters():
+            for one in expected:
+                self.total[name] += 0 if one[name] is None else one[name]
+            self.handed[name] += 0 if parameter.grad is None else parameter.grad
+
+    def drop(self, number, fate):
+        is_culprit = dist.get_rank() == 0
+        kept_state = self.wrapper.comm_state_dict()
+        kept = kept_state["parameters"]
+        path = way(dist.get_rank(), number)
+        layer = self.module.layers[path[-1 if fate == "raises first" else 0]]
+        handle = layer.weight.register_hook(_boom) if is_culprit and fate.startswith("raises") else None
+        if fate == "compressor raises":
+            RAISING.add(kept_state["steps"])
+        try:
+            self.backward(
+                self.wrapper, dist.get_rank(), number, float("inf") if is_culprit and fate == "infinite" else 1
+            )
+            assert fate == "infinite", "nobody has told"
+        except (Boom, PpeDdpError):
+            assert fate != "infinite"
+        finally:
+            RAISING.clear()
+            if handle is not None:
+                handle.remove()
+        still = self.wrapper.comm_state_dict()["parameters"]
+        for name, entries in kept.items():
+            assert entries.keys() == still[name].keys(), name
+            assert all(torch.equal(value, still[name][key]) for key, value in entries.items()), name
+
+    def go_on_elsewhere(self, fate):
+        if fate == "copied":
+            self.wrapper = copy.deepcopy(self.wrapper)
+            self.module = self.wrapper.module
+            return
+        state = self.wrapper.comm_state_dict()
+        self.module = copy.deepcopy(self.module)
+        self.wrap()
+        self.wrapper.load_comm_state_dict(state)
+
+    def check(self):
+        kept = residuals(self.wrapper)
+        for name, total in self.total.items():
+            torch.testing.assert_close(self.handed[name] + kept[name], total, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def _boom(_gradient):
+    raise Boom("in the middle of backward")
+
+
+def nothing_is_lost(name, options, fates):
+    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
+    training = Training(METHODS[name], options)
+    for number, fate in enumerate(fates):
+        training.step(number, fate)
+    training.check()
+
+
+class Towers(nn.Module):
+    """Two towers that share nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return [tower(x).pow(2).sum() for tower in self.towers]
+
+
+@pytest.mark.parametrize("cap", [25, 1e-4], ids=["one bucket", "two buckets"])
+@on_two_ranks
+def test_of_two_optimizers_under_a_scaler_the_one_that_steps_commits(cap):
+    module = seeded(Towers)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=cap)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    optimizers = [torch.optim.SGD(tower.parameters(), lr=0.0) for tower in module.towers]
+    total = {name: torch.zeros_like(parameter) for name, parameter in module.named_parameters()}
+    handed = copy.deepcopy(total)
+
+    def backward(model, rank, number, factors=(1.0, 1.0), scale=lambda loss: loss):
+        losses = model(data(5, 16, rank=rank, step=number))
+        scale(sum(factor * loss for factor, loss in zip(factors, losses, strict=True))).backward()
+
+    for number in range(6):
+        factors = (1.0, float("inf") if number in (1, 3) and dist.get_rank() else 1.0)
+        expected = mean_gradients(module, lambda model, rank, number=number: backward(model, rank, number))
+        wrapper.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        backward(wrapper, dist.get_rank(), number, factors, scaler.scale)
+        for k, optimizer in enumerate(optimizers):
+            if k or number != 3:  # in step 3 nobody steps the first tower: its step is dropped as well
+                scaler.step(optimizer)
+            if number not in ((3,), (1, 3))[k]:
+                name = f"towers.{k}.weight"
+                total[name] += expected[name]
+                handed[name] += module.towers[k].weight.grad
+    kept = residuals(wrapper)
+    for name in total:
+        torch.testing.assert_close(handed[name] + kept[name], total[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_a_step_of_megatrons_wrapper_that_is_not_finite_leaves_what_was_kept(overlap):
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=300)
+    model = MegatronDataParallel(None, config, seeded(Routes, 16, 6), reduce_function=ErrorFeedback(TopK(0.1, 20)))
+
+    def run(number, factor=1.0):
+        model.zero_grad_buffer()
+        handle = model.module.layers[1].weight.register_hook(lambda gradient: gradient * factor)
+        model(data(5, 16, step=number), [0, 1, 2]).pow(2).sum().backward()
+        handle.remove()
+        model.finish_grad_sync()
+        return model.comm_state_dict()[0]["parameters"]
+
+    kept = run(0)
+    assert any(kept.values())
+    still = run(1, float("inf") if dist.get_rank() else 1.0)
+    assert all(torch.equal(kept[name][key], still[name][key]) for name in kept for key in kept[name])
+    moved = run(2)
+    assert any(not torch.equal(kept[name][key], moved[name][key]) for name in kept for key in kept[name])
+
+
+HISTORIES = st.lists(st.sampled_from(TAKEN + DROPPED), min_size=3, max_size=8)
+the_law_holds = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@settings(the_law_holds, max_examples=6)
+@given(name=st.sampled_from(list(METHODS)), options=st.sampled_from(OPTIONS), fates=HISTORIES)
+def test_any_history_on_two_ranks(two_ranks, name, options, fates):
+    two_ranks.run(in_own_world, nothing_is_lost, name, options, fates, timeout=120)
+
+
+@settings(the_law_holds, max_examples=3)
+@given(name=st.sampled_from(list(METHODS)), options=st.sampled_from(OPTIONS), fates=HISTORIES)
+def test_any_history_on_three_ranks(three_ranks, name, options, fates):
+    three_ranks.run(in_own_world, nothing_is_lost, name, options, fates, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, OPTIONS[3]) for name in METHODS), *(("topk", one) for one in OPTIONS)]
+)
+def test_every_way_to_drop_a_step(two_ranks, name, options):
+    fates = [
+        "taken",
+        *(fate for dropped in DROPPED for fate in (dropped, "taken")),
+        "infinite",
+        "resumed",
+        "accumulated",
+    ]
+    two_ranks.run(in_own_world, nothing_is_lost, name, options, fates, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "world", worlds((2, 1), (2, 2), short=[("torchrun", (2, 1)), ("mpirun", (2, 2))]), indirect=True
+)
+@pytest.mark.parametrize("name", ["topk", "mixed"])
+def test_every_way_to_drop_a_step_between_nodes(world, name):
+    fates = ["taken", "infinite", "taken", "raises", "compressor raises", "accumulated", "infinite", "resumed"]
+    world.run(in_own_world, nothing_is_lost, name, {"bucket_cap_mb": 1e-3}, fates, timeout=120)
