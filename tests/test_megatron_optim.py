@@ -23,8 +23,9 @@ optim = pytest.importorskip("ppe_ddp.optim")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("zero_buffer", [False, True])  # Megatron's train step leaves it to the optimizer
 @on_two_ranks
-def test_steps_are_those_of_one_process(dtype, overlap):
+def test_steps_are_those_of_one_process(dtype, overlap, zero_buffer):
     module = seeded(mlp, 7, 9, 5, 3).to(dtype)
     twin = copy.deepcopy(module).float()
     config = DistributedDataParallelConfig(
@@ -34,7 +35,7 @@ def test_steps_are_those_of_one_process(dtype, overlap):
     ours = optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01, overlap=overlap)
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
     for step in range(4):
-        model.zero_grad_buffer()
+        model.zero_grad_buffer(zero_buffer)
         ours.zero_grad()
         theirs.zero_grad()
         for micro in range(3):
@@ -101,6 +102,38 @@ def test_experts_have_an_optimizer_of_their_own():
         optimizer.synchronize()
     for parameter, want in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bucket_size", [1000, 20])
+@on_two_ranks
+def test_zero_grad_clears_the_gradients_of_one_optimizer(bucket_size):
+    """Gradients of parameters that another one has go on adding up, before an average and after it."""
+    module = seeded(mlp, 5, 4, 3)
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=bucket_size
+    )
+    model = DistributedDataParallel(None, config, module)
+    weights = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    biases = [parameter for parameter in module.parameters() if parameter.ndim == 1]
+    first, second = (
+        optim.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model) for parameters in (weights, biases)
+    )
+    model(data(2, 5, rank=dist.get_rank())).sum().backward()
+    finalize_model_grads([model])
+    once = [None if g is None else g.clone() for g in model.sharded().gradients()]
+    first.zero_grad(set_to_none=False)
+    cleared = model.sharded().gradients()
+    model(data(2, 5, rank=dist.get_rank())).sum().backward()
+    finalize_model_grads([model])
+    names = [shard.name for shard in model.sharded().shards]
+    for name, was, empty, now in zip(names, once, cleared, model.sharded().gradients(), strict=True):
+        is_weight = name.endswith("weight")
+        assert (empty is None) == is_weight
+        torch.testing.assert_close(now, was if is_weight else 2 * was)
+    second.zero_grad()
+    first.zero_grad()
+    assert model.sharded().gradients() == [None] * len(names)
+    assert not any(buffer.grad_data.any() for buffer in model.grad_buffers)
 
 
 @on_two_ranks

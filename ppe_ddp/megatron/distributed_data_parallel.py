@@ -74,6 +74,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         overlap_grad_reduce: In the old form, the field of this name.
         use_distributed_optimizer: In the old form, the field of this name.
         check_for_nan_in_grad: In the old form, the field of this name.
+        bucket_size: In the old form, the field of this name.
 
     Attributes:
         grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
@@ -111,6 +112,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         disable_bucketing: bool = False,
         check_for_nan_in_grad: bool = False,
         *,
+        bucket_size: int | None = None,
         groups: ParallelGroups | None = None,
         expert_data_parallel_group: ProcessGroup | None = None,
         reduce_function: ReduceFunction | Compressor | None = None,
@@ -122,6 +124,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         super().__init__(setup.module)
         self.config = config
         self.ddp_config = setup.ddp_config
+        self.ddp_config.use()
         self.groups = setup.groups
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
         self._gradient_buffers = state = GradientBuffers(
@@ -230,25 +233,39 @@ class DistributedDataParallel(DistributedDataParallelBase):
             reducer.enabled = before
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Send all accumulated gradients, and do not wait; does nothing where a backward has done so, or has failed.
+        """Send all accumulated gradients; does nothing where a backward or this has done so, or has failed.
+
+        With ``overlap_grad_reduce`` it does not wait. Without it, ``main_grad`` holds the averages afterwards, as in
+        Megatron, and what has gone wrong on any rank is raised by :meth:`finish_grad_sync`.
 
         All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
-        if not (synchronizer.has_pending_results or synchronizer.step_status.has_failed):
+        if not (synchronizer.is_sent or synchronizer.step_status.has_failed):
             reducer.finish()
+        if not self.ddp_config.overlap_grad_reduce:
+            synchronizer.wait_for_results()
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.
 
         With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, and what is in the
         rest is of no use.
 
+        Args:
+            force_all_reduce: Refused with ``use_distributed_optimizer``; else gradients are all-reduced in any case.
+
         Raises:
+            ValueError: ``force_all_reduce`` with ``use_distributed_optimizer``; before anything is sent.
             NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
             PeerAbortedError: The backward of another rank raised, or one that is to be finished has failed here.
         """
+        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                "force_all_reduce=True: with use_distributed_optimizer gradients are reduce-scattered, and each rank "
+                "has the averages of its own shares only; gather them from sharded().gradients()"
+            )
         synchronizer = self._reducer.synchronizer
         try:
             self.start_grad_sync()
@@ -256,6 +273,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         except BaseException:
             synchronizer.step_status.forget_failure()  # it is told now
             raise
+        finally:
+            synchronizer.is_sent = False
         synchronizer.step_status.raise_if_bad()
 
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
@@ -281,12 +300,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
 
         Args:
-            zero_buffer: Whether to. Without it what is in the buffers counts as accumulated.
+            zero_buffer: Whether to. Without it ``zero_grad()`` of a distributed optimizer does, for its parameters,
+                before the first backward; what is in the buffers until then counts as accumulated.
         """
         state = self._gradient_buffers
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
         synchronizer.wait_for_results()
+        synchronizer.is_sent = False
         state.synchronizer.step_status.forget_failure()
         state.gradients.discard()
         if zero_buffer:
@@ -295,7 +316,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
             state.synchronizer.clear()
 
     def broadcast_params(self) -> None:
-        """Overwrite the parameters by those of the first rank: of the data-parallel group, experts of their own."""
+        """Overwrite the parameters on all ranks by those of the first one, and wait; all ranks must call this together.
+
+        Dense parameters come from the first rank of ``groups.data``, experts from the first one of ``groups.expert``.
+        """
         for reduction_group in self._gradient_buffers.reduction_groups:
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 

@@ -164,7 +164,7 @@ class GradientBuffers:
             self.gradients,
             self.specs,
             self.module_state.parameters,
-            self.synchronizer.wait_for_results,
+            self.synchronizer,
             self._pool,
         )
 

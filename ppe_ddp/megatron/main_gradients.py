@@ -48,6 +48,19 @@ class MainGradients:
         self.is_dirty = False
         self.revision += 1
 
+    def forget_some(self, indices: Iterable[int]) -> list[int]:
+        """Mark the gradients at ``indices`` as absent: they are being zeroed.
+
+        Returns:
+            Those that were there on some rank or here; the memory of the others is zero already.
+        """
+        there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
+        for i in there:
+            self.accumulated[i] = self.averaged[i] = 0
+        self.is_dirty = self.is_dirty and any(self.accumulated)
+        self.revision += 1
+        return there
+
     def discard(self) -> None:
         """Drop what is in ``.grad``, and the marks of kernels that add to ``main_grad`` by themselves."""
         for i in self._main:

@@ -28,6 +28,14 @@ _FIELDS = {
     "overlap_grad_reduce": "overlap_grad_reduce",
     "use_distributed_optimizer": "use_distributed_optimizer",
     "check_for_nan_in_grad": "check_for_nan_in_grad",
+    "bucket_size": "bucket_size",
+}
+# Keywords of Megatron's that have another form here.
+_ELSEWHERE = {
+    "pg_collection": "pass groups=ParallelGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, "
+    "pipeline=pg_collection.pp, embedding=pg_collection.embd, position_embedding=pg_collection.pos_embd, "
+    "expert=pg_collection.expt_dp, expert_tensor=pg_collection.expt_tp)",
+    "full_param_layout": "buffers are laid out here; see bucket_size and disable_bucketing",
 }
 # Megatron-Core's constructor had another order before it had a config.
 _OLD_FORM = (
@@ -88,6 +96,8 @@ def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: di
     new, old = _forms(constructor)
     form = new if is_new else old
     for name in kwargs:
+        if name in _ELSEWHERE:
+            raise TypeError(f"DistributedDataParallel() has no {name}: {_ELSEWHERE[name]}")
         if name not in form.parameters:
             raise TypeError(unknown_keyword(name, {*form.parameters} - {"self"}))
     call = _bound(form, args, kwargs, "" if is_new else _OLD_FORM)

@@ -49,7 +49,7 @@ class DistributedOptimizer(Optimizer):
     by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
     by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
     (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
-    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears. There
+    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears as well. There
     gradients add up in ``main_grad``, over steps too, until it is cleared; but what was unscaled, clipped or edited is,
     where the master weights have another dtype, a copy, which the next synchronization makes anew.
 
