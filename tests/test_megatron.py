@@ -643,22 +643,3 @@ def test_groups_of_a_mesh():
     assert dist.get_process_group_ranks(groups.expert) == [dist.get_rank()]
     with pytest.raises(ValueError, match="must be named"):
         ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("rows",)))
-
-
-@on_two_ranks
-def test_marks_of_todays_megatron():
-    # Averaged over the tensor group instead of summed; and copies that every pipeline stage has.
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    for mark, factor, groups in (
-        ("sequence_parallel", 2, ParallelGroups(data=alone, tensor=dist.group.WORLD)),
-        ("average_gradients_across_tp_domain", 1, ParallelGroups(data=alone, tensor=dist.group.WORLD)),
-        ("pipeline_parallel", 2, ParallelGroups(data=alone, pipeline=dist.group.WORLD)),
-    ):
-        module = net()
-        setattr(module[2].weight, mark, True)
-        model = DistributedDataParallel(None, DistributedDataParallelConfig(), module, groups=groups)
-        loss(model, dist.get_rank()).backward()
-        finalize_model_grads(model)
-        expected = mean_of_own(module, dist.get_rank())
-        expected[2] = factor * mean_of(module, ranks=2)[2]
-        hold(model, expected)

@@ -22,6 +22,7 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
 from ppe_ddp.megatron.data_parallel_base import DistributedDataParallelBase
 from ppe_ddp.megatron.gradient_buffers import GradientBuffers
+from ppe_ddp.megatron.model_parallel import ModelParallel
 from ppe_ddp.megatron.signature import setup_of, showing_both_forms
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.trace import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
@@ -120,12 +122,13 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     @showing_both_forms
     def __init__(self, config: object, *args: Any, **kwargs: Any) -> None:
-        setup = setup_of(DistributedDataParallel.__init__, args, kwargs)
+        setup = setup_of(DistributedDataParallel.__init__, config, args, kwargs)
         super().__init__(setup.module)
         self.config = config
         self.ddp_config = setup.ddp_config
         self.ddp_config.use()
         self.groups = setup.groups
+        self.model_parallel = ModelParallel(setup.groups)
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
         self._gradient_buffers = state = GradientBuffers(
             setup,
@@ -326,6 +329,15 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""
         return self._reducer.trace()
+
+    @property
+    def data_groups(self) -> Groups:
+        """The duplicates of the data-parallel group, which dense parameters are averaged in."""
+        return self._gradient_buffers.groups[0]
+
+    def place_of(self, parameter: nn.Parameter) -> str:
+        """Where the share of this rank lies in a gradient, in words; empty without a distributed optimizer."""
+        return self._gradient_buffers.place_of(parameter)
 
     @property
     def main_gradients(self) -> MainGradients:

@@ -130,7 +130,7 @@ class GradientBuffers:
 
     def _items(self, setup: Setup) -> list[Item]:
         config = setup.ddp_config
-        alone = needs_own_bucket(setup.module) if config.use_distributed_optimizer else set()
+        alone = needs_own_bucket(setup.module, setup.config) if config.use_distributed_optimizer else set()
         items = []
         for i, parameter in enumerate(self.module_state.parameters):
             if parameter.requires_grad:
@@ -153,6 +153,15 @@ class GradientBuffers:
             context = BucketContext(self.specs, self.module_state.parameters, groups, reduction)
             buckets.append(BufferBucket(extent, memory, context, gain=reduction_group.gain, scatter=transport))
         return buckets
+
+    def place_of(self, parameter: nn.Parameter) -> str:
+        """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
+        extent = self.layout.buckets[self.layout.bucket_of[self.gradients.index_of(parameter)]]
+        if self.buffers[extent.buffer].param_data is None:
+            return ""
+        offset = extent.plan.offsets[extent.plan.members.index(self.gradients.index_of(parameter))]
+        groups = self.reduction_groups[extent.reduction_group].groups
+        return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
 
     def sharded(self, reduction_group: int) -> ShardedBuffers:
         """The shards of one reduction group, for a distributed optimizer."""

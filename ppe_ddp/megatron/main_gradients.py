@@ -78,6 +78,10 @@ class MainGradients:
                 mask[i] = 1
         return mask
 
+    def index_of(self, parameter: nn.Parameter) -> int:
+        """The number of a parameter that has a ``main_grad``."""
+        return self._index[id(parameter)]
+
     def was_averaged(self, parameter: nn.Parameter) -> bool:
         """Whether some rank had a gradient of ``parameter``."""
         return bool(self.averaged[self._index[id(parameter)]])

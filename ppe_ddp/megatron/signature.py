@@ -49,6 +49,7 @@ class Setup:
     """The arguments of a wrapper, whichever form they came in.
 
     Attributes:
+        config: The configuration of the model.
         module: The model.
         ddp_config: How to synchronize.
         disable_bucketing: Whether everything goes into one bucket a buffer.
@@ -56,6 +57,7 @@ class Setup:
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Or a compressor that does.
     """
 
+    config: object
     module: nn.Module
     ddp_config: DistributedDataParallelConfig
     disable_bucketing: bool = False
@@ -80,11 +82,12 @@ def showing_both_forms(constructor: F) -> F:
     return constructor
 
 
-def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
+def setup_of(constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
     """Parse the arguments of a call in either form.
 
     Args:
         constructor: Its overloads are the new form and the old one.
+        config: The configuration of the model.
         args: What follows ``config`` by position.
         kwargs: What is given by name.
 
@@ -107,6 +110,7 @@ def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: di
         given["ddp_config"] = DistributedDataParallelConfig(**{field: given[name] for name, field in _FIELDS.items()})
     return _checked(
         Setup(
+            config,
             given["module"],
             given["ddp_config"],
             given["disable_bucketing"],
