@@ -73,9 +73,11 @@ def micro_batch(model, pipeline, step, rank, micro, reduction):
         dist.send(activations.grad, group=pipeline, group_dst=0)
 
 
-def iteration(model, groups, step, *, reduction="mean", num_tokens=None):
+def iteration(model, groups, step, *, reduction="mean", num_tokens=None, clear=()):
     rank = dist.get_rank(groups.data)
-    model.zero_grad_buffer()
+    model.zero_grad_buffer(zero_buffer=not clear)
+    for optimizer in clear:
+        optimizer.zero_grad()
     for micro in range(MICROS - 1):
         with model.no_sync():
             micro_batch(model, groups.pipeline, step, rank, micro, reduction)

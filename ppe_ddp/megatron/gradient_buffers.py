@@ -18,6 +18,7 @@ from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_bucket import BufferBucket
 from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+from ppe_ddp.megatron.copies import CopiesOfParameters
 from ppe_ddp.megatron.main_gradients import MainGradients
 from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
 from ppe_ddp.megatron.reduction_group import ReductionGroup
@@ -59,6 +60,8 @@ class GradientBuffers:
         tensors = self.module_state.distributed_tensors()
         refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
         parameters = self.module_state.parameters
+        data = setup.groups.data or default_group
+        self._copies = CopiesOfParameters(setup.module, setup.config, data, setup.groups)
         self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
         self.groups = _duplicates(setup, default_group, self.module_state)
         self.reduction_groups = self._reduction_groups(setup, sums=sums)
@@ -175,6 +178,7 @@ class GradientBuffers:
             self.module_state.parameters,
             self.synchronizer,
             self._pool,
+            self._copies,
         )
 
 

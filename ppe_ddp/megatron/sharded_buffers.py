@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.zero.message_pool import MessagePool
     from ppe_ddp.megatron.buffer_layout import BucketRange
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+    from ppe_ddp.megatron.copies import CopiesOfParameters
     from ppe_ddp.megatron.main_gradients import MainGradients
     from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
     from ppe_ddp.megatron.reduction_group import ReductionGroup
@@ -65,6 +66,7 @@ class ShardedBuffers(ShardedModel):
         parameters: All parameters.
         synchronizer: Waits for a reduction that is in flight, and clears gradients.
         pool: Memory for messages.
+        parallel: The groups that split the model, and say which parameters are copies.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class ShardedBuffers(ShardedModel):
         parameters: Sequence[nn.Parameter],
         synchronizer: BufferSynchronizer,
         pool: MessagePool,
+        parallel: CopiesOfParameters,
     ) -> None:
+        self._parallel = parallel
         self._groups = reduction_group.groups
         self._buffers = buffers
         # What backward reaches last, a forward needs first.
@@ -102,6 +106,21 @@ class ShardedBuffers(ShardedModel):
     def group(self) -> ProcessGroup:
         """The ranks that share the parameters."""
         return self._groups.parent
+
+    @property
+    def groups_of_model(self) -> Sequence[ProcessGroup]:
+        """The data-parallel group, which has all experts too, and those that split the model."""
+        return self._parallel.groups
+
+    @property
+    def are_splits_marked(self) -> bool:
+        """Whether a parameter of the module has Megatron's mark, or no group splits tensors."""
+        return self._parallel.are_splits_marked
+
+    def counts(self, index: int, names: set[str]) -> bool:
+        """Whether the shard at ``index`` adds to the norm; see :meth:`CopiesOfParameters.counts`."""
+        shard = self.shards[index]
+        return self._parallel.counts(shard.name, shard.parameter, names)
 
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
         groups = self._groups
