@@ -195,22 +195,22 @@ SEQUENCE = ["sequence_parallel"]
 AVERAGE = ["average_gradients_across_tp_domain"]
 
 
+MARKS = [
+    ("tensor", SEQUENCE, "scale", None, 6.0),
+    ("tensor", SEQUENCE, "scale", SimpleNamespace(sequence_parallel=False), None),
+    ("tensor", AVERAGE, "scale", None, 3.0),
+    ("tensor", SEQUENCE + AVERAGE, "scale", None, 3.0),
+    ("tensor", [], "q_layernorm", None, None),
+    ("tensor", [], "q_layernorm", SimpleNamespace(qk_layernorm=True), 6.0),
+    ("tensor", SEQUENCE, "k_layernorm", SimpleNamespace(qk_layernorm=True, sequence_parallel=True), 6.0),
+    ("pipeline", ["pipeline_parallel"], "scale", None, 6.0),
+    ("embedding", [], "scale", None, None),
+    ("embedding", [], "scale", SimpleNamespace(mtp_num_layers=1), 6.0),
+]
+
+
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize(
-    ("dimension", "marks", "name", "config", "expected"),
-    [
-        ("tensor", SEQUENCE, "scale", None, 6.0),
-        ("tensor", SEQUENCE, "scale", SimpleNamespace(sequence_parallel=False), None),
-        ("tensor", AVERAGE, "scale", None, 3.0),
-        ("tensor", SEQUENCE + AVERAGE, "scale", None, 3.0),
-        ("tensor", [], "q_layernorm", None, None),
-        ("tensor", [], "q_layernorm", SimpleNamespace(qk_layernorm=True), 6.0),
-        ("tensor", SEQUENCE, "k_layernorm", SimpleNamespace(qk_layernorm=True, sequence_parallel=True), 6.0),
-        ("pipeline", ["pipeline_parallel"], "scale", None, 6.0),
-        ("embedding", [], "scale", None, None),
-        ("embedding", [], "scale", SimpleNamespace(mtp_num_layers=1), 6.0),
-    ],
-)
+@pytest.mark.parametrize(("dimension", "marks", "name", "config", "expected"), MARKS)
 @on_two_ranks
 def test_marks_of_megatrons(dimension, marks, name, config, expected, sharded):
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
