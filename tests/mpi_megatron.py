@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import test_megatron_graphs as graphs
+import test_megatron_optim as optimizing
 import test_megatron_parallel as parallel
 import test_optim_overlap as overlapping
 from ppe_ddp.backends.mpi import MpiOptions
@@ -42,11 +43,22 @@ def gathers():
     return 5
 
 
+def failures():
+    """Sums and votes over the groups that split one model, and a rank that raises there."""
+    for sharded in (False, True):
+        for row in parallel.MARKS:
+            parallel.test_marks_of_megatrons.__wrapped__(*row, sharded)
+    parallel.test_who_raises_after_the_last_sum_is_told_of_at_the_next_one.__wrapped__()
+    parallel.test_what_the_ranks_sum_must_be_the_same.__wrapped__()
+    optimizing.test_ranks_agree_on_inf_though_their_gradients_have_other_dtypes.__wrapped__()
+    return 2 * len(parallel.MARKS) + 3
+
+
 def report():
     """How many passed, on which backend."""
     options = MpiOptions(shared_bytes=16, shared_piece_bytes=4096)  # all of it through shared memory
     dist.init_process_group("mpi4py", init_method="mpi://", pg_options=options)
     torch.manual_seed(dist.get_rank())
-    made = {"passed": dynamic_graphs() + splits() + gathers(), "backend": dist.get_backend()}
+    made = {"passed": dynamic_graphs() + splits() + gathers() + failures(), "backend": dist.get_backend()}
     dist.destroy_process_group()
     return made

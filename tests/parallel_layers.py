@@ -171,6 +171,9 @@ class Toy(nn.Module):
             self.norm = nn.LayerNorm(WIDTH)
         self.double()
         self.load(whole() if split.ranks > 1 or split.experts or not (split.is_first and split.is_last) else None)
+        if split.ranks > 1:
+            for name, parameter in self.named_parameters():
+                parameter.tensor_model_parallel = split.part(name, torch.empty(2, 2, 2)).numel() < 8
         if split.sequence:
             replicated = ("norm", "shift", "router", "experts")
             for name, parameter in self.named_parameters():
@@ -222,9 +225,10 @@ def loss_of(logits, targets, *, reduction="mean"):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
-def reference_gradients(step, ranks, micros, *, reduction="mean"):
+def reference_gradients(step, ranks, micros, *, reduction="mean", model=None):
     """By name: the mean over `ranks` of the sum over micro-batches; the sum over tokens divided by their number."""
-    model = whole()
+    model = model or whole()
+    model.zero_grad()
     for rank in range(ranks):
         for micro in range(micros):
             x, y = words(step, rank, micro)

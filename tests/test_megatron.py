@@ -1,6 +1,7 @@
 """Megatron's interface: every attribute and method that its pages name, and both forms of the constructor."""
 
 import copy
+import dataclasses
 import gc
 import inspect
 
@@ -160,6 +161,8 @@ def test_the_old_form_has_megatrons_defaults():
     model = DistributedDataParallel(None, net(), dist.group.WORLD, False, True, False)
     assert model.ddp_config == DistributedDataParallelConfig(overlap_grad_reduce=True)
     assert model.bucket_size == 1_000_000
+    sized = DistributedDataParallel(None, net(), dist.group.WORLD, False, True, False, bucket_size=7)
+    assert sized.bucket_size == 7
     assert wrap(overlap_grad_reduce=False).bucket_size is None
     stage = ParallelGroups(pipeline=dist.group.WORLD)
     late = DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), net(), groups=stage)
@@ -173,6 +176,8 @@ def test_bad_arguments():
         DistributedDataParallelConfig(overlap_grad_reduc=True)
     with pytest.raises(TypeError, match="speed"):
         DistributedDataParallel(None, config, net(), speed=1)
+    with pytest.raises(TypeError, match=r"pass groups=ParallelGroups\(data=pg_collection\.dp_cp"):
+        DistributedDataParallel(None, config, net(), pg_collection=None)
     with pytest.raises(TypeError, match="use_distributed_optimizer"):
         DistributedDataParallel(None, net(), dist.group.WORLD, True, False)
     with pytest.raises(TypeError, match=r"nn\.Module, not NoneType"):
@@ -204,6 +209,72 @@ def test_bad_arguments():
         copy.deepcopy(wrap())
     with pytest.raises(TypeError, match="not Linear"):
         finalize_model_grads([nn.Linear(1, 1)])
+
+
+def test_all_fields_of_megatrons_config_are_known():
+    defaults = {field.name: getattr(DistributedDataParallelConfig(), field.name) for field in fields()}
+    assert len(defaults) > 27
+    assert DistributedDataParallelConfig(**defaults) == DistributedDataParallelConfig()
+    for name, value in REFUSED.items():
+        with pytest.raises(ValueError, match=rf"{name}=.* is not supported, only .*: [a-z]"):
+            DistributedDataParallelConfig(**{name: value})
+    DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=[])
+
+
+def fields():
+    return dataclasses.fields(DistributedDataParallelConfig)
+
+
+REFUSED = {
+    "num_distributed_optimizer_instances": 2,
+    "check_for_large_grads": True,
+    "num_buckets": 3,
+    "reduce_scatter_with_fp32_accumulation": True,
+    "param_name_patterns_for_fp32_local_accumulation": ("all",),
+    "fp8_param_gather": True,
+    "use_megatron_fsdp": True,
+    "data_parallel_sharding_strategy": "optim",
+    "nccl_ub": True,
+    "delay_wgrad_compute": True,
+}
+
+
+@on_two_ranks
+def test_the_config_may_be_changed_until_it_is_used():
+    config = DistributedDataParallelConfig()
+    config.nccl_ub = True
+    with pytest.raises(ValueError, match="nccl_ub"):
+        DistributedDataParallel(None, config, net())
+    config.nccl_ub, config.overlap_grad_reduce = False, True
+    model = DistributedDataParallel(None, config, net())
+    assert model.bucket_size == 1_000_000
+    with pytest.raises(AttributeError, match="setting bucket_size would change nothing"):
+        config.bucket_size = 3
+    other = dataclasses.replace(config, bucket_size=3)
+    other.bucket_size = 4
+    assert DistributedDataParallel(None, other, net()).bucket_size == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_start_grad_sync_waits_without_overlap(overlap):
+    """And what one rank looks at in between does not make it send once more, alone."""
+    model, rank = wrap(overlap_grad_reduce=overlap), dist.get_rank()
+    for _ in range(2):
+        model.zero_grad_buffer()
+        with model.no_sync():
+            loss(model, rank).backward()
+        model.start_grad_sync()
+        if not overlap:
+            hold(model, mean_of(model.module))
+        if rank == 0:
+            model.scale_gradients(1.0)
+        model.finish_grad_sync(force_all_reduce=True)
+        hold(model, mean_of(model.module))
+    model.zero_grad_buffer()
+    loss(model, rank).backward()
+    with pytest.raises(ValueError, match="reduce-scattered"):
+        wrap(use_distributed_optimizer=True).finish_grad_sync(force_all_reduce=True)
 
 
 @on_two_ranks
@@ -572,22 +643,3 @@ def test_groups_of_a_mesh():
     assert dist.get_process_group_ranks(groups.expert) == [dist.get_rank()]
     with pytest.raises(ValueError, match="must be named"):
         ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("rows",)))
-
-
-@on_two_ranks
-def test_marks_of_todays_megatron():
-    # Averaged over the tensor group instead of summed; and copies that every pipeline stage has.
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    for mark, factor, groups in (
-        ("sequence_parallel", 2, ParallelGroups(data=alone, tensor=dist.group.WORLD)),
-        ("average_gradients_across_tp_domain", 1, ParallelGroups(data=alone, tensor=dist.group.WORLD)),
-        ("pipeline_parallel", 2, ParallelGroups(data=alone, pipeline=dist.group.WORLD)),
-    ):
-        module = net()
-        setattr(module[2].weight, mark, True)
-        model = DistributedDataParallel(None, DistributedDataParallelConfig(), module, groups=groups)
-        loss(model, dist.get_rank()).backward()
-        finalize_model_grads(model)
-        expected = mean_of_own(module, dist.get_rank())
-        expected[2] = factor * mean_of(module, ranks=2)[2]
-        hold(model, expected)

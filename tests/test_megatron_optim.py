@@ -10,21 +10,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from one_process import data, mlp, seeded
+from parallel_layers import Toy, reference_gradients, whole
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ParallelGroups,
     finalize_model_grads,
 )
-from rank_tests import on_two_ranks
+from rank_tests import on_four_ranks, on_two_ranks
+from test_megatron_parallel import MICROS, each_kind, iteration, parallel_groups, split_of
 
 optim = pytest.importorskip("ppe_ddp.optim")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("zero_buffer", [False, True])  # Megatron's train step leaves it to the optimizer
 @on_two_ranks
-def test_steps_are_those_of_one_process(dtype, overlap):
+def test_steps_are_those_of_one_process(dtype, overlap, zero_buffer):
     module = seeded(mlp, 7, 9, 5, 3).to(dtype)
     twin = copy.deepcopy(module).float()
     config = DistributedDataParallelConfig(
@@ -34,7 +37,7 @@ def test_steps_are_those_of_one_process(dtype, overlap):
     ours = optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01, overlap=overlap)
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
     for step in range(4):
-        model.zero_grad_buffer()
+        model.zero_grad_buffer(zero_buffer)
         ours.zero_grad()
         theirs.zero_grad()
         for micro in range(3):
@@ -103,6 +106,38 @@ def test_experts_have_an_optimizer_of_their_own():
         torch.testing.assert_close(parameter, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("bucket_size", [1000, 20])
+@on_two_ranks
+def test_zero_grad_clears_the_gradients_of_one_optimizer(bucket_size):
+    """Gradients of parameters that another one has go on adding up, before an average and after it."""
+    module = seeded(mlp, 5, 4, 3)
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=bucket_size
+    )
+    model = DistributedDataParallel(None, config, module)
+    weights = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    biases = [parameter for parameter in module.parameters() if parameter.ndim == 1]
+    first, second = (
+        optim.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model) for parameters in (weights, biases)
+    )
+    model(data(2, 5, rank=dist.get_rank())).sum().backward()
+    finalize_model_grads([model])
+    once = [None if g is None else g.clone() for g in model.sharded().gradients()]
+    first.zero_grad(set_to_none=False)
+    cleared = model.sharded().gradients()
+    model(data(2, 5, rank=dist.get_rank())).sum().backward()
+    finalize_model_grads([model])
+    names = [shard.name for shard in model.sharded().shards]
+    for name, was, empty, now in zip(names, once, cleared, model.sharded().gradients(), strict=True):
+        is_weight = name.endswith("weight")
+        assert (empty is None) == is_weight
+        torch.testing.assert_close(now, was if is_weight else 2 * was)
+    second.zero_grad()
+    first.zero_grad()
+    assert model.sharded().gradients() == [None] * len(names)
+    assert not any(buffer.grad_data.any() for buffer in model.grad_buffers)
+
+
 @on_two_ranks
 def test_groups_may_be_looked_at_between_micro_batches():
     module = seeded(mlp, 7, 3)
@@ -149,3 +184,110 @@ def test_a_checkpoint_goes_on_where_it_was():
         assert torch.equal(parameter, want)
     dist.barrier()
     shutil.rmtree(where[0], ignore_errors=True)
+
+
+# ---------------------------------------------------------------------- one model on several ranks
+
+
+def optimizers_of(model):
+    parts = [model.sharded()] + ([model.sharded(experts=True)] if model.expert_parallel_buffers else [])
+    return [optim.DistributedOptimizer(torch.optim.SGD, part, lr=0.5) for part in parts]
+
+
+def hold_parts(model, reference):
+    """The parameters of this rank are its part of the reference's."""
+    want = dict(reference.named_parameters())
+    for name, parameter in model.module.named_parameters():
+        expected = model.module.split.part(name, want[name])
+        torch.testing.assert_close(parameter, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@each_kind
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_four_ranks
+def test_clipping_is_that_of_one_process(kind, norm_type):
+    groups, group = parallel_groups(kind)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=150)
+    model = DistributedDataParallel(None, config, Toy(split_of(kind, group)), groups=groups)
+    ours, reference = optimizers_of(model), whole()
+    for step in range(2):
+        iteration(model, groups, step, clear=ours)
+        expected = reference_gradients(step, dist.get_world_size(groups.data), MICROS, model=reference)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = expected[name]
+        norm = optim.clip_grad_norm_(ours, 0.01, norm_type)
+        want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+        torch.testing.assert_close(norm, want)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter -= 0.5 * (0 if parameter.grad is None else parameter.grad)
+        for optimizer in ours:
+            optimizer.step()
+        hold_parts(model, reference)
+
+
+@each_kind
+@on_four_ranks
+def test_inf_on_one_rank_skips_the_step_on_all(kind):
+    groups, group = parallel_groups(kind)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, Toy(split_of(kind, group)), groups=groups)
+    optimizer = optimizers_of(model)[-1]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    before = {name: parameter.clone() for name, parameter in model.module.named_parameters()}
+    for is_bad in (True, False):
+        iteration(model, groups, 0, clear=[optimizer])
+        if is_bad and dist.get_rank() == 2:
+            for part in optimizer.param_groups:
+                next(weight for weight in part["params"] if weight.grad.numel()).grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        changed = [not torch.equal(before[name], p) for name, p in model.module.named_parameters()]
+        assert any(changed) != is_bad
+
+
+@on_two_ranks
+def test_ranks_agree_on_inf_though_their_gradients_have_other_dtypes():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    if dist.get_rank() == 1:
+        module[0].double()
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    groups = ParallelGroups(data=alone, pipeline=dist.group.WORLD)
+    model = DistributedDataParallel(None, config, module, groups=groups)
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.5)
+    for bad in ("0.weight", "1.bias", None):  # the dtype that is looked at first on rank 1, and that which is last
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))
+        model.zero_grad_buffer()
+        for name, parameter in module.named_parameters():
+            value = "inf" if dist.get_rank() == 1 and name == bad else "1"
+            (parameter.sum() * float(value)).backward()
+        finalize_model_grads([model])
+        before = module[1].weight.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if bad else 4.0)
+        assert torch.equal(before, module[1].weight) == bool(bad)
+
+
+@on_two_ranks
+def test_clipping_needs_to_know_what_is_split():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    groups = ParallelGroups(data=alone, tensor=dist.group.WORLD)
+    for is_marked in (False, True):
+        module = torch.nn.Linear(1, 2, bias=False)
+        if dist.get_rank() == 0 or is_marked:
+            module.weight.tensor_model_parallel = is_marked
+        model = DistributedDataParallel(None, config, module, groups=groups)
+        optimizer = optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.5)
+        module.weight.sum().backward()
+        finalize_model_grads([model])
+        if is_marked:
+            assert optimizer.clip_grad_norm_(1.0).item() == 2.0
+        else:
+            with pytest.raises(ValueError, match=r"set parameter\.tensor_model_parallel"):
+                optimizer.clip_grad_norm_(1.0)

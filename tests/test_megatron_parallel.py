@@ -1,13 +1,18 @@
 """Data parallelism beside tensor, sequence, pipeline and expert parallelism: the gradients of one process."""
 
+import io
 import itertools
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
+from ppe_ddp import DisagreementError, NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -68,9 +73,11 @@ def micro_batch(model, pipeline, step, rank, micro, reduction):
         dist.send(activations.grad, group=pipeline, group_dst=0)
 
 
-def iteration(model, groups, step, *, reduction="mean", num_tokens=None):
+def iteration(model, groups, step, *, reduction="mean", num_tokens=None, clear=()):
     rank = dist.get_rank(groups.data)
-    model.zero_grad_buffer()
+    model.zero_grad_buffer(zero_buffer=not clear)
+    for optimizer in clear:
+        optimizer.zero_grad()
     for micro in range(MICROS - 1):
         with model.no_sync():
             micro_batch(model, groups.pipeline, step, rank, micro, reduction)
@@ -135,3 +142,187 @@ def test_gradients_per_token(kind):
     counted = MICROS * LENGTH * BATCH if model.module.split.is_last else 0
     iteration(model, groups, 0, reduction="sum", num_tokens=torch.tensor([float(counted)]))
     hold(model, reference_gradients(0, ranks, MICROS, reduction="sum"), sharded=kind == "expert")
+
+
+# ---------------------------------------------------------------------- marks
+
+
+class Marked(nn.Module):
+    """A parameter with marks, whose gradient is what the forward is given; there are others before and behind it."""
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, marks=(), *, before=0, name="of_interest"):
+        super().__init__()
+        self.before = nn.Linear(3, 1 + before) if before else None
+        self.register_parameter(name, nn.Parameter(torch.zeros(12)))
+        self.behind = nn.Linear(2, 2)
+        self.shared_by_stages = [getattr(self, name)]
+        for mark in marks:
+            setattr(self.shared_by_stages[0], mark, True)
+
+    def shared_embedding_or_output_weight(self):
+        return self.shared_by_stages[0]
+
+    def forward(self, value):
+        return (self.shared_by_stages[0] * value).sum()
+
+
+def gradient_after(values, config, groups, *, sharded=False, modules=None):
+    """What finalizing makes of the gradients `values`, one for each chunk."""
+    modules = modules or [Marked() for _ in values]
+    options = {"use_distributed_optimizer": sharded, "overlap_grad_reduce": True, "bucket_size": 10}
+    chunks = [
+        DistributedDataParallel(config, DistributedDataParallelConfig(**options), module, groups=groups)
+        for module in modules
+    ]
+    for chunk, value in zip(chunks, values, strict=True):
+        chunk.zero_grad_buffer()
+        chunk(float(value)).backward()
+    finalize_model_grads(chunks)
+    found = []
+    for chunk in chunks:
+        main = chunk.module.shared_by_stages[0].main_grad
+        if sharded:
+            part = chunk.sharded()
+            k = next(k for k, s in enumerate(part.shards) if s.parameter is chunk.module.shared_by_stages[0])
+            main = part.gradients()[k]
+        found += [*set(main.tolist())]
+    return found
+
+
+SEQUENCE = ["sequence_parallel"]
+AVERAGE = ["average_gradients_across_tp_domain"]
+
+
+MARKS = [
+    ("tensor", SEQUENCE, "scale", None, 6.0),
+    ("tensor", SEQUENCE, "scale", SimpleNamespace(sequence_parallel=False), None),
+    ("tensor", AVERAGE, "scale", None, 3.0),
+    ("tensor", SEQUENCE + AVERAGE, "scale", None, 3.0),
+    ("tensor", [], "q_layernorm", None, None),
+    ("tensor", [], "q_layernorm", SimpleNamespace(qk_layernorm=True), 6.0),
+    ("tensor", SEQUENCE, "k_layernorm", SimpleNamespace(qk_layernorm=True, sequence_parallel=True), 6.0),
+    ("pipeline", ["pipeline_parallel"], "scale", None, 6.0),
+    ("embedding", [], "scale", None, None),
+    ("embedding", [], "scale", SimpleNamespace(mtp_num_layers=1), 6.0),
+]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("dimension", "marks", "name", "config", "expected"), MARKS)
+@on_two_ranks
+def test_marks_of_megatrons(dimension, marks, name, config, expected, sharded):
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    groups = ParallelGroups(data=alone, **{dimension: dist.group.WORLD})
+    own = 2.0 + 2 * dist.get_rank()
+    module = Marked(marks, name=name)
+    assert gradient_after([own], config, groups, sharded=sharded, modules=[module]) == [expected or own]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_four_ranks
+def test_copies_in_all_chunks_of_all_stages_are_added(sharded):
+    """Though the stages have other parameters beside them, which shift what is sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    groups, stage = ParallelGroups.from_mesh(mesh), mesh.get_local_rank("pp")
+    modules = [Marked(["pipeline_parallel"], before=stage * chunk) for chunk in range(2)]
+    values = [10.0**stage, 100 * 10.0**stage]
+    assert gradient_after(values, None, groups, sharded=sharded, modules=modules) == [1111.0] * 2
+
+
+@on_two_ranks
+def test_what_the_ranks_sum_must_be_the_same():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    groups = ParallelGroups(data=alone, tensor=dist.group.WORLD)
+    marks = SEQUENCE if dist.get_rank() else AVERAGE
+    with pytest.raises(DisagreementError, match=r"of_interest: shape \(12,\), torch.float32, times 0.5"):
+        gradient_after([1.0], None, groups, modules=[Marked(marks)])
+    assert gradient_after([1.0], None, groups, modules=[Marked(SEQUENCE)]) == [2.0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SimpleNamespace(gtp_weight_remat_size=2),
+        SimpleNamespace(flextron=True),
+        SimpleNamespace(moe_router_load_balancing_type="quantile_balancing"),
+    ],
+)
+@on_two_ranks
+def test_what_is_not_built_is_refused(config):
+    (name,) = vars(config)
+    with pytest.raises(ValueError, match=f"does not support {name}="):
+        gradient_after([1.0], config, ParallelGroups())
+
+
+# ---------------------------------------------------------------------- routers
+
+
+class Router(Marked):
+    def __init__(self, tokens, *, frozen=False):
+        super().__init__()
+        self.frozen_expert_bias = frozen
+        self.register_buffer("expert_bias", torch.ones(4))
+        self.register_buffer("local_tokens_per_expert", torch.tensor(tokens))
+
+
+@on_four_ranks
+def test_the_bias_of_routers_follows_the_tokens_of_all_ranks():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25)
+    mine = [0.0] * 4
+    mine[dist.get_rank()] = 4.0 * dist.get_rank()  # 0, 4, 8 and 12 together; 6 on average
+    routers = [Router(mine), Router(mine, frozen=True), Router(mine).eval()]
+    gradient_after([1.0] * 3, config, ParallelGroups.from_mesh(mesh), modules=routers)
+    assert routers[0].expert_bias.tolist() == [1.25, 1.25, 0.75, 0.75]
+    for router in routers:
+        assert not router.local_tokens_per_expert.any()
+    assert [*routers[1].expert_bias.tolist(), *routers[2].expert_bias.tolist()] == [1.0] * 8
+
+
+# ---------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("marks", [[], SEQUENCE])
+@pytest.mark.parametrize("dimension", ["tp", "pp"])
+@on_four_ranks
+def test_nan_on_one_rank_is_named_on_all(dimension, marks):
+    """On its data-parallel peer by the NaN check, on the others by what finalizing tells; the next step works."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", dimension))
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True, overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, Marked(marks), groups=ParallelGroups.from_mesh(mesh))
+    expected = 2.0 if marks and dimension == "tp" else 1.0
+    for step in range(4):
+        is_bad = step in (0, 2)
+        model.zero_grad_buffer()
+        model(float("nan") if is_bad and dist.get_rank() == 1 else 1.0).backward()
+        if not is_bad:
+            finalize_model_grads([model])
+            assert [*set(model.module.of_interest.main_grad.tolist())] == [expected]
+        elif mesh.get_local_rank(dimension) == 1:
+            with pytest.raises(NonFiniteGradientError, match="rank 0 in 'of_interest'"):
+                finalize_model_grads([model])
+        else:
+            with pytest.raises(PeerAbortedError, match=r"rank 1 of the group failed in finalize_model_grads.*NaN"):
+                finalize_model_grads([model])
+
+
+@on_two_ranks
+def test_who_raises_after_the_last_sum_is_told_of_at_the_next_one():
+    said = io.StringIO()
+    logging.getLogger("ppe_ddp").addHandler(logging.StreamHandler(said))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    groups = ParallelGroups(data=alone, tensor=dist.group.WORLD)
+    model = DistributedDataParallel(PerToken(), DistributedDataParallelConfig(), Marked(SEQUENCE), groups=groups)
+    for step in range(3):
+        model.zero_grad_buffer()
+        model(1.0).backward()
+        if step == 1 and dist.get_rank() == 1:
+            with pytest.raises(RuntimeError):  # two numbers of tokens, of which there is to be one
+                finalize_model_grads([model], torch.ones(2))
+        else:
+            finalize_model_grads([model], torch.ones(1))
+        if step != 1:
+            assert model.module.of_interest.main_grad.tolist() == [2.0] * 12
+    assert ("were complete" in said.getvalue()) == (dist.get_rank() == 0)

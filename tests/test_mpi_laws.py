@@ -42,7 +42,7 @@ def test_the_laws_hold_over_mpi(ranks, way):
 
 
 def test_megatrons_wrapper_over_mpi():
-    assert reports(2)["megatron"] == {"passed": 25, "backend": "mpi4py"}
+    assert reports(2)["megatron"] == {"passed": 48, "backend": "mpi4py"}
 
 
 SCRIPT = """

@@ -56,6 +56,7 @@ def test_megatrons_constructor_shows_what_both_forms_take(constructor):
         "overlap_grad_reduce",
         "use_distributed_optimizer",
         "check_for_nan_in_grad",
+        "bucket_size",
     ]
 
 
@@ -65,6 +66,7 @@ def test_megatrons_constructor_shows_what_both_forms_take(constructor):
         ({"modul": None}, "'modul'; did you mean 'module'"),
         ({"ddp_config": None, "group": None}, "'group'; did you mean 'groups'"),
         ({"overlap_grad_reduc": True}, "'overlap_grad_reduc'; did you mean 'overlap_grad_reduce'"),
+        ({"ddp_config": None, "bucket_size": 1}, "'bucket_size'"),
     ],
 )
 def test_an_unknown_keyword_of_megatrons_constructor_names_the_nearest(arguments, text):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 START = "start"
 """The phase before the first step, in which all ranks get what they start from."""
+FINALIZE = "finalize_model_grads()"
+"""The phase after a backward in which gradients are summed over the ranks that split one model."""
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=LOOK_SECONDS)
 _GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
@@ -62,6 +64,8 @@ class Failure:
         """As a clause."""
         if self.phase == START:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
+        if self.phase == FINALIZE:
+            return f"rank {self.rank} of the group failed in {self.phase}, call {self.step}: {self.reason}"
         return f"rank {self.rank} failed in the {self.phase} phase of its backward, in step {self.step}: {self.reason}"
 
     @classmethod

@@ -19,6 +19,8 @@ from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from ppe_ddp.engine.bucket import BucketContext
@@ -73,6 +75,19 @@ class BufferBucket(DenseBucket):
         """The buffer was zeroed."""
         self._is_reduced = False
         self._carried = None
+
+    def clear(self, indices: Sequence[int]) -> None:
+        """Set the gradients of the parameters at ``indices``, some of its members, to zero."""
+        if len(indices) == len(self.extent.plan.members):
+            self._memory.zero_()
+            self.reset()
+            return
+        first = 0 if self._scatter is None else self._groups.rank * self.share.numel()
+        for slot, index, offset in zip(self.slots, self.extent.plan.members, self.extent.plan.offsets, strict=True):
+            if index in indices:
+                slot.zero_()
+                if self._carried is not None:
+                    self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffer was multiplied by ``factor``."""

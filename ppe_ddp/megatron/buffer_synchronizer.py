@@ -62,6 +62,11 @@ class BufferSynchronizer(Synchronizer):
         specs: Of all parameters, with the dtypes of ``main_grad``.
         parameters: All parameters of the module.
         check_finite: Whether to look for NaN and infinity before gradients are sent.
+
+    Attributes:
+        is_sent: Whether the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
+            nothing was accumulated after them. That a rank has waited for the results makes no difference: a rank that
+            looks at its gradients must not be the only one to send them again.
     """
 
     empties_grad = True
@@ -89,6 +94,7 @@ class BufferSynchronizer(Synchronizer):
         self._pending_results: Completion | None = None
         self._unfinished: Backward | None = None
         self._holds_averages = False
+        self.is_sent = False
         self.gradients = gradients
         self.step_status = StepStatus(reduction_groups)
 
@@ -127,6 +133,7 @@ class BufferSynchronizer(Synchronizer):
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
         """Add these gradients to ``main_grad``; waits for pending results first."""
+        self.is_sent = False
         if self._pending_results is not None:
             self.wait_for_results()
         if self._holds_averages:
@@ -199,12 +206,14 @@ class BufferSynchronizer(Synchronizer):
             self._finish_results(pending), self._reduction_groups[0].groups, threading.RLock()
         )
         self._pending_results.keep_open()
+        self.is_sent = True
         self._unfinished = backward
         self.gradients.is_dirty = False
         backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
 
     def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
+        self.is_sent = False
         instead = super().fail(backward, error)
         self.step_status.note_failure(instead or error)
         return instead
@@ -217,6 +226,7 @@ class BufferSynchronizer(Synchronizer):
             completion = self._forget_pending_results()
             assert completion is not None
             completion.close()
+            self.is_sent = False
         return has_ended
 
     def put_back(self, backward: Backward) -> None:
@@ -309,6 +319,15 @@ class BufferSynchronizer(Synchronizer):
         self._holds_averages = False
         self.gradients.forget()
         self.step_status = StepStatus(self._reduction_groups)
+
+    def clear_some(self, indices: Sequence[int]) -> None:
+        """Set the gradients of the parameters at ``indices`` to zero, after waiting for pending results."""
+        self.wait_for_results()
+        members: dict[int, list[int]] = {}
+        for i in self.gradients.forget_some(indices):
+            members.setdefault(self._layout.bucket_of[i], []).append(i)
+        for number, of_bucket in members.items():
+            self._buckets[number].clear(of_bucket)
 
     # ------------------------------------------------------------------ inside
 

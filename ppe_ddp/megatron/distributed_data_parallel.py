@@ -22,6 +22,7 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
 from ppe_ddp.megatron.data_parallel_base import DistributedDataParallelBase
 from ppe_ddp.megatron.gradient_buffers import GradientBuffers
+from ppe_ddp.megatron.model_parallel import ModelParallel
 from ppe_ddp.megatron.signature import setup_of, showing_both_forms
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.trace import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
@@ -74,6 +76,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         overlap_grad_reduce: In the old form, the field of this name.
         use_distributed_optimizer: In the old form, the field of this name.
         check_for_nan_in_grad: In the old form, the field of this name.
+        bucket_size: In the old form, the field of this name.
 
     Attributes:
         grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
@@ -111,6 +114,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         disable_bucketing: bool = False,
         check_for_nan_in_grad: bool = False,
         *,
+        bucket_size: int | None = None,
         groups: ParallelGroups | None = None,
         expert_data_parallel_group: ProcessGroup | None = None,
         reduce_function: ReduceFunction | Compressor | None = None,
@@ -118,11 +122,13 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     @showing_both_forms
     def __init__(self, config: object, *args: Any, **kwargs: Any) -> None:
-        setup = setup_of(DistributedDataParallel.__init__, args, kwargs)
+        setup = setup_of(DistributedDataParallel.__init__, config, args, kwargs)
         super().__init__(setup.module)
         self.config = config
         self.ddp_config = setup.ddp_config
+        self.ddp_config.use()
         self.groups = setup.groups
+        self.model_parallel = ModelParallel(setup.groups)
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
         self._gradient_buffers = state = GradientBuffers(
             setup,
@@ -230,25 +236,39 @@ class DistributedDataParallel(DistributedDataParallelBase):
             reducer.enabled = before
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Send all accumulated gradients, and do not wait; does nothing where a backward has done so, or has failed.
+        """Send all accumulated gradients; does nothing where a backward or this has done so, or has failed.
+
+        With ``overlap_grad_reduce`` it does not wait. Without it, ``main_grad`` holds the averages afterwards, as in
+        Megatron, and what has gone wrong on any rank is raised by :meth:`finish_grad_sync`.
 
         All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
-        if not (synchronizer.has_pending_results or synchronizer.step_status.has_failed):
+        if not (synchronizer.is_sent or synchronizer.step_status.has_failed):
             reducer.finish()
+        if not self.ddp_config.overlap_grad_reduce:
+            synchronizer.wait_for_results()
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.
 
         With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, and what is in the
         rest is of no use.
 
+        Args:
+            force_all_reduce: Refused with ``use_distributed_optimizer``; else gradients are all-reduced in any case.
+
         Raises:
+            ValueError: ``force_all_reduce`` with ``use_distributed_optimizer``; before anything is sent.
             NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
             PeerAbortedError: The backward of another rank raised, or one that is to be finished has failed here.
         """
+        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                "force_all_reduce=True: with use_distributed_optimizer gradients are reduce-scattered, and each rank "
+                "has the averages of its own shares only; gather them from sharded().gradients()"
+            )
         synchronizer = self._reducer.synchronizer
         try:
             self.start_grad_sync()
@@ -256,6 +276,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         except BaseException:
             synchronizer.step_status.forget_failure()  # it is told now
             raise
+        finally:
+            synchronizer.is_sent = False
         synchronizer.step_status.raise_if_bad()
 
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
@@ -281,12 +303,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
 
         Args:
-            zero_buffer: Whether to. Without it what is in the buffers counts as accumulated.
+            zero_buffer: Whether to. Without it ``zero_grad()`` of a distributed optimizer does, for its parameters,
+                before the first backward; what is in the buffers until then counts as accumulated.
         """
         state = self._gradient_buffers
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
         synchronizer.wait_for_results()
+        synchronizer.is_sent = False
         state.synchronizer.step_status.forget_failure()
         state.gradients.discard()
         if zero_buffer:
@@ -295,13 +319,25 @@ class DistributedDataParallel(DistributedDataParallelBase):
             state.synchronizer.clear()
 
     def broadcast_params(self) -> None:
-        """Overwrite the parameters by those of the first rank: of the data-parallel group, experts of their own."""
+        """Overwrite the parameters on all ranks by those of the first one, and wait; all ranks must call this together.
+
+        Dense parameters come from the first rank of ``groups.data``, experts from the first one of ``groups.expert``.
+        """
         for reduction_group in self._gradient_buffers.reduction_groups:
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""
         return self._reducer.trace()
+
+    @property
+    def data_groups(self) -> Groups:
+        """The duplicates of the data-parallel group, which dense parameters are averaged in."""
+        return self._gradient_buffers.groups[0]
+
+    def place_of(self, parameter: nn.Parameter) -> str:
+        """Where the share of this rank lies in a gradient, in words; empty without a distributed optimizer."""
+        return self._gradient_buffers.place_of(parameter)
 
     @property
     def main_gradients(self) -> MainGradients:

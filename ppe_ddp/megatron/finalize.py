@@ -11,22 +11,58 @@ All of it happens in ``main_grad``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
+from ppe_ddp.megatron.model_parallel import ModelParallel
 from ppe_ddp.megatron.shared_weights import position_embedding, word_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
+
+# Fields of the model's configuration that ask Megatron for sums or updates that are not built here.
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    "gtp_weight_remat_size": lambda size: size > 1,
+    "expert_gtp_weight_remat_size": lambda size: size > 1,
+    "flextron": bool,
+    "moe_router_load_balancing_type": lambda kind: "quantile_balancing" in kind,
+}
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A gradient that several ranks have a part of.
+
+    Attributes:
+        name: The parameter's, or its role where the ranks have other names for it.
+        copies: The parameters of this rank whose gradients are added, and which get the sum; one for each chunk.
+        factor: What the sum is multiplied by.
+    """
+
+    name: str
+    copies: list[tuple[DistributedDataParallel, nn.Parameter]]
+    factor: float = 1.0
+
+    def described(self) -> str:
+        """One line, the same on all ranks that can add this gradient to theirs."""
+        kinds = {
+            f"shape {tuple(parameter.shape)}, {main_grad_of(parameter).dtype}{chunk.place_of(parameter)}"
+            for chunk, parameter in self.copies
+        }
+        if len(kinds) > 1:
+            raise ValueError(f"the chunks of the model have different forms of {self.name!r}: {'; '.join(kinds)}")
+        return f"{self.name}: {kinds.pop()}, times {self.factor:g}"
 
 
 def finalize_model_grads(
@@ -34,16 +70,28 @@ def finalize_model_grads(
     num_tokens: Tensor | None = None,
     *,
     groups: ParallelGroups | None = None,
+    force_all_reduce: bool = False,
 ) -> None:
     """Make the gradients of one iteration whole; every rank must call this together, once an iteration.
 
     Waits for the data-parallel synchronization, that of experts included, and then sums, in ``main_grad``:
 
-    - over ``groups.tensor``, parameters with ``sequence_parallel = True`` (layer norms under sequence parallelism);
-      those with ``average_gradients_across_tp_domain = True`` are averaged;
-    - over ``groups.pipeline``, parameters with ``pipeline_parallel = True``, which every stage has a copy of;
-    - over ``groups.embedding``, what ``shared_embedding_or_output_weight()`` gives on the first and the last stage;
+    - over ``groups.tensor``, parameters with ``sequence_parallel = True`` (layer norms under sequence parallelism),
+      unless ``config.sequence_parallel`` is False, and with ``config.qk_layernorm`` those whose name contains
+      ``q_layernorm`` or ``k_layernorm``. Parameters with ``average_gradients_across_tp_domain = True`` are averaged
+      instead, whatever other marks they have;
+    - over ``groups.pipeline``, parameters with ``pipeline_parallel = True``, which every stage has a copy of. Chunks
+      of one rank that have parameters of one name are added first, and all get the sum;
+    - over ``groups.embedding``, what ``shared_embedding_or_output_weight()`` gives on the first and the last stage, if
+      ``share_embeddings_and_output_weights`` is true or ``config.mtp_num_layers`` is positive;
     - over ``groups.position_embedding``, ``position_embeddings.weight``.
+
+    With ``config.moe_router_enable_expert_bias`` it then updates ``expert_bias`` of each module in training mode that
+    has one: by ``config.moe_router_bias_update_rate``, up where ``local_tokens_per_expert``, summed over the
+    data-parallel and tensor-parallel ranks, is below the mean of all experts, down where it is above. Afterwards the
+    counts are zero. (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.)
+
+    An error on one rank is raised on the ranks of all its groups, where it names the rank.
 
     Args:
         model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one.
@@ -51,81 +99,99 @@ def finalize_model_grads(
             stage has counted them. If given, gradients are divided by the total over the data-parallel ranks; meant
             for models whose ``config.calculate_per_token_loss`` is true, so that gradients are sums.
         groups: Default: those of the first chunk.
+        force_all_reduce: See :meth:`DistributedDataParallel.finish_grad_sync`.
 
     Raises:
         NonFiniteGradientError: See :meth:`DistributedDataParallel.finish_grad_sync`.
-        PeerAbortedError: As well.
+        PeerAbortedError: As well; or another rank of one of the groups has raised in this call.
+        DisagreementError: On all ranks of a group that are about to sum different gradients, or different parts.
         TypeError: A chunk is not wrapped.
+        ValueError: The model's configuration asks for something that is not built here; before anything is sent.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
             raise TypeError(f"finalize_model_grads takes ppe_ddp.megatron wrappers, not {type(chunk).__name__}")
-    groups = groups or chunks[0].groups
-    for chunk in chunks:
-        chunk.finish_grad_sync()
-    with torch.no_grad():
-        _sum_marked(chunks, "sequence_parallel", groups.tensor)
-        _sum_marked(chunks, "average_gradients_across_tp_domain", groups.tensor, average=True)
-        _sum_marked(chunks, "pipeline_parallel", groups.pipeline)
-        _sum_shared(chunks, word_embedding, groups.embedding, groups.pipeline)
-        _sum_shared(chunks, position_embedding, groups.position_embedding, groups.pipeline)
+    config = chunks[0].config
+    _check(config)
+    is_own = groups is None or groups == chunks[0].groups
+    parallel = chunks[0].model_parallel if is_own else ModelParallel(groups)  # type: ignore[arg-type]
+    with parallel.step(), torch.no_grad():
+        for chunk in chunks:
+            chunk.finish_grad_sync(force_all_reduce)
+        plan = {
+            "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
+            "pipeline": _over_pipeline(chunks),
+            "embedding": _of_ends(chunks, config, word_embedding, parallel),
+            "position_embedding": _of_ends(chunks, config, position_embedding, parallel),
+        }
+        parallel.agree({name: [one.described() for one in shared] for name, shared in plan.items()})
+        for name, shared in plan.items():
+            groups_of_name = parallel.group(name)
+            if groups_of_name is not None:
+                _sum(shared, parallel, groups_of_name)
+        _update_routers(chunks, config, parallel)
         if num_tokens is not None:
-            _divide(chunks, num_tokens, groups)
+            _divide(chunks, num_tokens, parallel)
 
 
-def _sum_marked(
-    chunks: Sequence[DistributedDataParallel], mark: str, group: ProcessGroup | None, *, average: bool = False
-) -> None:
-    """Sum the gradients of the parameters that have ``mark`` over ``group``."""
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    marked = [
-        (chunk, parameter)
-        for chunk in chunks
-        for parameter in chunk.module.parameters()
-        if getattr(parameter, mark, False) and hasattr(parameter, "main_grad")
-    ]
-    _sum(marked, group, 1.0 / dist.get_world_size(group) if average else 1.0)
+def _check(config: object) -> None:
+    for name, asks in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and asks(value):
+            raise ValueError(f"finalize_model_grads does not support {name}={value!r} of the model's configuration")
 
 
-def _sum_shared(
+# ---------------------------------------------------------------------- what is summed
+
+
+def _over_tensor(chunks: Sequence[DistributedDataParallel], config: object, groups: Groups | None) -> list[_Shared]:
+    if groups is None:
+        return []
+    is_sequence_parallel = getattr(config, "sequence_parallel", True)
+    sums_qk = getattr(config, "qk_layernorm", False)
+    found = []
+    for number, chunk in enumerate(chunks):
+        for name, parameter in _with_main_grad(chunk):
+            is_of_qk = sums_qk and ("q_layernorm" in name or "k_layernorm" in name)
+            label = f"{number}.{name}"
+            if getattr(parameter, "average_gradients_across_tp_domain", False):
+                found.append(_Shared(label, [(chunk, parameter)], 1.0 / groups.world_size))
+            elif is_of_qk or (is_sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+                found.append(_Shared(label, [(chunk, parameter)]))
+    return found
+
+
+def _over_pipeline(chunks: Sequence[DistributedDataParallel]) -> list[_Shared]:
+    copies: dict[str, list[tuple[DistributedDataParallel, nn.Parameter]]] = {}
+    for chunk in chunks:
+        for name, parameter in _with_main_grad(chunk):
+            if getattr(parameter, "pipeline_parallel", False):
+                copies.setdefault(name, []).append((chunk, parameter))
+    return [_Shared(name, copies[name]) for name in sorted(copies)]
+
+
+def _of_ends(
     chunks: Sequence[DistributedDataParallel],
-    weight_of: Callable[[nn.Module], Tensor | None],
-    group: ProcessGroup | None,
-    pipeline: ProcessGroup | None,
-) -> None:
-    """Sum the gradient of a weight that the first chunk of the first stage and the last of the last one share."""
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    is_last = pipeline is not None and dist.get_rank(pipeline) == dist.get_world_size(pipeline) - 1
-    chunk = chunks[-1] if is_last else chunks[0]
-    weight = weight_of(chunk.module)
-    if weight is not None and hasattr(weight, "main_grad"):
-        _sum([(chunk, cast("nn.Parameter", weight))], group)
+    config: object,
+    weight_of: Callable[[nn.Module, object], Tensor | None],
+    parallel: ModelParallel,
+) -> list[_Shared]:
+    """The weight that the first chunk of the first stage and the last one of the last stage share."""
+    pipeline = parallel.group("pipeline")
+    is_first = pipeline is None or pipeline.rank == 0
+    is_last = pipeline is not None and pipeline.rank == pipeline.world_size - 1
+    has_predictions = bool(getattr(config, "mtp_num_layers", 0))  # in between, in the last chunk
+    chunk = chunks[-1] if is_last or (has_predictions and not is_first) else chunks[0]
+    weight = weight_of(chunk.module, config)
+    if not isinstance(weight, nn.Parameter) or not hasattr(weight, "main_grad"):
+        return []
+    return [_Shared(weight_of.__name__, [(chunk, weight)])]
 
 
-def _sum(
-    pairs: Sequence[tuple[DistributedDataParallel, nn.Parameter]], group: ProcessGroup, factor: float = 1.0
-) -> None:
-    """Sum gradients over ``group``, those of one kind in one message."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[DistributedDataParallel, nn.Parameter]]] = {}
-    for chunk, parameter in pairs:
-        main = main_grad_of(parameter)
-        kinds.setdefault((main.dtype, main.device), []).append((chunk, parameter))
-    for members in kinds.values():
-        grads = [main_grad_of(parameter) for _, parameter in members]
-        # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
-        there = [chunk.main_gradients.was_averaged(parameter) for chunk, parameter in members]
-        marks = torch.tensor(there, dtype=grads[0].dtype, device=grads[0].device)
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
-        dist.all_reduce(flat, group=group)
-        *sums, marks = flat.split([*(grad.numel() for grad in grads), len(grads)])
-        for grad, total in zip(grads, sums, strict=True):
-            grad.copy_(total.view_as(grad) * factor if factor != 1.0 else total.view_as(grad))
-        for (chunk, parameter), mark in zip(members, marks.tolist(), strict=True):
-            if mark:
-                chunk.main_gradients.mark_averaged(parameter)
+def _with_main_grad(chunk: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    named = chunk.module.named_parameters()
+    return [(name, parameter) for name, parameter in named if hasattr(parameter, "main_grad")]
 
 
 def main_grad_of(parameter: nn.Parameter) -> Tensor:
@@ -134,10 +200,71 @@ def main_grad_of(parameter: nn.Parameter) -> Tensor:
     return main
 
 
-def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, groups: ParallelGroups) -> None:
-    if groups.pipeline is not None:
-        dist.broadcast(num_tokens, group=groups.pipeline, group_src=dist.get_world_size(groups.pipeline) - 1)
-    dist.all_reduce(num_tokens, group=groups.data)
+# ---------------------------------------------------------------------- sums
+
+
+def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> None:
+    """Sum gradients over ``groups``, those of one dtype and device in one message."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[_Shared]] = {}
+    for one in shared:
+        main = main_grad_of(one.copies[0][1])
+        kinds.setdefault((main.dtype, main.device), []).append(one)
+    for members in kinds.values():
+        grads = [_total([main_grad_of(parameter) for _, parameter in one.copies]) for one in members]
+        # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
+        exist = [any(chunk.main_gradients.was_averaged(p) for chunk, p in one.copies) for one in members]
+        marks = torch.tensor(exist, dtype=grads[0].dtype, device=grads[0].device)
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
+        parallel.all_reduce(groups, flat)
+        *sums, marks = flat.split([*(grad.numel() for grad in grads), len(grads)])
+        for one, total, mark in zip(members, sums, marks.tolist(), strict=True):
+            for chunk, parameter in one.copies:
+                main = main_grad_of(parameter)
+                main.copy_(total.view_as(main) * one.factor if one.factor != 1.0 else total.view_as(main))
+                if mark:
+                    chunk.main_gradients.mark_averaged(parameter)
+
+
+def _total(gradients: Sequence[Tensor]) -> Tensor:
+    return gradients[0] if len(gradients) == 1 else torch.stack(tuple(gradients)).sum(0)
+
+
+def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel) -> None:
+    """Update the bias of routers by the tokens that each expert has got, and zero what was counted."""
+    modules: list[Any] = [module for chunk in chunks for module in chunk.module.modules()]
+    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
+        for module in modules:
+            if hasattr(module, "reset_global_aux_loss_tracker"):
+                module.reset_global_aux_loss_tracker()
+    if not getattr(config, "moe_router_enable_expert_bias", False):
+        return
+    routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
+    updated = [r for r in routers if r.training and not getattr(r, "frozen_expert_bias", False)]
+    if updated:
+        counts = torch.cat([router.local_tokens_per_expert.reshape(-1) for router in updated])
+        for groups in (chunks[0].data_groups, parallel.group("tensor")):
+            if groups is not None and groups.world_size > 1:
+                parallel.all_reduce(groups, counts)
+        sizes = [router.local_tokens_per_expert.numel() for router in updated]
+        for router, tokens in zip(updated, counts.split(sizes), strict=True):
+            below = torch.sign(tokens.mean(dtype=torch.float32) - tokens).view_as(router.expert_bias)
+            router.expert_bias.add_(below, alpha=config.moe_router_bias_update_rate)  # type: ignore[attr-defined]
+    for router in routers:
+        router.local_tokens_per_expert.zero_()
+
+
+def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> None:
+    pipeline, data = parallel.group("pipeline"), chunks[0].data_groups
+    if pipeline is not None:
+        last = pipeline.world_size - 1
+
+        def start() -> Waitable:
+            work: Waitable = dist.broadcast(num_tokens, group=pipeline.buckets, group_src=last, async_op=True)
+            return work
+
+        parallel.communicate(pipeline, start, num_tokens.device)
+    if data.world_size > 1:
+        parallel.all_reduce(data, num_tokens)
     total = num_tokens.item()
     if total > 0:
         for chunk in chunks:

@@ -18,6 +18,7 @@ from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_bucket import BufferBucket
 from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+from ppe_ddp.megatron.copies import CopiesOfParameters
 from ppe_ddp.megatron.main_gradients import MainGradients
 from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
 from ppe_ddp.megatron.reduction_group import ReductionGroup
@@ -59,6 +60,8 @@ class GradientBuffers:
         tensors = self.module_state.distributed_tensors()
         refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
         parameters = self.module_state.parameters
+        data = setup.groups.data or default_group
+        self._copies = CopiesOfParameters(setup.module, setup.config, data, setup.groups)
         self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
         self.groups = _duplicates(setup, default_group, self.module_state)
         self.reduction_groups = self._reduction_groups(setup, sums=sums)
@@ -130,7 +133,7 @@ class GradientBuffers:
 
     def _items(self, setup: Setup) -> list[Item]:
         config = setup.ddp_config
-        alone = needs_own_bucket(setup.module) if config.use_distributed_optimizer else set()
+        alone = needs_own_bucket(setup.module, setup.config) if config.use_distributed_optimizer else set()
         items = []
         for i, parameter in enumerate(self.module_state.parameters):
             if parameter.requires_grad:
@@ -154,6 +157,15 @@ class GradientBuffers:
             buckets.append(BufferBucket(extent, memory, context, gain=reduction_group.gain, scatter=transport))
         return buckets
 
+    def place_of(self, parameter: nn.Parameter) -> str:
+        """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
+        extent = self.layout.buckets[self.layout.bucket_of[self.gradients.index_of(parameter)]]
+        if self.buffers[extent.buffer].param_data is None:
+            return ""
+        offset = extent.plan.offsets[extent.plan.members.index(self.gradients.index_of(parameter))]
+        groups = self.reduction_groups[extent.reduction_group].groups
+        return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
+
     def sharded(self, reduction_group: int) -> ShardedBuffers:
         """The shards of one reduction group, for a distributed optimizer."""
         return ShardedBuffers(
@@ -164,8 +176,9 @@ class GradientBuffers:
             self.gradients,
             self.specs,
             self.module_state.parameters,
-            self.synchronizer.wait_for_results,
+            self.synchronizer,
             self._pool,
+            self._copies,
         )
 
 

@@ -48,6 +48,19 @@ class MainGradients:
         self.is_dirty = False
         self.revision += 1
 
+    def forget_some(self, indices: Iterable[int]) -> list[int]:
+        """Mark the gradients at ``indices`` as absent: they are being zeroed.
+
+        Returns:
+            Those that were there on some rank or here; the memory of the others is zero already.
+        """
+        there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
+        for i in there:
+            self.accumulated[i] = self.averaged[i] = 0
+        self.is_dirty = self.is_dirty and any(self.accumulated)
+        self.revision += 1
+        return there
+
     def discard(self) -> None:
         """Drop what is in ``.grad``, and the marks of kernels that add to ``main_grad`` by themselves."""
         for i in self._main:
@@ -64,6 +77,10 @@ class MainGradients:
             if reached[i] or self._parameters[i].grad is not None:
                 mask[i] = 1
         return mask
+
+    def index_of(self, parameter: nn.Parameter) -> int:
+        """The number of a parameter that has a ``main_grad``."""
+        return self._index[id(parameter)]
 
     def was_averaged(self, parameter: nn.Parameter) -> bool:
         """Whether some rank had a gradient of ``parameter``."""

@@ -29,6 +29,7 @@ class ParallelGroups:
             between.
         position_embedding: The stages of one pipeline that share position embeddings; None on others.
         expert: Ranks that hold the same experts: the data-parallel group of parameters with ``allreduce = False``.
+        expert_tensor: Ranks that split the tensors of one expert. None: those of ``tensor``.
     """
 
     data: ProcessGroup | None = None
@@ -37,6 +38,7 @@ class ParallelGroups:
     embedding: ProcessGroup | None = None
     position_embedding: ProcessGroup | None = None
     expert: ProcessGroup | None = None
+    expert_tensor: ProcessGroup | None = None
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelGroups:

@@ -17,7 +17,7 @@ from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.zero.message_pool import MessagePool
     from ppe_ddp.megatron.buffer_layout import BucketRange
+    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+    from ppe_ddp.megatron.copies import CopiesOfParameters
     from ppe_ddp.megatron.main_gradients import MainGradients
     from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
     from ppe_ddp.megatron.reduction_group import ReductionGroup
@@ -62,8 +64,9 @@ class ShardedBuffers(ShardedModel):
         gradients: Knows which averages there are.
         specs: Of all parameters.
         parameters: All parameters.
-        wait_for_results: Waits for a reduction that is in flight.
+        synchronizer: Waits for a reduction that is in flight, and clears gradients.
         pool: Memory for messages.
+        parallel: The groups that split the model, and say which parameters are copies.
     """
 
     def __init__(
@@ -75,15 +78,17 @@ class ShardedBuffers(ShardedModel):
         gradients: MainGradients,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
-        wait_for_results: Callable[[], None],
+        synchronizer: BufferSynchronizer,
         pool: MessagePool,
+        parallel: CopiesOfParameters,
     ) -> None:
+        self._parallel = parallel
         self._groups = reduction_group.groups
         self._buffers = buffers
         # What backward reaches last, a forward needs first.
         self._buckets = [bucket for bucket in reversed(buckets) if bucket.reduction_group == number]
         self._gradients = gradients
-        self._wait_for_results = wait_for_results
+        self._synchronizer = synchronizer
         self._pool = pool
         places = {i: (bucket, offset) for bucket in self._buckets for i, offset in _members(bucket)}
         self._indices = sorted(places)
@@ -102,6 +107,21 @@ class ShardedBuffers(ShardedModel):
         """The ranks that share the parameters."""
         return self._groups.parent
 
+    @property
+    def groups_of_model(self) -> Sequence[ProcessGroup]:
+        """The data-parallel group, which has all experts too, and those that split the model."""
+        return self._parallel.groups
+
+    @property
+    def are_splits_marked(self) -> bool:
+        """Whether a parameter of the module has Megatron's mark, or no group splits tensors."""
+        return self._parallel.are_splits_marked
+
+    def counts(self, index: int, names: set[str]) -> bool:
+        """Whether the shard at ``index`` adds to the norm; see :meth:`CopiesOfParameters.counts`."""
+        shard = self.shards[index]
+        return self._parallel.counts(shard.name, shard.parameter, names)
+
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
         groups = self._groups
         size = bucket.padded // groups.world_size
@@ -119,7 +139,7 @@ class ShardedBuffers(ShardedModel):
     @property
     def is_synchronized(self) -> bool:
         """Whether every gradient in the buffers is an average."""
-        self._wait_for_results()
+        self._synchronizer.wait_for_results()
         return not self._gradients.is_dirty
 
     def gradients(self) -> list[Tensor | None]:
@@ -183,8 +203,12 @@ class ShardedBuffers(ShardedModel):
         return True
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
-        """Forget what is in ``.grad``; ``main_grad`` has ``zero_grad_buffer()`` for that."""
-        super().zero_grad(indices, set_to_none=set_to_none)
+        """Clear what is in ``.grad`` and in ``main_grad``: afterwards there is no gradient, however it is cleared.
+
+        Megatron's train step leaves the buffers to this, where it calls ``zero_grad_buffer(zero_buffer=False)``.
+        """
+        super().zero_grad(indices)
+        self._synchronizer.clear_some([self._indices[index] for index in indices])
         for index in indices:
             if index in self._weights:
                 self._weights[index].grad = None

@@ -28,6 +28,14 @@ _FIELDS = {
     "overlap_grad_reduce": "overlap_grad_reduce",
     "use_distributed_optimizer": "use_distributed_optimizer",
     "check_for_nan_in_grad": "check_for_nan_in_grad",
+    "bucket_size": "bucket_size",
+}
+# Keywords of Megatron's that have another form here.
+_ELSEWHERE = {
+    "pg_collection": "pass groups=ParallelGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, "
+    "pipeline=pg_collection.pp, embedding=pg_collection.embd, position_embedding=pg_collection.pos_embd, "
+    "expert=pg_collection.expt_dp, expert_tensor=pg_collection.expt_tp)",
+    "full_param_layout": "buffers are laid out here; see bucket_size and disable_bucketing",
 }
 # Megatron-Core's constructor had another order before it had a config.
 _OLD_FORM = (
@@ -41,6 +49,7 @@ class Setup:
     """The arguments of a wrapper, whichever form they came in.
 
     Attributes:
+        config: The configuration of the model.
         module: The model.
         ddp_config: How to synchronize.
         disable_bucketing: Whether everything goes into one bucket a buffer.
@@ -48,6 +57,7 @@ class Setup:
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Or a compressor that does.
     """
 
+    config: object
     module: nn.Module
     ddp_config: DistributedDataParallelConfig
     disable_bucketing: bool = False
@@ -72,11 +82,12 @@ def showing_both_forms(constructor: F) -> F:
     return constructor
 
 
-def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
+def setup_of(constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Setup:
     """Parse the arguments of a call in either form.
 
     Args:
         constructor: Its overloads are the new form and the old one.
+        config: The configuration of the model.
         args: What follows ``config`` by position.
         kwargs: What is given by name.
 
@@ -88,6 +99,8 @@ def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: di
     new, old = _forms(constructor)
     form = new if is_new else old
     for name in kwargs:
+        if name in _ELSEWHERE:
+            raise TypeError(f"DistributedDataParallel() has no {name}: {_ELSEWHERE[name]}")
         if name not in form.parameters:
             raise TypeError(unknown_keyword(name, {*form.parameters} - {"self"}))
     call = _bound(form, args, kwargs, "" if is_new else _OLD_FORM)
@@ -97,6 +110,7 @@ def setup_of(constructor: Callable[..., None], args: tuple[Any, ...], kwargs: di
         given["ddp_config"] = DistributedDataParallelConfig(**{field: given[name] for name, field in _FIELDS.items()})
     return _checked(
         Setup(
+            config,
             given["module"],
             given["ddp_config"],
             given["disable_bucketing"],

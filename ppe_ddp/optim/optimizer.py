@@ -18,7 +18,7 @@ from ppe_ddp.errors import UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.clipping import scale_to, total_norm
 from ppe_ddp.optim.flat_step import FlatStep
-from ppe_ddp.optim.grad_scaler import SharedScaleCheck
+from ppe_ddp.optim.grad_scaler import ScaleCheck, SharedScaleCheck
 from ppe_ddp.optim.master_weights import MasterWeight, MasterWeights
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class DistributedOptimizer(Optimizer):
     by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
     by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
     (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
-    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears. There
+    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears as well. There
     gradients add up in ``main_grad``, over steps too, until it is cleared; but what was unscaled, clipped or edited is,
     where the master weights have another dtype, a copy, which the next synchronization makes anew.
 
@@ -205,13 +205,15 @@ class DistributedOptimizer(Optimizer):
 
     def _share_inf_checks(self) -> None:
         """Give one gradient of each device and dtype, for which the scaler makes one call, a check over all ranks."""
-        kinds: set[tuple[torch.device, torch.dtype]] = set()
+        kinds: dict[tuple[torch.device, torch.dtype], MasterWeight] = {}
         for master in self._masters:
-            gradient = master.weight.grad
-            if gradient is not None and (kind := (gradient.device, gradient.dtype)) not in kinds:
-                kinds.add(kind)
-                master.weight.grad = SharedScaleCheck.of(gradient, self._model.group)
-                self._checked.append(master)
+            if (gradient := master.weight.grad) is not None:
+                kinds.setdefault((gradient.device, gradient.dtype), master)
+        check = ScaleCheck(len(kinds), self._model.groups_of_model)
+        for master in kinds.values():
+            assert master.weight.grad is not None
+            master.weight.grad = SharedScaleCheck.of(master.weight.grad, check)
+            self._checked.append(master)
 
     def _end_inf_checks(self) -> None:
         """Make the gradients plain tensors again."""
@@ -268,7 +270,7 @@ class DistributedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
 
-        Every element counts once, whatever rank has it; parameters without a gradient do not count.
+        See :func:`ppe_ddp.optim.clip_grad_norm_`, which takes several optimizers.
 
         Args:
             max_norm: The largest norm.
@@ -278,20 +280,14 @@ class DistributedOptimizer(Optimizer):
         Returns:
             The norm before clipping, 0-dimensional, the same on every rank.
         """
+        return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+
+    def _gradients(self, names: set[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of this rank's shards; all of them, and those that add to the norm."""
         self._model.assign_gradients()
         self._end_inf_checks()
-        weights = [master.weight for master in self._masters]
-        gradients = [gradient for weight in weights if (gradient := weight.grad) is not None]
-        device = weights[0].device if weights else torch.device("cpu")
-        with torch.no_grad():
-            norm = total_norm(gradients, float(norm_type), device, self._model.group)
-            if error_if_nonfinite and not norm.isfinite():
-                raise RuntimeError(
-                    f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
-                    "error_if_nonfinite=False to clip by it all the same"
-                )
-            scale_to(gradients, norm, max_norm)
-        return norm
+        there = [(master.index, g) for master in self._masters if (g := master.weight.grad) is not None]
+        return [g for _, g in there], [g for index, g in there if self._model.counts(index, names)]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -321,6 +317,56 @@ class DistributedOptimizer(Optimizer):
         indices = {master.index for master in moved}
         self._send([index in indices for index in range(len(self._model.shards))])
         self._gather.finish()
+
+
+def clip_grad_norm_(
+    optimizers: Sequence[DistributedOptimizer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of several optimizers so that the norm of all of them together is at most ``max_norm``.
+
+    For a model whose parameters are in more than one: experts and the rest, or the chunks of a virtual pipeline. Every
+    element counts once, whatever rank has it; parameters without a gradient do not count. With a Megatron wrapper the
+    norm is that of the whole model, over the tensor-parallel and pipeline-parallel ranks too, and parameters that are
+    not marked by ``tensor_model_parallel = True`` are taken for copies on tensor-parallel ranks.
+
+    All ranks of the model must call this together.
+
+    Args:
+        optimizers: Those of this rank's parameters, over the same groups.
+        max_norm: The largest norm.
+        norm_type: The p of the p-norm; may be ``inf``.
+        error_if_nonfinite: Raise where the norm is inf or NaN, on all ranks.
+
+    Returns:
+        The norm before clipping, 0-dimensional, the same on every rank.
+
+    Raises:
+        ValueError: Optimizers over different groups; or, on all ranks, tensors are split over ranks, and no parameter
+            of some rank has the mark.
+        RuntimeError: By ``error_if_nonfinite``.
+    """
+    models = [optimizer._model for optimizer in optimizers]
+    groups = models[0].groups_of_model
+    if any(list(model.groups_of_model) != list(groups) for model in models):
+        raise ValueError("clip_grad_norm_ takes optimizers whose models are split over the same process groups")
+    names: set[str] = set()
+    parts = [optimizer._gradients(names) for optimizer in optimizers]
+    weights = [master.weight for optimizer in optimizers for master in optimizer._masters]
+    device = weights[0].device if weights else torch.device("cpu")
+    is_unknown = not all(model.are_splits_marked for model in models)
+    with torch.no_grad():
+        counted = [gradient for _, of_one in parts for gradient in of_one]
+        norm = total_norm(counted, float(norm_type), device, groups, is_unknown=is_unknown)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
+                "error_if_nonfinite=False to clip by it all the same"
+            )
+        scale_to([gradient for gradients, _ in parts for gradient in gradients], norm, max_norm)
+    return norm
 
 
 def _check_call(optimizer: object, model: object) -> None:

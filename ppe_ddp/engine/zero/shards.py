@@ -64,6 +64,25 @@ class ShardedModel(ABC):
         """The ranks that share the parameters."""
 
     @property
+    def groups_of_model(self) -> Sequence[ProcessGroup]:
+        """The groups over which, one after another, what is true of the whole model is agreed: norms, and inf."""
+        return [self.group]
+
+    def counts(self, index: int, _names: set[str]) -> bool:
+        """Whether the shard at ``index`` adds to the norm of the model's gradients, and is no copy of another rank's.
+
+        Args:
+            index: Position in ``shards``.
+            _names: Of copies that this rank has counted already; changed in place.
+        """
+        return True
+
+    @property
+    def are_splits_marked(self) -> bool:
+        """Whether it is known which parameters are split over ranks, and which are copies."""
+        return True
+
+    @property
     def is_synchronized(self) -> bool:
         """Whether everything that was accumulated is averaged, so that ``gradients()`` does not raise."""
         return True
