@@ -136,7 +136,7 @@ class FlatShards:
 
     Attributes:
         weight: All of them, in memory of its own.
-        state: Of all of them.
+        state: The state of all of them.
     """
 
     def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:

@@ -154,7 +154,7 @@ class _CheckpointPart:
 
     Attributes:
         state: By index of the master, this rank's part of its state, copied.
-        weights: The same of master weights.
+        weights: By index of the master, its new values.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class World:
         backend: The backend of the default process group.
         setup: Called without arguments in each new process, for example to register the backend. A function
             of a module.
-        device: Of modules and tensors: "cpu", or "cuda" for the device that is current on each rank.
+        device: Where modules and tensors are: "cpu", or "cuda" for the device that is current on each rank.
         timeout: Seconds that any part of a check may take until its ranks are killed.
         ranks: Ranks that run already, to use instead of starting any; everything above but the device is
             theirs then.
@@ -161,7 +161,7 @@ def check_backend(
     Args:
         backend: Its name, as for ``torch.distributed.init_process_group``.
         setup: Called in each new process; registers the backend. A function of a module.
-        device: Of modules and tensors: "cpu" or "cuda".
+        device: Where modules and tensors are: "cpu" or "cuda".
         dtypes: Which parameters the models have.
         world: Where; ``backend``, ``setup`` and ``device`` stand in for its own.
 

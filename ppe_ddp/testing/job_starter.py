@@ -52,7 +52,7 @@ class JobStarter:
         self._job: NodeJob | None = None
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
-        """As :class:`RankStarter` has it.
+        """Start the job, and give each rank with its pipe, in their order.
 
         Raises:
             NodesError: The launcher has failed, or not all ranks have come.

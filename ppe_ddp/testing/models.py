@@ -68,7 +68,7 @@ class LayerRecipe:
 
     Attributes:
         kind: What it does.
-        dtype: Of its parameters; activations are float32 between layers.
+        dtype: The dtype of its parameters; activations are float32 between layers.
     """
 
     kind: Kind
@@ -133,8 +133,8 @@ class Recipe:
 
         Args:
             seed: The same seed gives the same description, in every process.
-            dtypes: Of parameters.
-            kinds: Of layers.
+            dtypes: The dtypes that parameters may have.
+            kinds: The kinds that layers may be of.
             common_path: See the attribute.
         """
         draw = Random(f"recipe {seed}")

@@ -35,7 +35,7 @@ class Namespaces:
     """New namespaces, and a shell that prepares them and keeps them until :meth:`close`.
 
     Args:
-        kinds: Of ``net``, ``mount``, ``ipc``, ``uts`` and ``pid``; with the last, ``/proc`` is new as well.
+        kinds: Some of ``net``, ``mount``, ``ipc``, ``uts`` and ``pid``; with the last, ``/proc`` is new as well.
         script: What the shell does first, as ``sh`` understands it.
         *words: The script's ``$1``, ``$2`` and so on.
 
@@ -145,7 +145,7 @@ class Finished:
     Attributes:
         code: The first exit code that is not 0, in the order of nodes; 124 if there is none but some were killed.
         output: What the job has printed, node by node.
-        errors: The same of its standard error.
+        errors: What it has written to its standard error, node by node.
     """
 
     code: int

@@ -48,8 +48,8 @@ def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
 
     Args:
         plugs: The functions and hooks to call.
-        dtypes: Of buckets.
-        device: Of buckets.
+        dtypes: The dtypes of the buckets.
+        device: Where the buckets are.
     """
     problems: list[str] = []
     for group in _groups(split=plugs.hook is None):
@@ -169,8 +169,8 @@ def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) ->
 
     Args:
         plugs: The functions and hooks to call.
-        dtypes: Of tensors.
-        device: Of tensors.
+        dtypes: The dtypes of the tensors.
+        device: Where the tensors are.
     """
     function = plugs.broadcast_function or broadcast
     problems: list[str] = []

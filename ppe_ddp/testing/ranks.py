@@ -155,7 +155,7 @@ class ForkStarter:
     """Processes on this machine: started in no time, and as good as new."""
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
-        """As :class:`RankStarter` has it."""
+        """Fork one process for each file."""
         # Forked from a process that has imported torch and done nothing else.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([serve.__module__])
