@@ -101,6 +101,29 @@ def in_the_middle(switch):
     return {"reduce_function": reduce}
 
 
+def by_messages(switch):
+    """Rank 0 gathers, averages and answers; each rank returns the Work of an answer."""
+
+    def reduce(gradients, group):
+        flat, size, rank = gradients.buffer(), dist.get_world_size(group), dist.get_rank(group)
+        if rank:
+            switch.refuse()
+            dist.send(flat, group=group, group_dst=0)
+            return dist.irecv(flat, group=group, group_src=0)
+        for other in range(1, size):
+            part = torch.empty_like(flat)
+            dist.recv(part, group=group, group_src=other)
+            flat += part
+        flat /= size
+        switch.refuse()
+        answers = [dist.isend(flat, group=group, group_dst=other) for other in range(1, size)]
+        for answer in answers[1:]:
+            answer.wait()
+        return answers[0]
+
+    return {"reduce_function": reduce}
+
+
 def on_a_thread(switch):
     return {"reduce_function": overlapped(before(switch)["reduce_function"])}
 
@@ -159,6 +182,7 @@ WAYS = {
         before,
         after,
         in_the_middle,
+        by_messages,
         on_a_thread,
         in_the_wait,
         in_the_broadcast,
