@@ -295,7 +295,7 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
     """
     if device.type != "cpu" or not is_message(pending):
         return pending
-    arrived: torch.futures.Future[None] = torch.futures.Future()
+    arrived: torch.futures.Future[Any] = torch.futures.Future()
 
     def wait() -> None:
         try:
