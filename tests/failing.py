@@ -29,11 +29,12 @@ class Switch:
 
     def __init__(self):
         self.left = -1
+        self.error = Refused
 
     def refuse(self):
         self.left -= 1
         if self.left == -1:
-            raise Refused("not today")
+            raise self.error("not today")
 
 
 class FailingNet(nn.Module):
@@ -100,6 +101,29 @@ def in_the_middle(switch):
     return {"reduce_function": reduce}
 
 
+def by_messages(switch):
+    """Rank 0 gathers, averages and answers; each rank returns the Work of an answer."""
+
+    def reduce(gradients, group):
+        flat, size, rank = gradients.buffer(), dist.get_world_size(group), dist.get_rank(group)
+        if rank:
+            switch.refuse()
+            dist.send(flat, group=group, group_dst=0)
+            return dist.irecv(flat, group=group, group_src=0)
+        for other in range(1, size):
+            part = torch.empty_like(flat)
+            dist.recv(part, group=group, group_src=other)
+            flat += part
+        flat /= size
+        switch.refuse()
+        answers = [dist.isend(flat, group=group, group_dst=other) for other in range(1, size)]
+        for answer in answers[1:]:
+            answer.wait()
+        return answers[0]
+
+    return {"reduce_function": reduce}
+
+
 def on_a_thread(switch):
     return {"reduce_function": overlapped(before(switch)["reduce_function"])}
 
@@ -132,6 +156,12 @@ def in_a_sync_hook(switch):
     return {"sync_hook": lambda _wrapper: switch.refuse()}
 
 
+def interrupted(switch):
+    """Before this rank has told the others anything of the step."""
+    switch.error = KeyboardInterrupt
+    return in_a_sync_hook(switch)
+
+
 def in_packing(switch):
     fill = dense_bucket.fill
 
@@ -152,16 +182,19 @@ WAYS = {
         before,
         after,
         in_the_middle,
+        by_messages,
         on_a_thread,
         in_the_wait,
         in_the_broadcast,
         in_a_sync_hook,
+        interrupted,
         in_packing,
         in_backward,
     )
 }
 # Where the other ranks may have what they need already: they go on, and are in step with the one that has failed.
 LATE = ("in_the_wait", "in_the_broadcast")
+ONCE_A_STEP = ("in_a_sync_hook", "interrupted", "in_the_broadcast")
 
 
 class Hooked:
@@ -208,7 +241,14 @@ def wrapped(way, switch, **options):
     return wrapper, expected, patch
 
 
-def hold(way, *, turns=8, seed=0, after_turn=lambda: None, **options):
+def by_hand(wrapper, rank):
+    """A step that is synchronized by a call, and not at the end of backward."""
+    with wrapper.no_sync():
+        square(wrapper, rank)
+    wrapper.finish_grad_sync()
+
+
+def hold(way, *, turns=8, seed=0, after_turn=lambda: None, step=square, **options):
     """Random steps in which a random rank fails in this way, and right ones after each, and then `after_turn()`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
@@ -218,17 +258,17 @@ def hold(way, *, turns=8, seed=0, after_turn=lambda: None, **options):
             patches.setattr(dense_bucket, "fill", patch)
         for _ in range(turns):
             culprit = generator.randrange(size)
-            call = 0 if way in ("in_a_sync_hook", "in_the_broadcast") else generator.randrange(3)
+            call = 0 if way in ONCE_A_STEP else generator.randrange(3)
             switch.left = call if rank == culprit else -1
             wrapper.zero_grad()
-            fail(wrapper, way, culprit)
+            fail(wrapper, way, culprit, step)
             switch.left = -1
             one = torch.ones(1)
             dist.all_reduce(one)  # of the user's own
             assert one.item() == size
             for _ in range(generator.randrange(1, 3)):
                 wrapper.zero_grad()
-                square(wrapper, rank)
+                step(wrapper, rank)
                 assert_gradients(wrapper.module, expected)
             after_turn()
 
@@ -250,7 +290,9 @@ def hold_without_a_trace(way, *, turns=24, **options):
 
 def hold_many(count, *, seed=0):
     """So many failures, each in a random way and of a random rank, each followed by a right step, in one process."""
-    ways = random.Random(f"many {seed}").choices([way for way in WAYS if way != "in_a_sync_hook"], k=count // 4)
+    ways = random.Random(f"many {seed}").choices(
+        [way for way in WAYS if "sync_hook" not in WAYS[way](Switch())], k=count // 4
+    )
     for place, way in enumerate(ways):
         hold(way, turns=4, seed=f"{seed} {place}")
 
@@ -260,7 +302,7 @@ def fail(wrapper, way, culprit, step=square):
     rank, start = dist.get_rank(), time.monotonic()
     if rank == culprit:
         # as a RuntimeError where it comes out of one of torch's Futures
-        with pytest.raises((Refused, RuntimeError), match=r"^not today|: not today"):
+        with pytest.raises((Refused, RuntimeError, KeyboardInterrupt), match=r"^not today|: not today"):
             step(wrapper, rank)
         return
     try:
@@ -269,7 +311,7 @@ def fail(wrapper, way, culprit, step=square):
         text = str(error)
         assert f"rank {culprit} " in text, text
         if way not in ("in_backward", "in_a_sync_hook"):  # which say it in the vote
-            assert "Refused: not today" in text, text
+            assert ": not today" in text, text
     else:
         assert way in LATE
     assert time.monotonic() - start < SECONDS

@@ -11,6 +11,11 @@ def one_rank_fails(way):
     failing.hold(way, turns=3)
 
 
+@check("before", "in_a_sync_hook", "interrupted", ranks=2)
+def one_rank_fails_in_a_synchronization_by_hand(way):
+    failing.hold(way, turns=3, step=failing.by_hand)
+
+
 @check("group", "stateful", ranks=2)
 def one_rank_fails_in_a_hook(how):
     failing.hold_hooks(how)

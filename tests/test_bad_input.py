@@ -1,6 +1,7 @@
 """Ranks that disagree, wrong arguments, a wrapper used where it cannot work: clear errors, and no hang."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -343,6 +344,35 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impat
         "1 and begun no other). Every rank must run the same number of synchronized backwards"
     )
     assert (error.ranks, error.step, error.phase) == ((1,), 1, "done")
+
+
+def wait_in_a_cycle(before_backward, options):
+    """Each rank's backward uses other wrappers than the other's; what comes of a step, and after how many seconds."""
+    rank, size, begin = dist.get_rank(), dist.get_world_size(), time.monotonic()
+    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2), **options) for _ in range(8)]
+    others = [one for k, one in enumerate(wrappers) if k % size != rank]
+    for one in others if before_backward else ():
+        one.start_grad_sync()
+    text = ""
+    try:
+        sum(one(torch.ones(1, 4)).sum() for one in wrappers[rank::size]).backward()
+        for one in others:
+            one.finish_grad_sync()
+    except CommunicationError as error:
+        text = str(error)
+    return text, time.monotonic() - begin, [one.module[0].weight.grad is None for one in wrappers]
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["shm", "gloo"])
+def test_backwards_that_wait_for_one_another_end_after_one_timeout_and_the_error_names_the_cure(
+    impatient_ranks, options
+):
+    for text, seconds, _ in impatient_ranks.run(wait_in_a_cycle, False, options, timeout=90):
+        assert "ddp.start_grad_sync() before that backward" in text
+        assert seconds < 10  # after 4; each of four waits would take as long
+    for text, _, is_missing in impatient_ranks.run(wait_in_a_cycle, True, options, timeout=90):
+        assert not text
+        assert not any(is_missing)
 
 
 def rank_1_exits():

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import ppe_ddp
 from one_process import assert_gradients, mean_gradients, mlp, square
 from ppe_ddp import DistributedDataParallel, average, overlapped
+from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.contracts import Division, GradBucket
 from ppe_ddp.functions import takes_divided
 from ppe_ddp.testing import ConformanceError, World, check_reduce_function
@@ -56,6 +58,47 @@ def test_the_mean_is_divided_once(function, options):
         wrapper.zero_grad()
         square(wrapper, dist.get_rank())
         assert_gradients(module, mean_gradients(module, square))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "gloo"])
+@on_two_ranks
+def test_the_work_of_a_message_is_waited_for_once_and_to_its_end(shared_memory):
+    """Rank 0 sends later than the others look for failures; two wrappers take turns in one backward."""
+    rank, sent = dist.get_rank(), []
+
+    def swap(gradients, group):
+        if rank == 0:
+            with contextlib.suppress(RuntimeError):
+                store_of(dist.group.WORLD).wait(["nobody sets this"], timedelta(seconds=0.5))
+        sent.append(dist.isend(gradients.buffer().clone(), group=group, group_dst=1 - rank))
+        return dist.irecv(gradients.buffer(), group=group, group_src=1 - rank)
+
+    modules = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    wrappers = [DistributedDataParallel(one, reduce_function=swap, shared_memory=shared_memory) for one in modules]
+    for step in range(2):
+        for one in modules:
+            one.zero_grad()
+        sum(wrapper(torch.full((1, 2), 1.0 + rank + step)).sum() for wrapper in wrappers).backward()
+        assert [set(one.weight.grad.unique().tolist()) for one in modules] == [{2.0 - rank + step}] * 2
+    for work in sent:
+        work.wait()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "gloo"])
+@on_two_ranks
+def test_buffers_may_be_broadcast_by_a_message(shared_memory):
+    def send(tensors, group):
+        assert len(tensors) == 1
+        if dist.get_rank(group) == 0:
+            return dist.isend(tensors[0], group=group, group_dst=1)
+        return dist.irecv(tensors[0], group=group, group_src=0)
+
+    module = torch.nn.Linear(2, 1, bias=False)
+    wrapper = DistributedDataParallel(module, broadcast_function=send, shared_memory=shared_memory)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    weights = [torch.empty_like(module.weight) for _ in range(2)]
+    dist.all_gather(weights, module.weight.detach())
+    assert torch.equal(*weights)
 
 
 @on_two_ranks

@@ -39,6 +39,18 @@ def test_after_backward(way):
     failing.hold(way, turns=4, seed=2, overlap=False)
 
 
+@pytest.mark.parametrize("way", [way for way in failing.WAYS if way != "in_backward"])
+@on_two_ranks
+def test_in_a_synchronization_by_hand(way):
+    failing.hold(way, turns=4, seed=4, step=failing.by_hand)
+
+
+@pytest.mark.parametrize("way", ["in_a_sync_hook", "interrupted"])
+@on_three_ranks
+def test_in_a_synchronization_by_hand_over_gloo(way):
+    failing.hold(way, turns=4, seed=5, step=failing.by_hand, shared_memory=False)
+
+
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["shm", "gloo"])
 @pytest.mark.parametrize("way", ["before", "in_backward"])
 @on_two_ranks

@@ -1,5 +1,8 @@
 """torch_internals.py: each use of torch's internals has a trial, which names a torch that behaves differently."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -107,8 +110,6 @@ def test_other_threads_get_torchs_names_while_a_group_is_made(two_ranks):
 
 
 def names_in_two_threads():
-    import threading
-
     own = c10d._new_group_with_tag
     seen = []
 
@@ -129,6 +130,44 @@ def names_in_two_threads():
     name = group.group_name
     dist.destroy_process_group(group)
     return name, *seen
+
+
+def test_groups_that_threads_make_at_once_have_their_names(two_ranks):
+    assert two_ranks.run(named_in_two_threads) == [(["second", "first"], True)] * 2
+
+
+def named_in_two_threads():
+    """The second group is asked for while the first is made, and made when the first is there."""
+    own, torchs = c10d._new_group_with_tag, c10d._process_group_name
+    has_entered, may_go_on = threading.Event(), threading.Event()
+
+    def one_after_another(*arguments, **keywords):
+        if threading.current_thread() is threading.main_thread():
+            may_go_on.set()
+            first.result(timeout=20)
+        else:
+            has_entered.set()
+            may_go_on.wait(timeout=20)
+        return own(*arguments, **keywords)
+
+    def make(name):
+        return group_internals.new_group_named(name, [0, 1], None, "gloo", None)
+
+    c10d._new_group_with_tag = one_after_another
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(make, "first")
+            assert has_entered.wait(timeout=20)
+            groups = [make("second"), first.result()]
+    finally:
+        may_go_on.set()
+        c10d._new_group_with_tag, left = own, c10d._process_group_name
+        c10d._process_group_name = torchs
+    names = [group.group_name for group in groups]
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return names, left is torchs
 
 
 def test_backends_of_a_group_that_nobody_makes_are_an_error():

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -165,30 +165,61 @@ NAMING = "_process_group_name"
 MAKING = "_new_process_group_helper"
 
 
+class _Naming:
+    """Stands in for torch's function that names groups, while threads of this process make groups by name.
+
+    Attributes:
+        torchs: The function of torch.
+        wanted: The names that threads wait to give, by thread.
+        users: The number of threads that make a group now.
+    """
+
+    lock: ClassVar[threading.Lock] = threading.Lock()  # not held while a group is made: that waits for other ranks
+
+    def __init__(self, torchs: Callable[..., Any]) -> None:
+        self.torchs = torchs
+        self.wanted: dict[int, str] = {}
+        self.users = 0
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        name = self.wanted.pop(threading.get_ident(), None)
+        return self.torchs(*arguments, **keywords) if name is None else name
+
+    @classmethod
+    @contextmanager
+    def of(cls, name: str) -> Iterator[None]:
+        """Name the next group of this thread ``name``; the last thread to leave puts torch's function back."""
+        names = c10d.__dict__
+        with cls.lock:
+            naming = names[NAMING]
+            if not isinstance(naming, cls):
+                naming = names[NAMING] = cls(naming)
+            naming.users += 1
+            naming.wanted[threading.get_ident()] = name
+        try:
+            yield
+        finally:
+            with cls.lock:
+                naming.wanted.pop(threading.get_ident(), None)
+                naming.users -= 1
+                if not naming.users:
+                    names[NAMING] = naming.torchs
+
+
 def new_group_named(name: str, ranks: list[int], timeout: timedelta | None, config: str, options: Any) -> ProcessGroup:
     """Make a group of exactly these ranks, called by them alone and together, under a name that they have agreed on.
 
     ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
     rank; and ranks that use different names wait for one another until they time out. No version of torch from 2.9
-    on has a parameter for it, so the function that torch asks for a name is replaced while this thread makes the
-    group; other threads get torch's names. What is below ``new_group()`` takes a name, but has had other parameters
+    on has a parameter for it, so the function that torch asks for a name is replaced while threads make such groups;
+    other threads get torch's names. What is below ``new_group()`` takes a name, but has had other parameters
     in almost every version, and leaves it to the caller to enter the group into torch's tables.
 
     Raises:
         TorchChangedError: The group has another name; it is destroyed again.
     """
-    names, own, wanted = c10d.__dict__, threading.get_ident(), [name]
-    torchs: Callable[..., Any] = names[NAMING]
-
-    def name_of(*arguments: Any, **keywords: Any) -> Any:
-        return wanted.pop() if wanted and threading.get_ident() == own else torchs(*arguments, **keywords)
-
-    names[NAMING] = name_of
-    try:
+    with _Naming.of(name):
         group: ProcessGroup = dist.new_group(ranks, timeout, config, pg_options=options, use_local_synchronization=True)
-    finally:
-        wanted.clear()  # where threads make groups at once, one may put back the function of another
-        names[NAMING] = torchs
     if group.group_name != name:
         found = group.group_name
         dist.destroy_process_group(group)

@@ -10,7 +10,7 @@ import torch
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.distributed_tensors import local_tensor
-from ppe_ddp.engine.failures import START
+from ppe_ddp.engine.failures import START, awaited_once
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
@@ -57,8 +57,9 @@ def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups:
         pending = [(send(kind, groups.buckets), kind[0].device) for kind in _by_kind(tensors)]
         for work, device in pending:
             if is_waitable(work):
-                yield probe(work)
-                groups.failures.wait(work, device)
+                arriving = awaited_once(work, device)
+                yield probe(arriving)
+                groups.failures.wait(arriving, device)
             elif work is not None:
                 raise FunctionError(
                     f"rank {groups.rank}: broadcast_function returned {type(work).__name__}; it must change the "

@@ -30,11 +30,13 @@ from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS
 from ppe_ddp.engine.shared_parameters import Turn, arrange
 from ppe_ddp.engine.torch_internals import at_end_of_backward
+from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.errors import PeerAbortedError
 
 Steps = Generator[Probe | None, None, None]
 """Yields a probe of what its next step waits for (None: that cannot be asked without waiting). It may be resumed at any
@@ -131,23 +133,28 @@ class Completion:
             at_end_of_backward(last)
         last.completions.append(self)
 
-    def advance(self, *, to_end: bool = False) -> None:
-        """Go on to where it has to wait next, or to its end; waits first for what is not there yet."""
+    def advance(self, *, to_end: bool = False, error: Exception | None = None) -> None:
+        """Go on to where it has to wait next, or to its end; waits first for what is not there yet.
+
+        Args:
+            to_end: Whether to go on to its end.
+            error: Raised where it waits, in place of the wait.
+        """
         self._is_running = True
         try:
             with self._lock, torch.no_grad():
                 if not to_end:
-                    self._probe = next(self._steps)
+                    self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
                 run(self._steps)
             self.is_over = True
         except StopIteration:
             self.is_over = True
-        except BaseException as error:
+        except BaseException as raised:
             self.is_over = True
-            if not isinstance(error, Exception):
+            if not isinstance(raised, Exception):
                 raise  # KeyboardInterrupt: nothing else is worth finishing
-            self._error = error
+            self._error = raised
         finally:
             self._is_running = False
             if self.is_over:
@@ -244,9 +251,11 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
             ready = [completion for completion in waiting if completion.is_ready]
             if not ready:
                 left = [one for one in waiting if one in completions and not one.turn.is_behind]
-                # One that cannot be asked has to wait by itself. So has one whose transport keeps silent for longer
-                # than it may take: its own wait says why.
-                ready = [completion for completion in left if not completion.can_be_polled or pause.is_over][:1]
+                ready = [completion for completion in left if not completion.can_be_polled][:1]  # it waits by itself
+                if left and not ready and pause.is_over:
+                    # Not one after another: each would wait for the whole time.
+                    left[0].advance(error=pause.error(left[0].groups))
+                    continue
             if not ready and pause.looks_for_failures():
                 ready = [completion for completion in waiting if completion.groups.has_failed]  # their waits raise
             if not ready:
@@ -254,7 +263,8 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
                 continue
             for completion in ready:
                 completion.advance()
-            pause = _Pause(pause.seconds)
+            if not pause.is_over:
+                pause = _Pause(pause.seconds)
     except BaseException:
         for completion in completions:
             if not completion.is_over:
@@ -271,11 +281,25 @@ class _Pause:
         self._look_at = self._since + LOOK_SECONDS
         self._polls = itertools.count()
         self._nap = _SHORTEST_NAP
+        self._found: CommunicationError | PeerAbortedError | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing has moved for ``seconds``."""
         return time.monotonic() - self._since > self.seconds
+
+    def error(self, groups: Groups) -> Exception:
+        """What ends a wait, when the time is over: names the ranks that have not come to ``groups``.
+
+        The others of the same backward get the same, as it takes half a second to find them.
+        """
+        if self._found is None:
+            what = f"several wrappers in one backward: none has moved for the group's timeout of {self.seconds:g} s"
+            self._found = groups.explained(CommunicationError("nothing has come"), what)
+            return self._found
+        again = CommunicationError(*self._found.args)
+        again.ranks = getattr(self._found, "ranks", ())
+        return again
 
     def looks_for_failures(self) -> bool:
         """Whether it is time to look at what the other ranks have reported."""

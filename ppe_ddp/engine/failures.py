@@ -33,6 +33,11 @@ START = "start"
 """The phase before the first step, in which all ranks get what they start from."""
 FINALIZE = "finalize_model_grads()"
 """The phase after a backward in which gradients are summed over the ranks that split one model."""
+EQUALLY_OFTEN = (
+    "Every rank must run the same number of synchronized backwards of each wrapper: for one that has none in this step "
+    "call ddp.finish_grad_sync() on it, and where other wrappers have a backward, ddp.start_grad_sync() before that "
+    "backward, or the ranks wait for one another; uneven numbers of batches need `with Join([ddp])`"
+)
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _LOOK = timedelta(seconds=LOOK_SECONDS)
 _GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
@@ -252,6 +257,8 @@ class Failures:
 
     def _await(self, pending: Any) -> None:
         """Wait until a Future or a Work has ended whose transport knows nothing of failures."""
+        if is_message(pending):
+            return  # a wait for a moment would close the connection, and a second wait would find nothing
         looks = _Looks(self)
         if is_future(pending) and not pending.done():
             arrived = threading.Event()
@@ -269,6 +276,41 @@ class Failures:
                     looks.look()  # the operation goes on
                 if isinstance(pending, PythonWork) and monotonic() > end:  # which may count from each of these waits
                     raise CommunicationError(f"the group's timeout of {self._timeout_seconds:g} s is over")
+
+
+def is_message(pending: object) -> bool:
+    """Whether ``pending`` is gloo's Work of a message between two ranks, which must be waited for once, and to its end.
+
+    It is the only one without a Future. It tells that the message is there only to who waits for it.
+    """
+    if type(pending) is not dist.Work:
+        return False
+    try:
+        pending.get_future()
+    except RuntimeError:
+        return True
+    return False
+
+
+def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
+    """``pending``; for a message's Work a Future in its place, which a thread that waits for the message completes.
+
+    Every rank that waits for the Future sees meanwhile whether another one has failed.
+    """
+    if device.type != "cpu" or not is_message(pending):
+        return pending
+    arrived: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait() -> None:
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            arrived.set_exception(error.with_traceback(None))  # whose frames have the Future
+        else:
+            arrived.set_result(None)
+
+    threading.Thread(target=wait, name="ppe_ddp-message", daemon=True).start()
+    return arrived
 
 
 class _Looks:
@@ -301,11 +343,7 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
     if any(one.is_gone for one in lost):
         advice = "It does not come any more: start the job anew, from a checkpoint if there is one"
     else:
-        advice = (
-            "Every rank must run the same number of synchronized backwards: one that has none in this step calls "
-            "ddp.finish_grad_sync(), uneven numbers of batches need `with Join([ddp])`; and where a rank may be that "
-            "slow, give init_process_group() a longer timeout"
-        )
+        advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
     error = CommunicationError(
         f"rank {rank}: the communication of this step failed, as it needs {names}. {advice}"
         + (f" ({reason})" if reason else "")

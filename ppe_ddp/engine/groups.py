@@ -32,7 +32,16 @@ from ppe_ddp.backends.group_internals import (
 )
 from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.exit_order import is_over_gloo
-from ppe_ddp.engine.failures import START, Failure, Failures, HookProgress, is_explained, is_of_transport, lost_error
+from ppe_ddp.engine.failures import (
+    EQUALLY_OFTEN,
+    START,
+    Failure,
+    Failures,
+    HookProgress,
+    is_explained,
+    is_of_transport,
+    lost_error,
+)
 from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates
 from ppe_ddp.engine.group_lifetime import close, destroy, release_all
 from ppe_ddp.engine.group_pool import GroupPool
@@ -283,10 +292,8 @@ class Groups:
         if lost:
             return lost_error(self.rank, lost, f"{what}: {error}")
         unnamed = CommunicationError(
-            f"rank {self.rank} of {self.world_size}: {what} failed: {error}. Every rank must run the same number of "
-            "synchronized backwards: one that has none in this step calls ddp.finish_grad_sync(), uneven numbers of "
-            "batches need `with Join([ddp])`, and an error on another rank ends here, so look for the first traceback "
-            "of all ranks."
+            f"rank {self.rank} of {self.world_size}: {what} failed: {error}. {EQUALLY_OFTEN}. An error on another rank "
+            "ends here, too, so look for the first traceback of all ranks."
         )
         unnamed.ranks = ()
         return unnamed

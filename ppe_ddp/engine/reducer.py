@@ -261,13 +261,17 @@ class Reducer(Generic[C]):
                 self._negotiate(backward)
             yield from self._complete(backward)
         except BaseException as error:
-            is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
-            if backward.phase is Phase.BEGUN and is_own:
-                yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
-            elif backward.phase not in (Phase.OVER, Phase.FAILED):
-                self._backward = None
-                self._fail(backward, error)
+            yield from self._finish_failed(backward, error)
             raise
+
+    def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
+        """End ``backward``, which ``error`` has ended here, for the other ranks; may raise what is to be raised."""
+        is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
+        if backward.phase is Phase.BEGUN and is_own:
+            yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
+        elif backward.phase not in (Phase.OVER, Phase.FAILED):
+            self._backward = None
+            self._fail(backward, error)
 
     def _complete(self, backward: Backward) -> Steps:
         """Complete ``backward``; with new connections if its own turn out to have been closed by an older failure."""
@@ -314,8 +318,12 @@ class Reducer(Generic[C]):
             self.check()
             self.synchronizer.begin_step()
             backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
-            if not backward.turn.is_held:
-                self._negotiate(backward)
+            try:
+                if not backward.turn.is_held:
+                    self._negotiate(backward)
+            except BaseException as error:  # a hook's, which the other ranks have not raised
+                Completion(self._finish_failed(backward, error), self.groups, self._lock, turn=backward.turn).finish()
+                raise
             self._backward = backward
             self._started = self._completion(backward)
             self._started.keep_open()

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.backends.group_internals import backend_for, default_group
 from ppe_ddp.contracts import Division, is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
-from ppe_ddp.engine.failures import HookProgress
+from ppe_ddp.engine.failures import HookProgress, awaited_once
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
 from ppe_ddp.engine.node_masks import node_masks
@@ -206,8 +206,10 @@ class FunctionReduction(Reduction):
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)
-        if pending is None or is_waitable(pending):
+        if pending is None or self.is_plain_average:
             return pending
+        if is_waitable(pending):
+            return awaited_once(pending, bucket.buffer().device)
         raise FunctionError(
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"

@@ -128,6 +128,9 @@ class Synchronizer(ABC):
             The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
         self.knows_of_failure = True
+        if backward.phase is Phase.BEGUN and not isinstance(error, Exception):
+            for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
+                groups.step += not groups.is_closed
         phase = backward.fail()
         instead = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
