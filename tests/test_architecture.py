@@ -111,7 +111,7 @@ def test_no_class_name_occurs_twice():
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_files_and_functions_are_small(path):
     text = path.read_text()
-    assert text.count("\n") <= 400
+    assert text.count("\n") <= 700
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
