@@ -66,7 +66,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
 
     Args:
         module: The module to train. Its parameters and buffers are overwritten by those of the group's rank 0.
-        broadcast_buffers: Whether to broadcast the buffers of rank 0 after each synchronized backward.
+        broadcast_buffers: Whether to broadcast buffers after each synchronized backward: those of a submodule from
+            the lowest rank that has written any of them since.
         negotiate_grads: Whether ranks may have different gradients. With False they must be the same in every
             step, and an error says so if they are not.
         process_group: The ranks to average over; None for all. The wrapper talks in duplicates of it.

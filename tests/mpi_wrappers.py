@@ -34,11 +34,7 @@ def on_two_ranks():
     for make in shared.KINDS:
         yield lambda make=make: shared.test_one_backward_in_another_order_on_each_rank.__wrapped__(make, {})
         yield lambda make=make: shared.test_one_rank_uses_one_of_them_or_none.__wrapped__(make, {})
-    for kind in one_rank.CHANGES:
-        yield lambda kind=kind: one_rank.test_a_distributed_optimizer.__wrapped__(kind)
-        yield lambda kind=kind: one_rank.test_megatrons_wrapper.__wrapped__(kind)
-    for kind in one_rank.CHANGES | one_rank.OF_PLAIN:
-        yield lambda kind=kind: one_rank.test_the_plain_wrapper.__wrapped__(kind, 1)
+    yield one_rank.hold_each_wrapper
     for kind in one_rank.REFUSALS:
         yield lambda kind=kind: one_rank.test_where_it_cannot_go_on_every_rank_has_an_error.__wrapped__(kind)
     yield tests.test_hooks_that_take_one_bucket_at_a_time.__wrapped__
