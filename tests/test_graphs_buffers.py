@@ -224,7 +224,9 @@ def rank_0s(tensors, group):
     return broadcast(tensors, group)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"broadcast_function": rank_0s}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False}, {"broadcast_function": rank_0s}], ids=["views", "after", "own"]
+)
 @on_three_ranks
 def test_statistics_of_a_tower_are_those_of_a_rank_that_has_used_it(options):
     rank, uses_of = dist.get_rank(), torch.Generator().manual_seed(3)
