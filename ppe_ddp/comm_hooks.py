@@ -269,6 +269,7 @@ class HookedWrapper(ModuleWrapper):
         if compressor is not None:
             devices = {spec.name: spec.device for spec in self._module_state.specs}
             self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, devices)
+            reducer.synchronizer.negotiation.use_plug("a state of the compressor", *self._hooks.comm_state.agreed)
         elif "compressor" in state:
             raise ValueError(
                 f"rank {reducer.groups.rank}: the state of communication is that of {state['compressor']}: register it "

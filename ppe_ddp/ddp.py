@@ -65,7 +65,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
 
     Args:
         module: The module to train. Its parameters and buffers are overwritten by those of the group's rank 0.
-        broadcast_buffers: Whether to broadcast the buffers of rank 0 after each synchronized backward.
+        broadcast_buffers: Whether to broadcast buffers after each synchronized backward: those of a submodule from
+            the lowest rank that has written any of them since.
         negotiate_grads: Whether ranks may have different gradients. With False they must be the same in every
             step, and an error says so if they are not.
         process_group: The ranks to average over; None for all. The wrapper talks in duplicates of it.
@@ -174,6 +175,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             self._reducer.synchronizer.negotiation.check()
             state = [*self._module_state.buffers().values(), *self._module_state.parameters]
             broadcast_all(self._broadcast_function, state, groups)
+            self._reducer.synchronizer.note_buffers()
 
     def _agreed(self) -> str:
         """What else the ranks must have in common, as text."""
@@ -196,7 +198,9 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         reducer.check()
         # A recovery comes first: in it the other ranks speak of the module as it was.
         if reducer.recover() and not self._module_state.is_current():
-            module_state = self._list_tensors()
+            with reducer.looking_at_module():
+                module_state = self._list_tensors()
+                reducer.synchronizer.check_module(module_state)
             reducer.use_module(module_state)
             self._module_state = module_state
             self._inputs.find_device(self.module)
@@ -376,7 +380,10 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
         if self._reducer is not None:
             self._reducer.recover()  # while buffers are what the other ranks take them for
-        return super().load_state_dict(state_dict, strict, assign)
+        loaded = super().load_state_dict(state_dict, strict, assign)
+        if self._reducer is not None:
+            self._reducer.synchronizer.note_buffers()  # no forward has written them
+        return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but connections; the copy makes its own at its first forward, on all ranks together."""

@@ -106,3 +106,4 @@ class DdpJoinHook(JoinHook):
         pending = broadcast(state, groups.buckets, source=int(last.item()))
         if pending is not None:
             pending.wait()
+        reducer.synchronizer.note_buffers()

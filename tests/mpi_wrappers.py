@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import test_graphs_buffers as buffers
+import test_one_rank_changes as one_rank
 import test_own_communication as own
 import test_shared_wrappers as shared
 import test_two_wrappers as tests
@@ -32,6 +34,9 @@ def on_two_ranks():
     for make in shared.KINDS:
         yield lambda make=make: shared.test_one_backward_in_another_order_on_each_rank.__wrapped__(make, {})
         yield lambda make=make: shared.test_one_rank_uses_one_of_them_or_none.__wrapped__(make, {})
+    yield one_rank.hold_each_wrapper
+    for kind in one_rank.REFUSALS:
+        yield lambda kind=kind: one_rank.test_where_it_cannot_go_on_every_rank_has_an_error.__wrapped__(kind)
     yield tests.test_hooks_that_take_one_bucket_at_a_time.__wrapped__
     yield tests.test_repairs.__wrapped__
     yield tests.test_started_by_hand_in_another_order.__wrapped__
@@ -43,6 +48,7 @@ def on_two_ranks():
 
 def on_three_ranks():
     yield tests.test_one_rank_is_slow.__wrapped__
+    yield lambda: buffers.test_statistics_of_a_tower_are_those_of_a_rank_that_has_used_it.__wrapped__({})
     yield lambda: shared.hold_random_programs(0, shared.tied_weights)
     for options in tests.VARIANTS:
         yield lambda options=options: own.test_all_to_all_in_backward.__wrapped__(options)

@@ -1,5 +1,6 @@
 """Buffers that forward writes: their broadcast leaves graphs that still need them alone."""
 
+import contextlib
 import copy
 
 import pytest
@@ -101,16 +102,17 @@ def trained_and_evaluated(model, rank, step):
 
 
 def hold(layer, steps, *, keeps=False, **options):
-    """Hold a wrapper to all ranks in one process, whose buffers are those of rank 0 after each backward."""
+    """Hold a wrapper to all ranks in one process, whose buffers are the first writer's after each backward."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     wrapper = DistributedDataParallel(seeded(Net, layer), **options)
     twins = [copy.deepcopy(wrapper.module) for _ in range(world_size)]
     kept = list(wrapper.buffers()) if keeps else []
+    shared = [buffer.clone() for buffer in wrapper.buffers()]
     for number, step in enumerate(steps):
         for model in (wrapper, *twins):
             model.zero_grad()
         runs = [step(twin, r, number) for r, twin in enumerate(twins)]
-        # Rank 0's buffers are given to the others when the graphs are gone: no graph may see them.
+        # One rank's buffers are given to the others when the graphs are gone: no graph may see them.
         for k, _ in enumerate(zip(step(wrapper, rank, number), *runs, strict=True)):
             means = mean_of([gradients(twin) for twin in twins], world_size)
             for twin in twins:
@@ -119,8 +121,10 @@ def hold(layer, steps, *, keeps=False, **options):
             for name, parameter in wrapper.module.named_parameters():
                 torch.testing.assert_close(parameter.grad, means[name], msg=lambda t, at=(k, name): f"{at}: {t}")
             assert_same_on_all_ranks(wrapper.module)
-            first = dict(twins[0].named_buffers())
-            for twin in twins[1:]:
+            writers = [twin for twin in twins if not all(map(torch.equal, twin.buffers(), shared))]
+            first = {name: buffer.clone() for name, buffer in [*writers, twins[0]][0].named_buffers()}
+            shared = list(first.values())
+            for twin in twins:
                 for name in first:
                     owner, _, key = name.rpartition(".")
                     setattr(twin.get_submodule(owner), key, first[name].clone())
@@ -188,3 +192,70 @@ def test_a_graph_whose_buffer_cannot_be_spared_is_refused_by_autograd():
         with pytest.raises(PeerAbortedError, match="rank 1 failed in the"):
             value.backward()
     loss(wrapper, dist.get_rank(), 1).backward()
+
+
+class Towers(nn.Module):
+    """A stem for all, and towers with statistics of their own, of which each call uses some."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.stem = nn.BatchNorm1d(4)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(count))
+
+    def forward(self, x, used):
+        x = self.stem(x)
+        return sum((self.towers[k](x) for k in used), x)
+
+
+def statistics(module):
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def first_used(statistics_of, uses, before):
+    """Of each submodule, the statistics of the first rank that has used it; else those of `before`."""
+    found = dict(before)
+    for other, used in reversed(list(enumerate(uses))):
+        owners = ("stem.", *(f"towers.{k}." for k in used))
+        found |= {name: value for name, value in statistics_of[other].items() if name.startswith(owners)}
+    return found
+
+
+def rank_0s(tensors, group):
+    return broadcast(tensors, group)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False}, {"broadcast_function": rank_0s}], ids=["views", "after", "own"]
+)
+@on_three_ranks
+def test_statistics_of_a_tower_are_those_of_a_rank_that_has_used_it(options):
+    rank, uses_of = dist.get_rank(), torch.Generator().manual_seed(3)
+    wrapper = DistributedDataParallel(seeded(Towers).double(), **options)
+    twins = [copy.deepcopy(wrapper.module) for _ in range(3)]
+    expected = statistics(wrapper.module)
+    for step in range(12):
+        # Two micro-batches; in some steps a rank has none, and one takes nothing but the stem.
+        uses = [[k for k in range(3) if torch.rand((), generator=uses_of) < 0.3] for _ in range(3)]
+        absent = step % 4  # 3: nobody
+        for other, twin in enumerate(twins):
+            twin.load_state_dict(expected, strict=False)
+            for micro in range(0 if other == absent else 2):
+                twin(data(5, 4, rank=other, step=2 * step + micro, dtype=torch.float64), uses[other])
+        present = [[] if other == absent else used for other, used in enumerate(uses)]
+        values = [statistics(twin) for twin in twins]
+        if absent == 0:
+            values[0] = values[1]  # who has no forward has not used the stem either
+        expected = first_used(values, present, expected)
+        if step == 6:
+            wrapper.load_state_dict(wrapper.state_dict())  # is no use
+        if rank == step % 3:
+            wrapper.module.towers[0][0].weight.requires_grad_(step % 2 == 0)  # nor is another module state
+        if rank == absent:
+            wrapper.finish_grad_sync()
+        else:
+            for micro in range(2):
+                with wrapper.no_sync() if micro == 0 else contextlib.nullcontext():
+                    x = data(5, 4, rank=rank, step=2 * step + micro, dtype=torch.float64)
+                    wrapper(x, uses[rank]).pow(2).sum().backward()
+        torch.testing.assert_close(statistics(wrapper.module), expected)
+    assert all(wrapper.module.towers[k][1].num_batches_tracked for k in range(3))

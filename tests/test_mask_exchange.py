@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.engine.mask_layout import highest_digits, is_same, lowest_digits, ranks_named, with_complement
 
 PATIENCE = timedelta(seconds=20)
 
@@ -33,7 +34,7 @@ class Threads:
         self.exchangers = [MaskExchanger(one.result(timeout=20)) for one in made]
 
     def exchange(self, *messages):
-        """What each rank gets for its `(digest, mask, extra)`, and the bytes that it sent."""
+        """What each rank gets for its `(digest, mask, more)`, and the bytes that it sent."""
         answers = [
             self._pool.submit(self._exchange, exchanger, message)
             for exchanger, message in zip(self.exchangers, messages, strict=True)
@@ -41,7 +42,8 @@ class Threads:
         return [answer.result(timeout=20) for answer in answers]
 
     def _exchange(self, exchanger, message):
-        exchange = exchanger.exchange(*message)
+        digest, mask, more = message
+        exchange = exchanger.exchange(digest, {"mask": mask, "more": more})
         answer = exchange.result()
         return answer, exchange.nbytes
 
@@ -70,8 +72,8 @@ def test_every_rank_gets_the_maximum(threads, digest, count, more, data):
     answers = threads.exchange(*((digest, mask, extra) for mask, extra in zip(masks, extras, strict=True)))
     for answer, nbytes in answers:
         assert answer.same
-        assert answer.mask == bytes(map(max, zip(*masks, strict=True)))
-        assert answer.extra == bytes(map(max, zip(*extras, strict=True)))
+        assert answer.fields["mask"] == bytes(map(max, zip(*masks, strict=True)))
+        assert answer.fields["more"] == bytes(map(max, zip(*extras, strict=True)))
         assert nbytes >= count + more
     assert len({nbytes for _, nbytes in answers}) == 1
 
@@ -89,10 +91,10 @@ def pair():
 def test_one_rank_with_another_digest_is_noticed_by_all_whatever_it_has(pair, count, odd):
     messages = [(bytes(16), b"\1\1\1", b"")] * 2
     messages[odd] = (bytes([5]) + bytes(15), bytes([1]) * count, b"")
-    assert [answer for answer, _ in pair.exchange(*messages)] == [(False, b"", b"")] * 2
+    assert [answer for answer, _ in pair.exchange(*messages)] == [(False, {})] * 2
     # They can go on.
     answers = pair.exchange((bytes(16), b"\1\0", b""), (bytes(16), b"\0\0", b""))
-    assert [answer.mask for answer, _ in answers] == [b"\1\0"] * 2
+    assert [answer.fields["mask"] for answer, _ in answers] == [b"\1\0"] * 2
 
 
 @settings(max_examples=25)
@@ -121,13 +123,12 @@ def test_a_long_mask_goes_in_one_message_from_the_second_time_on(monkeypatch):
     ranks.close()
 
 
-@pytest.mark.parametrize(("size", "messages"), [(48, 1), (49, 2)])
+@pytest.mark.parametrize(("size", "messages"), [(80, 1), (81, 2)])
 def test_a_mask_that_just_fits_goes_in_one_message(monkeypatch, size, messages):
     ranks, sent, all_reduce = Threads(2), [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: sent.append(args) or all_reduce(*args, **options))
-    assert all(
-        answer.mask == bytes([1]) * size for answer, _ in ranks.exchange(*[(bytes(16), bytes([1]) * size, b"")] * 2)
-    )
+    answers = ranks.exchange(*[(bytes(16), bytes([1]) * size, b"")] * 2)
+    assert all(answer.fields["mask"] == bytes([1]) * size for answer, _ in answers)
     assert len(sent) == 2 * messages
     ranks.close()
 
@@ -136,22 +137,38 @@ def test_a_mask_that_just_fits_goes_in_one_message(monkeypatch, size, messages):
 def test_done_tells_whether_the_answer_is_there_and_sends_what_did_not_fit(size):
     ranks = Threads(2)
     first, second = ranks.exchangers
-    early = first.exchange(bytes(16), bytes(size))
+    early = first.exchange(bytes(16), {"mask": bytes(size)})
     assert not early.done()  # the other rank has not started
-    late = second.exchange(bytes(16), bytes([1]) * size)
+    late = second.exchange(bytes(16), {"mask": bytes([1]) * size})
     end = time.monotonic() + 20
     while not early.done() & late.done() and time.monotonic() < end:
         pass
     assert early.done()
     assert late.done()
-    assert early.result() == late.result() == (True, bytes([1]) * size, b"")
+    assert early.result() == late.result() == (True, {"mask": bytes([1]) * size})
     ranks.close()
 
 
 def test_nothing_waits_before_the_result_is_asked_for(pair):
     first, second = pair.exchangers
-    early = first.exchange(bytes(16), b"\1\0")  # the other rank has not started
-    late = second.exchange(bytes(16), b"\0\0")
-    assert late.result() == early.result() == (True, b"\1\0", b"")
+    early = first.exchange(bytes(16), {"mask": b"\1\0"})  # the other rank has not started
+    late = second.exchange(bytes(16), {"mask": b"\0\0"})
+    assert late.result() == early.result() == (True, {"mask": b"\1\0"})
     assert early.done()
     assert late.done()
+
+
+@given(st.lists(st.sets(st.integers(0, 64_999), max_size=4), max_size=5))
+def test_the_lowest_rank_is_named_by_two_digits(users):
+    ranks = sorted(set().union(*users, {0}))
+    first = [highest_digits([rank in those for those in users], rank) for rank in ranks]
+    agreed = bytes(map(max, zip(*first, strict=True)))
+    second = [lowest_digits(agreed, [rank in those for those in users], rank) for rank in ranks]
+    named = ranks_named(agreed, bytes(map(max, zip(*second, strict=True))), default=-1)
+    assert named == [min(those, default=-1) for those in users]
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=3))
+def test_maxima_tell_whether_all_ranks_have_sent_the_same(digests):
+    sent = [with_complement(digest) for digest in digests]
+    assert is_same(bytes(map(max, zip(*sent, strict=True)))) == (len(set(digests)) == 1)

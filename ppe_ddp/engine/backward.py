@@ -85,7 +85,9 @@ class Backward:
         averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None once the graph task of this backward is gone.
         active: The number of ranks that contribute.
-        source: The first of them; its buffers are broadcast.
+        is_writer: Whether this rank has written buffers of each submodule that has any.
+        writers: The first digits of the ranks that have (``mask_layout.py``).
+        source: The first rank that contributes; it sends the buffers that no rank has written.
         buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
     """
 
@@ -107,6 +109,8 @@ class Backward:
         self.dropped = 0
         self.averaged = b""
         self.active = 0
+        self.is_writer: list[bool] = []
+        self.writers = b""
         self.source = 0
         self.buffers: dict[str, Tensor] = {}
         self.alive: Callable[[], object] = lambda: True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -25,14 +24,13 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
 
 
-def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> None:
-    """Overwrite ``tensors`` by those of one rank, on all ranks. All must call this with the same list.
+def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups) -> None:
+    """Overwrite ``tensors`` by those of the group's rank 0, on all ranks. All must call this with the same list.
 
     Args:
-        function: Does the broadcast; a function of the user's knows no other source than the group's rank 0.
+        function: Does the broadcast.
         tensors: Of any dtypes and devices; changed in place.
         groups: The process groups to communicate in.
-        source: The rank of the group whose tensors are sent.
 
     Raises:
         FunctionError: The function returned something that cannot be waited for.
@@ -41,7 +39,7 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
     """
     try:
         with torch.no_grad():
-            run(broadcasting(function, tensors, groups, source=source))
+            run(broadcasting(function, tensors, groups, sources=[0] * len(tensors)))
         groups.await_start()
     except Exception as error:
         instead = groups.fail(error, START)
@@ -50,12 +48,26 @@ def broadcast_all(function: BroadcastFunction, tensors: Iterable[Tensor], groups
         raise instead from error
 
 
-def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups: Groups, *, source: int = 0) -> Steps:
-    """:func:`broadcast_all` as a generator that yields before it waits."""
+def broadcasting(
+    function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups, *, sources: Sequence[int]
+) -> Steps:
+    """:func:`broadcast_all` as a generator that yields before it waits.
+
+    Args:
+        function: Broadcasts what rank 0 sends; it knows no other source, for which our own does it.
+        tensors: As there.
+        groups: As there.
+        sources: The rank of the group that sends each of ``tensors``; the same on every rank.
+    """
+    used, source = function, 0
     try:
-        send = partial(broadcast, source=source) if function is broadcast else function
-        pending = [(send(kind, groups.buckets), kind[0].device) for kind in _by_kind(tensors)]
-        for work, device in pending:
+        pending = []
+        for source, kind in _by_kind(tensors, sources):
+            used = broadcast if source else function
+            work = broadcast(kind, groups.buckets, source=source) if source else function(kind, groups.buckets)
+            pending.append((used, source, work, kind[0].device))
+        for message in pending:
+            used, source, work, device = message
             if is_waitable(work):
                 arriving = awaited_once(work, device)
                 yield probe(arriving)
@@ -66,19 +78,19 @@ def broadcasting(function: BroadcastFunction, tensors: Iterable[Tensor], groups:
                     "tensors in place and return None, or a Work or Future to wait for"
                 )
     except Exception as error:
-        if function is broadcast and isinstance(error, RuntimeError) and not isinstance(error, PeerAbortedError):
+        if used is broadcast and isinstance(error, RuntimeError) and not isinstance(error, PeerAbortedError):
             raise CommunicationError(
                 f"rank {groups.rank}: broadcasting from rank {source} failed: {error}. An error or a crash on "
                 "another rank ends here: look for the first traceback of all ranks."
             ) from error
-        annotate(error, f"in broadcast_function {name_of(function)} on rank {groups.rank}")
+        annotate(error, f"in broadcast_function {name_of(used)} on rank {groups.rank}")
         raise
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors grouped by dtype and device, in the order in which the kinds come along."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
+def _by_kind(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[int, list[Tensor]]]:
+    """Tensors grouped by source, dtype and device, in the order in which the kinds come along; each with its source."""
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor, source in zip(tensors, sources, strict=True):
         local = local_tensor(tensor).detach()
-        kinds.setdefault((local.dtype, local.device), []).append(local)
-    return list(kinds.values())
+        kinds.setdefault((source, local.dtype, local.device), []).append(local)
+    return [(source, kind) for (source, _, _), kind in kinds.items()]

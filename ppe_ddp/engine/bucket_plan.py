@@ -292,7 +292,6 @@ class Planner:
     def repack(self, packing: Packing) -> None:
         """Plan by ``packing`` from now on."""
         self.packing = packing
-        self._plans.clear()
         self._set_order(self.order)
 
     def __len__(self) -> int:
@@ -316,7 +315,6 @@ class Planner:
         keys = [guess[i] if position is None else position for i, position in enumerate(positions)]
         self._learned.update(i for i, position in enumerate(positions) if position is not None)
         self._set_order(sorted(range(count), key=lambda i: (keys[i], -i)))
-        self._plans.clear()
 
     @property
     def learned(self) -> list[int]:
@@ -327,10 +325,12 @@ class Planner:
         """Take an order that was learned before; every rank must pass the same."""
         self._learned = set(learned)
         self._set_order(list(order))
-        self._plans.clear()
 
     def _set_order(self, order: list[int]) -> None:
         self.order = order
+        self._plans.clear()
+        self.learned_digest = fingerprint([f"{order} {self.learned}"]).hex()
+        """Tells of the order, and of what in it was learned."""
         self.launch_triggers: set[int] = set()
         """The parameters at whose arrival the reducer launches the buckets that are ready: the large ones, and among
         the small ones some for each bucket."""

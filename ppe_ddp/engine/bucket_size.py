@@ -91,6 +91,11 @@ class BucketSizeMeasurement:
         self._backwards: list[tuple[int, int]] = []
         self.speed: MeasuredSpeed | None = None
 
+    @property
+    def count(self) -> int:
+        """The number of steps that were noted."""
+        return len(self._backwards)
+
     def after_step(self, recorder: Recorder) -> Steps:
         """Note one step; after the last of them measure the group, and agree. Every rank must run it to its end."""
         nbytes = sum(sum(one.nbytes) for one in recorder.rounds)

@@ -21,7 +21,8 @@ from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
 from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
-from ppe_ddp.engine.module_buffers import broadcasting_buffers
+from ppe_ddp.engine.mask_layout import highest_digits, lowest_digits, ranks_named
+from ppe_ddp.engine.module_buffers import BufferWrites, broadcasting_buffers, sources_of
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.shared_parameters import TOGETHER
@@ -74,6 +75,7 @@ class BucketSynchronizer(Synchronizer):
             options=policy.agreed,
         )
         self._dropped_forwards = DroppedForwards(groups.rank)
+        self._buffer_writes = BufferWrites()
         self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
@@ -105,6 +107,11 @@ class BucketSynchronizer(Synchronizer):
         """Bytes of the bucket buffers."""
         return self.gradients.buffers.nbytes
 
+    def check_module(self, module_state: ModuleState) -> None:
+        """Raise ValueError where ``module_state`` has parameters that cannot be synchronized from now on."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.indices_of(module_state)
+
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Synchronize the parameters of ``module_state`` from now on; gradients are accumulated on ``streams``."""
         if self.sharded_parameters is not None:
@@ -113,6 +120,7 @@ class BucketSynchronizer(Synchronizer):
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
+        self._buffer_writes.note_new(self.negotiation.buffers())
         self._finite = FiniteCheck(self._groups, module_state.names, is_enabled=bool(self._policy.check_finite))
         self._buckets = self._bucket_cache()
 
@@ -147,6 +155,10 @@ class BucketSynchronizer(Synchronizer):
                 "DistributedOptimizer",
                 "give the optimizer itself the parameters; its state is split over mesh['tp'] as they are",
             )
+            pairs = zip(self._module_state.names, self._module_state.parameters, strict=True)
+            frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
+            self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
+            self.negotiation.check()
             self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
             self.use_reduction(self.reduction, self._packing)
         return self.sharded_parameters
@@ -186,9 +198,14 @@ class BucketSynchronizer(Synchronizer):
                 backward.waiting[i] += _MORE_ARRIVALS
         with span("negotiate", enabled=self._policy.ranges):
             backward.buffers = self.negotiation.buffers()
-            apart = TOGETHER if backward.is_manual and backward.silent else backward.turn.apart
+            is_writer = self._buffer_writes.of(backward.buffers)
+            backward.is_writer = [False] * len(is_writer) if backward.silent else is_writer
             backward.exchange = self.negotiation.start(
-                local, not backward.silent, buffers=backward.buffers, apart=apart
+                local,
+                not backward.silent,
+                buffers=backward.buffers,
+                apart=TOGETHER if backward.is_manual and backward.silent else backward.turn.apart,
+                writers=highest_digits(backward.is_writer, self._groups.rank),
             )
         backward.recorder.asked_at = perf_counter_ns()
         backward.start_negotiating()
@@ -208,10 +225,10 @@ class BucketSynchronizer(Synchronizer):
         recorder.control_nbytes += backward.exchange.nbytes
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
-        statuses = answer.extra[: self._groups.world_size]
-        backward.active = sum(statuses)
-        backward.source = max(statuses.find(1), 0)
-        backward.turn.agree(answer.extra[self._groups.world_size :])
+        backward.active = sum(answer.statuses)
+        backward.source = max(answer.statuses.find(1), 0)
+        backward.writers = answer.writers
+        backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
@@ -256,14 +273,14 @@ class BucketSynchronizer(Synchronizer):
         recorder = backward.recorder
         recorder.vote_at = perf_counter_ns()
         self._finite.look(late.keys(), late.values())
-        vote = self._vote(late, pack_status(backward.aborted | self._finite.status, backward.dropped))
+        vote = self._vote(backward)
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
         yield from schedule.finish()
         yield vote.done
         outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
-        statuses = self._dropped_forwards.unpack(outcome.extra)
+        statuses = self._dropped_forwards.unpack(outcome.statuses)
         if any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, statuses)
             self._drop(backward, error)
@@ -274,7 +291,7 @@ class BucketSynchronizer(Synchronizer):
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
-        yield from self._broadcast_buffers(backward)
+        yield from self._broadcast_buffers(backward, outcome.writers)
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
@@ -295,18 +312,26 @@ class BucketSynchronizer(Synchronizer):
         self.clear_shards(set_to_none=True)
         logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
-    def _broadcast_buffers(self, backward: Backward) -> Steps:
-        function = self._policy.broadcast_buffers
-        if function is None or not backward.buffers:
+    def _broadcast_buffers(self, backward: Backward, writers: bytes) -> Steps:
+        """Broadcast each submodule's buffers from the lowest rank that has written them; ``writers`` are the votes."""
+        function, buffers = self._policy.broadcast_buffers, backward.buffers
+        if function is None or not buffers:
             return
+        sources = sources_of(buffers, ranks_named(backward.writers, writers, backward.source))
         if self._finishing_buffers is not None:
             yield from self._finishing_buffers(self._groups)
         elif backward.aborted:  # and this rank's module may be another since then
-            past = [buffer.clone() for buffer in backward.buffers.values()]
-            yield from broadcasting(function, past, self._groups, source=backward.source)
+            past = [buffer.clone() for buffer in buffers.values()]
+            yield from broadcasting(function, past, self._groups, sources=sources)
         else:
-            backward.buffers = {}
-            yield from broadcasting_buffers(function, self._module_state, self._groups, source=backward.source)
+            backward.buffers = buffers = {}
+            self._buffer_writes.release()
+            yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
+        self.note_buffers()
+
+    def note_buffers(self) -> None:
+        """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""
+        self._buffer_writes.note(self.negotiation.buffers())
 
     def put_back(self, backward: Backward) -> None:
         """The step has failed: make ``.grad`` what this rank has computed, bit by bit.
@@ -347,13 +372,15 @@ class BucketSynchronizer(Synchronizer):
         found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)
         return {i: gradient for i, gradient in found if gradient is not None}
 
-    def _vote(self, late: dict[int, Tensor], status: int) -> MaskExchange:
+    def _vote(self, backward: Backward) -> MaskExchange:
         """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
         mask = bytearray(self._nothing)
-        for i in late:
+        for i in backward.late:
             mask[i] = 1
+        status = pack_status(backward.aborted | self._finite.status, backward.dropped)
+        writers = lowest_digits(backward.writers, backward.is_writer, self._groups.rank)
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.negotiation.start(mask, status, is_vote=True)
+        return self.negotiation.start(mask, status, is_vote=True, writers=writers)
 
     def _hand_over(self, backward: Backward) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""

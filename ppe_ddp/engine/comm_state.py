@@ -106,6 +106,11 @@ class CommState:
         if self._offset is None:
             self._offset = self._steps - _count(groups)
 
+    @property
+    def agreed(self) -> list[str]:
+        """What the ranks must have in common of a state that was loaded, as text."""
+        return [f"{self._offset} steps ahead"] if self._offset else []
+
     def step(self, groups: Groups) -> int:
         """How many synchronized backwards came before the one that is under way in ``groups``."""
         return self.steps(groups) - 1

@@ -2,11 +2,10 @@
 
 The same message shows whether the ranks have the same parameters and options, and are in the same step.
 
-    digest (16)     complement of the digest (16)     one byte a parameter ...     extra bytes     padding
+    digest (16)     complement of the digest (16)     fields (mask_layout.py)     padding
 
-Every rank sends its digest and the bytewise complement: the maxima of the two are complements of one another
-only if all ranks sent the same. The length of the message changes only when all ranks know it, because a
-transport that gets messages of different lengths may end the process (gloo does).
+The length of the message changes only when all ranks know it, because a transport that gets messages of different
+lengths may end the process (gloo does).
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from torch import distributed as dist
 
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.event_log import watch
+from ppe_ddp.engine.mask_layout import is_same, with_complement
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 DIGEST = 16
 _CPU = torch.device("cpu")
 _HEADER = 2 * DIGEST
-_COMPLEMENT = bytes(255 - value for value in range(256))
 
 
 class AgreedMask(NamedTuple):
@@ -38,13 +37,11 @@ class AgreedMask(NamedTuple):
 
     Attributes:
         same: Whether every rank sent the same digest.
-        mask: The maximum over ranks of each parameter's byte; empty where the digests differ.
-        extra: The maximum over ranks of each extra byte; empty where the digests differ.
+        fields: The maximum over ranks of each byte of each field; empty where the digests differ.
     """
 
     same: bool
-    mask: bytes
-    extra: bytes
+    fields: Mapping[str, bytes]
 
 
 class MaskExchanger:
@@ -52,19 +49,18 @@ class MaskExchanger:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._capacity = 80
+        self._capacity = 112
         self._allocate = allocator(groups.control)
         self._idle: list[Tensor] = []
 
-    def exchange(self, digest: bytes, mask: bytes | bytearray, extra: bytes = b"") -> MaskExchange:
+    def exchange(self, digest: bytes, fields: Mapping[str, bytes]) -> MaskExchange:
         """Start one exchange; nothing waits until its ``result()`` is asked for.
 
         Args:
             digest: Sixteen bytes that must be the same on every rank.
-            mask: One byte a parameter; as long on every rank that has this digest.
-            extra: Further bytes; as long on every rank that has this digest.
+            fields: As many, in the same order and as long, on every rank that has this digest.
         """
-        return MaskExchange(self, digest, bytes(mask), extra)
+        return MaskExchange(self, digest, fields)
 
     def _send(self, message: Tensor) -> dist.Work | None:
         """Start the MAX all-reduce of ``message``, in place."""
@@ -90,15 +86,14 @@ class MaskExchanger:
 class MaskExchange:
     """One mask exchange, in flight."""
 
-    def __init__(self, exchanger: MaskExchanger, digest: bytes, mask: bytes, extra: bytes) -> None:
+    def __init__(self, exchanger: MaskExchanger, digest: bytes, fields: Mapping[str, bytes]) -> None:
         self._exchanger = exchanger
-        self._body = mask + extra
-        self._mask_size = len(mask)
+        self._sizes = {name: len(field) for name, field in fields.items()}
+        self._body = b"".join(fields.values())
         self._fits = _HEADER + len(self._body) <= exchanger._capacity
         self._is_body = False  # whether the message in flight is the body by itself
         message = bytearray(exchanger._capacity)
-        message[:DIGEST] = digest
-        message[DIGEST:_HEADER] = digest.translate(_COMPLEMENT)
+        message[:_HEADER] = with_complement(digest)
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
         self._message = exchanger._message_of(message)
@@ -135,10 +130,17 @@ class MaskExchange:
             body = reply
         else:
             self._exchanger._idle.append(self._message)
-            if not _are_same(reply):
-                return AgreedMask(False, b"", b"")
+            if not is_same(reply[:_HEADER]):
+                return AgreedMask(False, {})
             body = reply[_HEADER : _HEADER + len(self._body)]
-        return AgreedMask(True, body[: self._mask_size], body[self._mask_size :])
+        return AgreedMask(True, self._fields(body))
+
+    def _fields(self, body: bytes) -> dict[str, bytes]:
+        fields, start = {}, 0
+        for name, size in self._sizes.items():
+            fields[name] = body[start : start + size]
+            start += size
+        return fields
 
     def _send_body(self) -> bool:
         """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
@@ -149,7 +151,7 @@ class MaskExchange:
             return False
         if self._work is not None:
             self._work.wait()  # if it has failed, what came of it is no digest
-        if not _are_same(self._message.numpy().tobytes()):
+        if not is_same(self._message.numpy()[:_HEADER].tobytes()):
             return False
         self._is_body = True
         self._message = self._exchanger._message_of(bytearray(self._body))
@@ -184,8 +186,3 @@ class _FailedWork(dist.Work):
 
     def wait(self, timeout: object = None) -> bool:
         raise self._error
-
-
-def _are_same(reply: bytes) -> bool:
-    """Whether every rank has sent the same digest."""
-    return reply[:DIGEST].translate(_COMPLEMENT) == reply[DIGEST:_HEADER]

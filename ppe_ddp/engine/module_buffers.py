@@ -1,4 +1,7 @@
-"""Broadcasts a module's buffers after backward, without changing values that other autograd graphs still need.
+"""Broadcasts a module's buffers after backward, each from a rank that has written it, and spares autograd's graphs.
+
+Where a rank does not use a submodule (a tower, an expert), its buffers are as they were: those of a submodule come from
+the lowest rank that has written any of them since the last broadcast.
 
 Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
 or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
@@ -22,9 +25,12 @@ from ppe_ddp.engine.torch_internals import (
     preserve_versions,
     storage_users,
     tensor_users,
+    version_of,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
@@ -35,16 +41,65 @@ if TYPE_CHECKING:
     Place = tuple[nn.Module, str]
 
 
+class BufferWrites:
+    """Finds out which submodules' buffers this rank has written since they were last broadcast.
+
+    A write in place shows in torch's version of a tensor; one through ``.data`` does not.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Tensor | None, int]] = {}
+
+    def note(self, buffers: Mapping[str, Tensor]) -> None:
+        """These are the same on all ranks now: what is written from here on counts."""
+        self._known = {name: (buffer, _version(buffer)) for name, buffer in buffers.items()}
+
+    def note_new(self, buffers: Mapping[str, Tensor]) -> None:
+        """The module has these buffers now: note those that it did not have."""
+        known = self._known
+        self.note(buffers)
+        self._known |= {name: known[name] for name in known.keys() & buffers.keys()}
+
+    def release(self) -> None:
+        """Let go of the buffers themselves, as a broadcast looks at who refers to them."""
+        self._known = {name: (None, version) for name, (_, version) in self._known.items()}
+
+    def of(self, buffers: Mapping[str, Tensor]) -> list[bool]:
+        """Of each submodule that has some of ``buffers``, whether one was written or replaced."""
+        is_writer = dict.fromkeys(map(owner_of, buffers), False)
+        for name, buffer in buffers.items():
+            known, version = self._known.get(name, (None, -1))
+            if version != _version(buffer) or (known is not None and known is not buffer):
+                is_writer[owner_of(name)] = True
+        return list(is_writer.values())
+
+
+def owner_of(name: str) -> str:
+    """The name of the submodule that has the buffer ``name``."""
+    return name.rpartition(".")[0]
+
+
+def sources_of(names: Iterable[str], writers: Sequence[int]) -> list[int]:
+    """The rank that sends each buffer, by those that send each submodule's, in the order of the names."""
+    owners = [*map(owner_of, names)]
+    by_owner = dict(zip(dict.fromkeys(owners), writers, strict=True))
+    return [by_owner[owner] for owner in owners]
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else version_of(buffer)
+
+
 def broadcasting_buffers(
-    function: BroadcastFunction, module_state: ModuleState, groups: Groups, *, source: int
+    function: BroadcastFunction, module_state: ModuleState, groups: Groups, *, sources: Sequence[int]
 ) -> Steps:
-    """Give the buffers of ``module_state`` the values of one rank, step by step. All ranks must do this together.
+    """Give the buffers of ``module_state`` the values of other ranks, step by step. All ranks must do this together.
 
     Args:
         function: How to broadcast.
         module_state: Whose buffers.
         groups: The process groups to communicate in.
-        source: Whose values; a rank of the group.
+        sources: Of each buffer, the rank of the group whose values it gets.
 
     Raises:
         FunctionError: See :func:`broadcast_all`.
@@ -52,7 +107,7 @@ def broadcasting_buffers(
     """
     buffers = list(module_state.buffers().values())
     received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
-    yield from broadcasting(function, received, groups, source=source)
+    yield from broadcasting(function, received, groups, sources=sources)
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
         if not torch.equal(local_tensor(buffers[k]), local_tensor(received[k])):

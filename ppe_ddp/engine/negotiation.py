@@ -14,6 +14,7 @@ from ppe_ddp.engine.bucket_plan import Planner, fingerprint
 from ppe_ddp.engine.bucket_size import BucketSizeMeasurement
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.engine.mask_layout import by_rank, is_same, with_complement
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.shared_parameters import APART
 from ppe_ddp.errors import DisagreementError
@@ -39,13 +40,17 @@ class Agreement(NamedTuple):
 
     Attributes:
         mask: One byte a parameter: whether some rank has its gradient.
-        extra: The maximum over ranks of each further byte.
+        statuses: One byte a rank.
+        writers: The maxima of what was given for them.
+        apart: One byte a slot: whether some rank does not end it together with this one; empty in a vote.
         nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
     """
 
     mask: bytes
-    extra: bytes
-    nodes: bytes = b""
+    statuses: bytes
+    writers: bytes
+    apart: bytes
+    nodes: bytes
 
 
 class Negotiation:
@@ -65,12 +70,13 @@ class Negotiation:
         self._groups = groups
         self._exchanger = MaskExchanger(groups)
         self._default = self._packing = packing
+        self.planner = Planner((), packing)
         self._bucket_size = BucketSizeMeasurement(groups)
         self._negotiate = negotiate
         self._with_buffers = with_buffers
         self._place = "start"
         self._options = [f"options {options}"] if options else []
-        self._plugs: dict[str, str] = {}
+        self._plugs: dict[str, tuple[str, ...]] = {}
         self._buffer_lines: list[str] = []
         self._count = 0
         self._generation = groups.generation
@@ -78,29 +84,30 @@ class Negotiation:
         """Finds out on which node each gradient exists; None where that does not matter. The same on all ranks."""
 
     def use_module(self, module_state: ModuleState) -> None:
-        """Negotiate on the parameters of ``module_state`` from now on."""
+        """Negotiate on the parameters of ``module_state`` from now on; what was learned of the same ones stays."""
         self._module_state = module_state
-        self.planner = Planner(module_state.specs, self._packing)
+        if self.planner.specs != tuple(module_state.specs):
+            self.planner = Planner(module_state.specs, self._packing)
         self._digest = fingerprint(self._lines())
 
     def repack(self, packing: Packing) -> None:
         """Pack buckets by ``packing`` from now on."""
         self._default = packing
         self._repack(packing)
+        self._digest = fingerprint(self._lines())
 
     def _repack(self, packing: Packing) -> None:
         self._packing = packing
         self.planner.repack(packing)
-        self._digest = fingerprint(self._lines())
 
-    def use_plug(self, what: str, title: str) -> None:
-        """Hold the ranks to plug in the same, from the next exchange on.
+    def use_plug(self, what: str, *titles: str) -> None:
+        """Hold the ranks to have the same plugged in or set up, from the next exchange on.
 
         Args:
             what: What it does: ``"gradients averaged by"``.
-            title: What it is; empty for nothing that the ranks have to have in common.
+            *titles: What it is, a line each; empty for nothing that the ranks have to have in common.
         """
-        self._plugs[what] = title
+        self._plugs[what] = titles
         self._digest = fingerprint(self._lines())
 
     def check(self) -> None:
@@ -114,13 +121,13 @@ class Negotiation:
         place = f"a comparison of parameters after step {self._groups.step}"
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
-        agreement = self._exchanger.exchange(fingerprint(lines), b"", bytes([bool(expanded)])).result()
+        agreement = self._exchanger.exchange(fingerprint(lines), {"expanded": bytes([bool(expanded)])}).result()
         if not agreement.same:
             error = _disagreement(lines, self._groups)
             if error.is_of_places:  # the others are in a backward, and make new connections after such an error
                 self._groups.fail(error, "")
             raise error
-        if any(agreement.extra):
+        if any(agreement.fields["expanded"]):
             tables = all_gather_json(expanded, self._groups.control)
             rank, first = next((rank, table) for rank, table in enumerate(tables) if table)
             raise ValueError(
@@ -140,8 +147,9 @@ class Negotiation:
         buffers: Mapping[str, Tensor] | None = None,
         is_vote: bool = False,
         apart: bytes = APART,
+        writers: bytes = b"",
     ) -> MaskExchange:
-        """Start to find out which gradients exist on any rank, and the ``status`` of each rank.
+        """Start to find out which gradients exist on any rank, and the ``status`` of each rank: see ``mask_layout.py``.
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
@@ -150,6 +158,7 @@ class Negotiation:
             is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
                 where they do not negotiate.
             apart: What this rank does not end together with it (``shared_parameters.py``); votes do not say it.
+            writers: Digits of this rank, for each module whose buffers it has written.
         """
         groups = self._groups
         if self._generation != groups.generation:
@@ -158,24 +167,34 @@ class Negotiation:
             groups.step += 1
         groups.note(Activity.VOTE if is_vote else Activity.MASK)
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
-        statuses = bytearray(groups.world_size)
-        statuses[groups.rank] = status
         current = self._digest if is_vote else self._current_digest(local, buffers or {})
         digest = fingerprint([current.hex(), self._place])
-        extra = bytes(statuses if is_vote else statuses + apart)
+        fields = {"present": bytes(local)}
         if self.node_masks is not None:
-            local, second = self.node_masks.written(local)
-            extra += second
-        return self._exchanger.exchange(digest, local, extra)
+            fields["present"], fields["nodes"] = self.node_masks.written(local)
+        fields |= {"statuses": by_rank(status, groups.rank, groups.world_size), "writers": writers}
+        if not is_vote:
+            fields |= {"apart": apart, "learned": with_complement(self._learned())}
+        return self._exchanger.exchange(digest, fields)
 
     def _restart(self) -> None:
-        """Start over without the learned order and size: after a failure only some ranks may have learned them."""
+        """Start over with new connections: after a failure only some ranks may have learned something."""
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
+        self._forget()
+
+    def _learned(self) -> bytes:
+        """A digest of what this rank has learned, on which plans and what is learned next depend."""
+        planner, packing = self.planner, self._packing
+        sizes = f"{packing.bucket_bytes} {packing.measured} {self._bucket_size.count}"
+        return fingerprint([planner.learned_digest, f"{self._count} {sizes}"])
+
+    def _forget(self) -> None:
+        """Start over without what was learned, the order of arrival and the bucket size; all ranks do so together."""
         self._count = 0
         self._packing = self._default
         self._bucket_size = BucketSizeMeasurement(self._groups)
-        self.use_module(self._module_state)
+        self.planner = Planner(self._module_state.specs, self._packing)
 
     def finish(self, exchange: MaskExchange, local: bytes | bytearray) -> Agreement:
         """Wait for the result of :meth:`start`.
@@ -186,13 +205,15 @@ class Negotiation:
         agreed = exchange.result()
         if not agreed.same:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
-        if self.node_masks is None:
-            return Agreement(agreed.mask, agreed.extra)
-        specs = self._module_state.specs
-        sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
-        end = len(agreed.extra) - len(sizes)
-        mask, nodes = self.node_masks.read(agreed.mask, agreed.extra[end:], sizes)
-        return Agreement(mask, agreed.extra[:end], nodes)
+        fields = agreed.fields
+        if "learned" in fields and not is_same(fields["learned"]):
+            self._forget()  # one rank alone has listed its module anew, or loaded an order
+        mask, nodes = fields["present"], b""
+        if self.node_masks is not None:
+            specs = self._module_state.specs
+            sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
+            mask, nodes = self.node_masks.read(mask, fields["nodes"], sizes)
+        return Agreement(mask, fields["statuses"], fields["writers"], fields.get("apart", b""), nodes)
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""
@@ -222,7 +243,6 @@ class Negotiation:
         self._groups.failures.wait(work, sums.device)
         places, seen = sums.tolist()
         self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
-        self._digest = fingerprint(self._lines())
         recorder.control_nbytes += sums.nbytes
 
     def order_state(self) -> dict[str, Any]:
@@ -236,7 +256,7 @@ class Negotiation:
         }
 
     def load_order_state(self, state: Mapping[str, Any]) -> None:
-        """Plan buckets by an order that :meth:`order_state` gave; every rank must load the same.
+        """Plan buckets by an order that :meth:`order_state` gave, if every rank loads the same; else all begin anew.
 
         Parameters that it does not have come last.
         """
@@ -263,16 +283,16 @@ class Negotiation:
 
     def _lines(self, local: bytes | bytearray = b"") -> list[str]:
         """What all ranks must agree on, a line each."""
-        packing = self._packing
+        packing = self._default
         caps = ", ".join(str(size / 2**20) for size in (*packing.first_bytes, packing.bucket_bytes))
         lines = [f"parameter {spec.described()}" for spec in self._module_state.specs]
-        lines.extend(f"{what} {title or 'a function'}" for what, title in self._plugs.items())
+        plugs = ((what, title) for what, titles in self._plugs.items() for title in titles)
+        lines.extend(f"{what} {title or 'a function'}" for what, title in plugs)
         lines.append(
             f"bucket_cap_mb {caps} (alone from {packing.adopt_bytes} bytes, "
             f"fixed {packing.fixed}, by measurement {packing.measured}), negotiate_grads {self._negotiate}, "
             f"broadcast_buffers {self._with_buffers}"
         )
-        lines.append(f"order of arrival {self.planner.order}")
         lines.extend(self._options)
         lines.extend(self._buffer_lines)
         if not self._negotiate:

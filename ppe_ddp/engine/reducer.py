@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
@@ -27,10 +28,10 @@ from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -96,6 +97,16 @@ class Reducer(Generic[C]):
         self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
         self._user_grad_hooks = UserGradHooks(self._parameters)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
+
+    @contextmanager
+    def looking_at_module(self) -> Generator[None, None, None]:
+        """Tell the other ranks, which train on, of an error with which this one refuses its module."""
+        try:
+            yield
+        except (UnusableError, ValueError) as error:
+            self.synchronizer.begin_step()
+            self.abort(f"it cannot go on with its module: {error}")
+            raise
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""

@@ -291,7 +291,7 @@ class BufferSynchronizer(Synchronizer):
                 yield from repairs[-1][1].launch_all()
                 yield from repairs[-1][1].finish()
         statuses = [
-            dropped.unpack(outcome.extra) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
+            dropped.unpack(outcome.statuses) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
         ]
         self.step_status.collect(statuses, aborted_here=pending.backward.aborted)
         for reduction_group in self._reduction_groups:

@@ -196,8 +196,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
             groups.check()
         # A recovery comes first: in it the other ranks speak of the module as it was.
         if reducer.recover() and not state.module_state.is_current():
-            module_state = ModuleState(self.module)
-            self._check_unchanged(state.module_state, module_state)
+            with reducer.looking_at_module():
+                module_state = ModuleState(self.module)
+                self._check_unchanged(state.module_state, module_state)
             reducer.use_module(module_state)
             state.module_state = module_state
         reducer.before_forward()

@@ -127,6 +127,8 @@ class GradientBuffers:
                 gain=float(size) if sums else size / self.groups[0].world_size,
                 options=", ".join(filter(None, (options, own_function(setup.reduce_function)))),
             )
+            frozen = [repr(self.specs[i].name) for i in indices if not parameters[i].requires_grad]
+            reduction_group.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
             reduction_group.negotiation.check()
             reduction_groups.append(reduction_group)
         return reduction_groups

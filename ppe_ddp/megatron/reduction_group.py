@@ -106,6 +106,7 @@ class ReductionGroup:
         if isinstance(self.reduction, CompressorReduction):
             devices = {spec.name: spec.device for spec in self.module_state.specs}
             self.comm_state.load_state_dict(state, self.reduction.compressor, self.groups, devices)
+            self.negotiation.use_plug("a state of the compressor", *self.comm_state.agreed)
         elif state:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
 

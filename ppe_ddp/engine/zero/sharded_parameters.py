@@ -98,14 +98,18 @@ class ShardedParameters(ShardedModel):
     # ------------------------------------------------------------------ what the engine calls
 
     def use_module(self, module_state: ModuleState) -> None:
-        """Take gradients in the order of ``module_state`` from now on.
+        """Take gradients in the order of ``module_state`` from now on."""
+        self._last_mask = b"", b""
+        self._index = self.indices_of(module_state)
+
+    def indices_of(self, module_state: ModuleState) -> dict[int, int]:
+        """The index of the shards of each parameter that has some.
 
         Raises:
-            ValueError: It has a trainable parameter that had no shard so far, or one that has become another.
+            ValueError: There is a trainable parameter that had no shard so far, or one that has become another.
         """
-        self._last_mask = b"", b""
         known = {id(shard.parameter): k for k, shard in enumerate(self.shards)}
-        self._index: dict[int, int] = {}
+        found: dict[int, int] = {}
         for i, (parameter, spec) in enumerate(zip(module_state.parameters, module_state.specs, strict=True)):
             k = known.get(id(parameter))
             if k is None and not parameter.requires_grad:
@@ -116,7 +120,8 @@ class ShardedParameters(ShardedModel):
                     f"rank {self._groups.rank}: parameter {spec.described()} {change}, and the DistributedOptimizer "
                     "has shards of what there was: make the optimizer anew, on all ranks, after changing the module"
                 )
-            self._index[i] = k
+            found[i] = k
+        return found
 
     def with_shards(self, mask: bytes) -> bytes:
         """``mask`` without the gradients that frozen parameters still have: nobody updates those."""

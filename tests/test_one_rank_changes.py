@@ -1,0 +1,330 @@
+"""What one rank alone does to its module or wrapper decides no collective: training goes on with the right averages.
+
+Where it cannot, every rank has an error that names the rank, the parameter and the remedy.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, seeded
+from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError
+from ppe_ddp.compression import RandomK, WarmUp
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig
+from ppe_ddp.optim import DistributedOptimizer
+from rank_tests import on_two_ranks
+
+STEPS = 14  # the bucket size is chosen after ten
+WAYS = [(2, 0, 3, 1), (1, 4, 2), (3, 0)]  # not in the order of registration, so that there is an order to learn
+_KEPT = []
+
+
+def frozen(module, _):
+    module.layers[2].requires_grad_(False)
+
+
+def thawed(module, _):
+    module.requires_grad_(True)
+
+
+def replaced(module, _):
+    module.layers[0].weight = nn.Parameter(module.layers[0].weight.detach().clone())
+
+
+def moved(module, _):
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def grown_and_shrunk(module, wrapper):
+    module.more = nn.Linear(2, 2)
+    if wrapper is not None:
+        wrapper(data(5, 4), (0,))  # which sees it
+    del module.more
+
+
+def hooked(module, _):
+    _KEPT.append(module.layers[2].weight.register_hook(lambda gradient: 2 * gradient))
+    _KEPT.append(module.layers[1].register_full_backward_hook(lambda *_: None))
+    _KEPT.append(module.layers[0].weight.register_post_accumulate_grad_hook(lambda _: None))
+
+
+def unhooked(_module, _wrapper):
+    while _KEPT:
+        _KEPT.pop().remove()
+
+
+def with_sync_hook(_, wrapper):
+    if wrapper is not None:
+        _KEPT.append(wrapper.register_comm_hook(lambda _: None))
+
+
+def evaluated(module, wrapper):
+    module.eval()
+    if wrapper is not None:
+        wrapper.eval()
+        with torch.no_grad():
+            wrapper(data(5, 4), (0,))
+
+
+def trained(module, wrapper):
+    (wrapper or module).train()
+
+
+def loaded(module, wrapper):
+    (wrapper or module).load_state_dict({k: v.clone() for k, v in (wrapper or module).state_dict().items()})
+
+
+def order_loaded(_, wrapper):
+    if wrapper is not None:
+        state = wrapper.comm_state_dict()
+        state["buckets"]["order"].reverse()
+        wrapper.load_comm_state_dict(state)
+
+
+CHANGES = {
+    "freezes": [frozen],
+    "freezes and thaws": [frozen, thawed],
+    "toggles": [frozen, thawed, frozen, thawed, frozen],
+    "moves": [moved, moved],
+    "hooks": [hooked, unhooked],
+    "evaluates": [evaluated, trained],
+    "loads": [loaded],
+}
+OF_PLAIN = {
+    "grows and shrinks": [grown_and_shrunk],
+    "replaces": [replaced],
+    "adds a sync hook": [with_sync_hook, unhooked],
+    "loads an order": [order_loaded],
+}
+VARIANTS = [{}, {"bucket_cap_mb": 1e-4}, {"overlap": False}, {"gradient_as_bucket_view": False, "shared_memory": False}]
+
+
+def step(model, rank, number):
+    model(data(5, 4, rank=rank, step=number), WAYS[(rank + number) % len(WAYS)]).pow(2).sum().backward()
+
+
+def hold(changes, who, wrap, learn=lambda wrapper, means: None):
+    """Train, with `changes` on rank `who` alone in the middle of it, and hold the averages to those of one process.
+
+    Args:
+        changes: Each is called as `change(module, wrapper)`; without the wrapper in one process.
+        who: The rank.
+        wrap: Makes the wrapper, and what reads the averages.
+        learn: Called with them after each step.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wrapper, averages = wrap(seeded(Routes, 4, 5))
+    twins = [copy.deepcopy(seeded(Routes, 4, 5)) for _ in range(size)]
+    left = list(changes)
+    for number in range(STEPS):
+        if number in (3, 4, 6, 9, 12) and left:
+            change = left.pop(0)
+            change(twins[who], None)
+            if rank == who:
+                change(wrapper.module, wrapper)
+        for other, twin in enumerate(twins):
+            twin.zero_grad()
+            step(twin, other, number)
+        means = mean_of([gradients(twin) for twin in twins], size)
+        found = averages(number)
+        for name, mean in means.items():
+            assert (mean is None) == (found[name] is None), (number, name)
+            if mean is not None:
+                torch.testing.assert_close(found[name], mean, msg=lambda text, at=(number, name): f"{at}: {text}")
+    unhooked(None, None)
+
+
+def plain(options):
+    def wrap(module):
+        wrapper = DistributedDataParallel(module, **options)
+
+        def averages(number):
+            wrapper.zero_grad()
+            step(wrapper, dist.get_rank(), number)
+            assert_same_on_all_ranks(wrapper.module)
+            buckets = [bucket.parameters for bucket in wrapper.trace().buckets]
+            everywhere = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, buckets)
+            assert everywhere == [buckets] * len(everywhere)
+            return gradients(wrapper.module)
+
+        return wrapper, averages
+
+    return wrap
+
+
+def optimized(options):
+    def wrap(module):
+        wrapper = DistributedDataParallel(module, **options)
+        optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=1.0)
+
+        def averages(number):
+            optimizer.zero_grad()
+            before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+            step(wrapper, dist.get_rank(), number)
+            exists = {name: parameter.grad is not None for name, parameter in module.named_parameters()}
+            optimizer.step()
+            found = {
+                name: before[name] - parameter.detach() if exists[name] else None
+                for name, parameter in module.named_parameters()
+            }
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(before[name])
+            return found
+
+        return wrapper, averages
+
+    return wrap
+
+
+def megatron(options):
+    def wrap(module):
+        wrapper = MegatronDDP(None, DistributedDataParallelConfig(**options), module)
+
+        def averages(number):
+            wrapper.zero_grad_buffer()
+            step(wrapper, dist.get_rank(), number)
+            wrapper.finish_grad_sync()
+            names = [name for name, _ in module.named_parameters()]
+            agreed = set(wrapper.trace().agreed)
+            return {
+                name: parameter.main_grad.clone() if name in agreed else None
+                for name, parameter in zip(names, module.parameters(), strict=True)
+            }
+
+        return wrapper, averages
+
+    return wrap
+
+
+@pytest.mark.parametrize("kind", CHANGES | OF_PLAIN)
+@on_two_ranks
+def test_the_plain_wrapper(kind):
+    for number, options in enumerate(VARIANTS):
+        hold((CHANGES | OF_PLAIN)[kind], number % 2, plain(options))
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@on_two_ranks
+def test_a_distributed_optimizer(kind):
+    for options in VARIANTS[:3]:
+        hold(CHANGES[kind], 1, optimized(options))
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@on_two_ranks
+def test_megatrons_wrapper(kind):
+    for overlap in (True, False):
+        hold(CHANGES[kind], 1, megatron({"overlap_grad_reduce": overlap}))
+
+
+def grown(module):
+    module.more = nn.Linear(2, 2)
+
+
+def reshaped(module):
+    module.layers[1].bias = nn.Parameter(torch.ones(1))
+
+
+def transposed(module):
+    module.layers[1].weight.data = module.layers[1].weight.detach().t().contiguous().t()
+
+
+def lazy(module):
+    module.more = nn.LazyLinear(2)
+
+
+def hold_each_wrapper():
+    """The most of it in little time, for backends that take long."""
+    changes = [frozen, moved, thawed, loaded, frozen]
+    hold([frozen, grown_and_shrunk, thawed, replaced, frozen], 1, plain({}))
+    hold(changes, 1, optimized({}))
+    hold(changes, 1, megatron({"overlap_grad_reduce": True}))
+
+
+EVERYWHERE, HERE_ALONE = "every rank", "the rank itself; the others hear of it"
+REFUSALS = {
+    "a parameter of its own": (plain({}), grown, EVERYWHERE, "rank 1 has parameter 'more.weight'.*which rank 0 lacks"),
+    "another shape": (plain({}), reshaped, EVERYWHERE, "rank 1 has parameter 'layers.1.bias'.*where rank 0 has"),
+    "other strides": (plain({}), transposed, EVERYWHERE, "rank 1 has parameter 'layers.1.weight'.*memory formats"),
+    "a lazy parameter": (plain({}), lazy, HERE_ALONE, "parameter 'more.weight' is lazy.*run one forward"),
+    "shards": (optimized({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*make the optimizer anew"),
+    "buffers": (megatron({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*wrap the module again"),
+    "buffers, overlapped": (
+        megatron({"overlap_grad_reduce": True}),
+        grown,
+        HERE_ALONE,
+        "rank 1: parameter 'more.weight'.*wrap the module again",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+@on_two_ranks
+def test_where_it_cannot_go_on_every_rank_has_an_error(kind):
+    wrap, change, where, text = REFUSALS[kind]
+    rank, module = dist.get_rank(), seeded(Routes, 4, 5)
+    before = copy.deepcopy(module)
+    _, averages = wrap(module)
+    for number in range(2):
+        averages(number)
+    twins = [copy.deepcopy(before) for _ in range(2)]
+    layers = list(module.layers.parameters())
+    kept = [(parameter, parameter.data) for parameter in layers]
+    bias = module.layers[1].bias
+    if rank == 1:
+        change(module)
+    expected = DisagreementError if where == EVERYWHERE else (ValueError, UnusableError) if rank else PeerAbortedError
+    for number in (2, 3):
+        with pytest.raises(expected, match=text):
+            averages(number)
+    if rank == 1:  # it puts it right
+        module.layers[1].bias = bias
+        for parameter, values in kept:
+            parameter.data = values
+        if hasattr(module, "more"):
+            del module.more
+    for number in (4, 5):
+        found = averages(number)
+        for other, twin in enumerate(twins):
+            twin.zero_grad()
+            step(twin, other, number)
+        for name, mean in mean_of([gradients(twin) for twin in twins], 2).items():
+            assert (mean is None) == (found[name] is None)
+            if mean is not None:
+                torch.testing.assert_close(found[name], mean)
+
+
+@on_two_ranks
+def test_what_keeps_a_layout_is_made_of_the_same_trainable_parameters():
+    module = seeded(Routes, 4, 5)
+    module.layers[2].weight.requires_grad_(dist.get_rank() == 0)
+    text = "rank 1 has a parameter that was frozen when .*: 'layers.2.weight'"
+    wrapper = DistributedDataParallel(module)
+    with pytest.raises(DisagreementError, match=text):
+        DistributedOptimizer(torch.optim.SGD, wrapper, lr=1.0)
+    with pytest.raises(DisagreementError, match=text):
+        MegatronDDP(None, DistributedDataParallelConfig(), seeded(Routes, 4, 5) if dist.get_rank() == 0 else module)
+    module.layers[2].weight.requires_grad_(True)
+    DistributedOptimizer(torch.optim.SGD, wrapper, lr=1.0)
+    step(wrapper, dist.get_rank(), 0)
+
+
+@on_two_ranks
+def test_one_rank_loads_a_state_of_the_compressor():
+    """What it counts decides what a compressor sends: which elements, and when a warm-up is over."""
+    wrapper = DistributedDataParallel(seeded(Routes, 4, 5))
+    wrapper.register_comm_hook(WarmUp(RandomK(0.5), 4))
+    for number in range(3):
+        step(wrapper, dist.get_rank(), number)
+    if dist.get_rank():
+        state = wrapper.comm_state_dict()
+        wrapper.load_comm_state_dict({**state, "steps": state["steps"] + 1})
+    with pytest.raises(DisagreementError, match=r"rank 1 has a state of the compressor.* 1 steps ahead"):
+        step(wrapper, dist.get_rank(), 3)
