@@ -15,11 +15,11 @@ from ppe_ddp.engine.bucket_plan import Packing
 from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.reduction import HookReduction, annotate
-from ppe_ddp.engine.torch_internals import BufferCommHookLocation, preserve_versions
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import name_of
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.options import check_call
+from ppe_ddp.torch_internals import BufferCommHookLocation, preserve_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

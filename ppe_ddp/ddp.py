@@ -23,7 +23,6 @@ from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction
 from ppe_ddp.engine.sync_check import check_in_sync
 from ppe_ddp.engine.sync_policy import Policy
-from ppe_ddp.engine.torch_internals import call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
 from ppe_ddp.joining import DdpJoinHook, announce
@@ -31,6 +30,7 @@ from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.nested_tensors import Inputs, tensors_in
 from ppe_ddp.options import Options, check_arguments, check_ignored, first_given
+from ppe_ddp.torch_internals import call_uncompiled, is_in_join
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

@@ -18,8 +18,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.engine.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table
 from ppe_ddp.nested_tensors import mapped, tensors_in
+from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp.engine.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, rename_in_checkpoints, set_metadata
+from ppe_ddp.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, rename_in_checkpoints, set_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 # All private uses are here, each behind a named function, and their trials.
 INTERNALS = frozenset(
     {
-        "engine/torch_internals.py",
-        "engine/torch_internals_check.py",
-        "engine/module_internals_check.py",
+        "torch_internals.py",
+        "torch_internals_check.py",
         "backends/group_internals.py",
         "backends/group_internals_check.py",
     }

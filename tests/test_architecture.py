@@ -21,6 +21,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "errors",
     "waiting",
+    "torch_internals",
+    "torch_internals_check",
     "nested_tensors",
     "scaling",
     "contracts",

@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 from torch.utils import collect_env
 
+from ppe_ddp import torch_internals_check
 from ppe_ddp.backends import group_internals_check
 from ppe_ddp.backends.cupy_nccl.nccl_version import (
     NCCL_OF_SHARED_DEVICES,
@@ -28,7 +29,6 @@ from ppe_ddp.backends.cupy_nccl.nccl_version import (
     torch_nccl_text,
 )
 from ppe_ddp.cli.command_line import machine_facts, output, print_rows, told, versions, write_report
-from ppe_ddp.engine import torch_internals_check
 from ppe_ddp.launchers import detect
 
 __all__ = ["Candidate", "Libraries", "add_arguments", "candidates", "changes_of_torch", "find_libraries", "run"]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from ppe_ddp.torch_internals import let_skip_by_itself, skips_steps_by_itself
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -256,7 +258,7 @@ def _tell_of_skipped_steps(optimizer: Optimizer) -> None:
     Gradients are those of one rank, so one rank alone may skip a step, in which ``step()`` would not be called. A
     scaler calls ``step()`` in any case where the optimizer says that it skips by itself, as torch's fused ones do.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if skips_steps_by_itself(optimizer):
         return
     plain: Callable[..., Any] = optimizer.step
 
@@ -276,7 +278,7 @@ def _tell_of_skipped_steps(optimizer: Optimizer) -> None:
         finally:
             vars(self).update(given)
 
-    vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=True)
+    let_skip_by_itself(optimizer, MethodType(step, optimizer))
 
 
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:

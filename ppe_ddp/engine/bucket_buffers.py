@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
+from ppe_ddp.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

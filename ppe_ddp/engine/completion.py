@@ -29,8 +29,8 @@ import torch
 from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS
 from ppe_ddp.engine.shared_parameters import Turn, arrange
-from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.errors import CommunicationError
+from ppe_ddp.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

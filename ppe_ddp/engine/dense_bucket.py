@@ -16,8 +16,8 @@ import torch
 from ppe_ddp.contracts import Division, GradBucket, probe
 from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.bucket_buffers import sole_owner
-from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.scaling import scale
+from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

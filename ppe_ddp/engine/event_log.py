@@ -12,7 +12,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ppe_ddp.backends.work import Work
-from ppe_ddp.engine.torch_internals import is_future
+from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
     from collections.abc import Callable

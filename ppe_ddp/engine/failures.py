@@ -21,8 +21,8 @@ from torch import distributed as dist
 
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.engine.lost_ranks import LostRank
-from ppe_ddp.engine.torch_internals import is_future
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
     from ppe_ddp.backends.rank_store import BoundedStore

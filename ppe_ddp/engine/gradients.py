@@ -10,9 +10,9 @@ import torch
 
 from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.distributed_tensors import DistributedGradients, local_tensor
-from ppe_ddp.engine.torch_internals import storage_users
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.scaling import scale
+from ppe_ddp.torch_internals import storage_users
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -19,7 +19,7 @@ from torch import nn
 
 from ppe_ddp.engine.broadcasting import broadcasting
 from ppe_ddp.engine.distributed_tensors import local_tensor
-from ppe_ddp.engine.torch_internals import (
+from ppe_ddp.torch_internals import (
     buffer_table,
     only_writes_buffers,
     preserve_versions,

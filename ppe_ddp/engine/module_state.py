@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ppe_ddp.engine.bucket_plan import ParameterSpec
 from ppe_ddp.engine.distributed_tensors import is_distributed, local_tensor, placements_of
 from ppe_ddp.engine.strides import is_non_overlapping_and_dense
-from ppe_ddp.engine.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
+from ppe_ddp.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Collection

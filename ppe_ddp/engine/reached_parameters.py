@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ppe_ddp.engine.torch_internals import node_is_executed
+from ppe_ddp.torch_internals import node_is_executed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -26,9 +26,9 @@ from ppe_ddp.engine.gradient_arrivals import GradientArrivals
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
-from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
 from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
+from ppe_ddp.torch_internals import at_end_of_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.torch_internals import is_in_backward
+from ppe_ddp.torch_internals import is_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -15,7 +15,6 @@ from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.reducer import Reducer
-from ppe_ddp.engine.torch_internals import uncompiled
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import broadcast
@@ -25,6 +24,7 @@ from ppe_ddp.megatron.gradient_buffers import GradientBuffers
 from ppe_ddp.megatron.model_parallel import ModelParallel
 from ppe_ddp.megatron.signature import setup_of, showing_both_forms
 from ppe_ddp.nested_tensors import tensors_in
+from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.torch_internals import version_of
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
+from ppe_ddp.torch_internals import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ppe_ddp.engine.torch_internals import step_hooks
+from ppe_ddp.torch_internals import step_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

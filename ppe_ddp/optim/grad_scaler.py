@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch import distributed as dist
 
-from ppe_ddp.engine.torch_internals import is_scaler_check, without_torch_function
+from ppe_ddp.torch_internals import is_scaler_check, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ppe_ddp.engine.strides import is_non_overlapping_and_dense
-from ppe_ddp.engine.torch_internals import version_of
+from ppe_ddp.torch_internals import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

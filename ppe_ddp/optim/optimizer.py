@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ppe_ddp.engine.torch_internals import uncompiled
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import UnusableError
@@ -20,6 +19,7 @@ from ppe_ddp.optim.clipping import scale_to, total_norm
 from ppe_ddp.optim.flat_step import FlatStep
 from ppe_ddp.optim.grad_scaler import ScaleCheck, SharedScaleCheck
 from ppe_ddp.optim.master_weights import MasterWeight, MasterWeights
+from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

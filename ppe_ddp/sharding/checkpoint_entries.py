@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ppe_ddp.engine.torch_internals import holds_tensors
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import dump_plain
 from ppe_ddp.sharding.regions import ShardLayout, shape_of
+from ppe_ddp.torch_internals import holds_tensors
 
 _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
 # Wrappers put these into names; a checkpoint made without the wrapper, or with another one, lacks them.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from ppe_ddp.engine.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
 from ppe_ddp.sharding.distribution import LoadOptions, distribute
 from ppe_ddp.sharding.load_group import LoadGroup
+from ppe_ddp.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 
 if TYPE_CHECKING:
     import os

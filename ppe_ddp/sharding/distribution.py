@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ppe_ddp.engine.torch_internals import metadata_of, set_metadata
 from ppe_ddp.sharding.checkpoint_entries import (
     ExpectedEntry,
     SourceEntry,
@@ -29,6 +28,7 @@ from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.tensor_transfer import LoadTargets, TensorTransfer, device_for, refuse_meta
 from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, route_tensors
+from ppe_ddp.torch_internals import metadata_of, set_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ppe_ddp.engine.torch_internals import split_by, strided_shard
+from ppe_ddp.torch_internals import split_by, strided_shard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.torch_internals import chunk_cat
+from ppe_ddp.torch_internals import chunk_cat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ppe_ddp.engine.torch_internals import is_cast, is_foreach_zero, without_memory
 from ppe_ddp.errors import UnusableError
+from ppe_ddp.torch_internals import is_cast, is_foreach_zero, without_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

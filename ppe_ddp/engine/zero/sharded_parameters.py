@@ -22,7 +22,6 @@ from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.dense_bucket import reducible_in_place
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.torch_internals import without_torch_function
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.parameter_gather import UnitGather
@@ -31,6 +30,7 @@ from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
+from ppe_ddp.torch_internals import without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -309,6 +309,16 @@ def is_scaler_check(function: object) -> bool:
     return function is torch._amp_foreach_non_finite_check_and_unscale_
 
 
+def skips_steps_by_itself(optimizer: Optimizer) -> bool:
+    """Whether a ``GradScaler`` calls ``optimizer.step()`` in any case, with ``found_inf`` and ``grad_scale`` set."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def let_skip_by_itself(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Have a ``GradScaler`` call ``step`` in any case, in place of ``optimizer.step()``."""
+    vars(optimizer).update(step=step, _step_supports_amp_scaling=True)
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """While this is entered, subclasses of Tensor are handled as plain tensors."""
     disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
