@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ppe_ddp.compression.scaler_internals import tell_of_skipped_steps
 from ppe_ddp.engine.torch_internals import (
     CALL_ATTRIBUTES,
     CHECKPOINT_NAMES,
@@ -63,6 +64,17 @@ def _is_scaler_check() -> bool:
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     return any(map(is_scaler_check, seen)) and weight.item() == 1.0
+
+
+def _tells_of_skipped_steps() -> bool:
+    weight, skipped = nn.Parameter(torch.ones(1)), list[int]()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0), torch.optim.SGD([weight], lr=0.5)
+    tell_of_skipped_steps(optimizer, lambda: skipped.append(1))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)  # which divides by the scale here, and not in the scaler
+    vars(optimizer)["found_inf"] = torch.ones(())
+    optimizer.step()
+    return skipped == [1] and weight.item() == 0.5
 
 
 def _tables() -> bool:
@@ -225,4 +237,5 @@ MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),
     (is_scaler_check, _is_scaler_check),
+    (tell_of_skipped_steps, _tells_of_skipped_steps),
 )
