@@ -35,7 +35,6 @@ from ppe_ddp.torch_internals import (
     is_in_join,
     is_marked_ignored,
     is_scaler_check,
-    let_skip_by_itself,
     mark_ignored,
     metadata_of,
     node_is_executed,
@@ -45,11 +44,11 @@ from ppe_ddp.torch_internals import (
     preserve_versions,
     rename_in_checkpoints,
     set_metadata,
-    skips_steps_by_itself,
     split_by,
     step_hooks,
     storage_users,
     strided_shard,
+    tell_of_skipped_steps,
     tensor_users,
     uncompiled,
     unflatten,
@@ -456,19 +455,15 @@ def _uncompiled() -> bool:
     return bool(uncompiled(lambda: 1)() == call_uncompiled(lambda: 1))
 
 
-def _skips_steps_by_itself() -> bool:
-    stepped = []
-
-    class Skipping(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            stepped.append(bool(self.found_inf))
-
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer, scaler = Skipping([parameter], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0)
-    let_skip_by_itself(optimizer, optimizer.step)
-    scaler.scale(parameter.sum() * torch.inf).backward()
-    scaler.step(optimizer)
-    return skips_steps_by_itself(optimizer) and stepped == [True]
+def _tells_of_skipped_steps() -> bool:
+    weight, skipped = nn.Parameter(torch.ones(1)), list[int]()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0), torch.optim.SGD([weight], lr=0.5)
+    tell_of_skipped_steps(optimizer, lambda: skipped.append(1))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)  # which divides by the scale here, and not in the scaler
+    vars(optimizer)["found_inf"] = torch.ones(())
+    optimizer.step()
+    return skipped == [1] and weight.item() == 0.5
 
 
 _MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
@@ -486,5 +481,5 @@ _MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),
     (is_scaler_check, _is_scaler_check),
-    (skips_steps_by_itself, _skips_steps_by_itself),
+    (tell_of_skipped_steps, _tells_of_skipped_steps),
 )

@@ -7,17 +7,15 @@ parameter that no rank has changed costs nothing.
 
 from __future__ import annotations
 
-from functools import wraps
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from ppe_ddp.torch_internals import let_skip_by_itself, skips_steps_by_itself
+from ppe_ddp.torch_internals import tell_of_skipped_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -75,8 +73,8 @@ class OuterSteps:
             optimizer.register_step_post_hook(lambda *_: self.count()),
             *(one.register_load_state_dict_pre_hook(self._loaded) for one in ddp.module.modules()),
         ]
-        _tell_of_skipped_steps(optimizer)
         vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
+        tell_of_skipped_steps(optimizer, lambda: vars(optimizer)["outer_steps"].count())
 
     @property
     def module(self) -> nn.Module:
@@ -250,40 +248,3 @@ class _LoadedParameters:
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state_dict:
                 self.identities.add(id(parameter))
-
-
-def _tell_of_skipped_steps(optimizer: Optimizer) -> None:
-    """Let ``optimizer.step()`` be called, and do nothing but count, where a ``GradScaler`` skips the step.
-
-    Gradients are those of one rank, so one rank alone may skip a step, in which ``step()`` would not be called. A
-    scaler calls ``step()`` in any case where the optimizer says that it skips by itself, as torch's fused ones do.
-    """
-    if skips_steps_by_itself(optimizer):
-        return
-    plain: Callable[..., Any] = optimizer.step
-
-    @wraps(plain)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # Taken away meanwhile: torch's optimizers refuse them where they are not fused.
-        given: dict[str, Any] = {key: vars(self).pop(key) for key in ("found_inf", "grad_scale") if key in vars(self)}
-        found_inf, scale = given.get("found_inf"), given.get("grad_scale")
-        try:
-            if found_inf is None or not bool(found_inf):
-                if scale is not None:
-                    _unscale(self, scale)
-                return plain(*args, **kwargs)
-            if (outer_steps := vars(self).get("outer_steps")) is not None:
-                outer_steps.count()
-            return None
-        finally:
-            vars(self).update(given)
-
-    let_skip_by_itself(optimizer, MethodType(step, optimizer))
-
-
-def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
-    factor = scale.double().reciprocal().float()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
