@@ -461,8 +461,10 @@ def _tells_of_skipped_steps() -> bool:
     tell_of_skipped_steps(optimizer, lambda: skipped.append(1))
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)  # which divides by the scale here, and not in the scaler
-    vars(optimizer)["found_inf"] = torch.ones(())
-    optimizer.step()
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(weight.sum() * torch.inf).backward()
+    scaler.step(optimizer)
     return skipped == [1] and weight.item() == 0.5
 
 
