@@ -27,7 +27,7 @@ from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.torch_internals import at_end_of_backward
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, TorchChangedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -221,7 +221,11 @@ class Reducer(Generic[C]):
         """Begin the backward that runs on this thread; None if it reaches no parameter for this wrapper."""
         if arrived is not None and self.shared.is_for_another(self._parameters[arrived]):
             return None
-        reached = self._arrivals.expected(arrived)
+        try:
+            reached = self._arrivals.expected(arrived)
+        except TorchChangedError as error:
+            self.abort(str(error))
+            raise
         callback = self._end_callback()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
