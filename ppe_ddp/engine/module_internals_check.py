@@ -23,6 +23,7 @@ from ppe_ddp.engine.torch_internals import (
     child_table,
     in_backward_optimizers,
     is_compiled,
+    is_in_compiled_autograd,
     is_in_join,
     is_marked_ignored,
     is_scaler_check,
@@ -34,6 +35,7 @@ from ppe_ddp.engine.torch_internals import (
     set_metadata,
     step_hooks,
     uncompiled,
+    uncompiled_hook,
     without_torch_function,
 )
 
@@ -210,6 +212,13 @@ def _uncompiled() -> bool:
     return bool(uncompiled(lambda: 1)() == call_uncompiled(lambda: 1))
 
 
+def _uncompiled_hook() -> bool:
+    def hook() -> int:
+        return 1
+
+    return uncompiled_hook(hook) is hook and hook() == 1 and not is_in_compiled_autograd()
+
+
 MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (parameter_table, _tables),
     (nn.Module.__call__, _call_attributes),
@@ -224,5 +233,6 @@ MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (is_marked_ignored, _marks),
     (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),
+    (uncompiled_hook, _uncompiled_hook),
     (is_scaler_check, _is_scaler_check),
 )
