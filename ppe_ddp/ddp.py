@@ -27,7 +27,7 @@ from ppe_ddp.engine.torch_internals import call_uncompiled, is_in_join
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
 from ppe_ddp.inputs import Inputs
-from ppe_ddp.joining import DdpJoinHook, announce
+from ppe_ddp.joining import DdpJoinHook
 from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.nested_tensors import tensors_in
@@ -224,7 +224,6 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             reducer.synchronizer.begin_step()
         if reducer is not None and is_in_join(self):
             Join.notify_join_context(self)
-            announce(reducer, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
             self._hooks.buffers.before_forward(self._module_state.buffers())
         return self._inputs.to_device(args, kwargs)
