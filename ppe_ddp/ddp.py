@@ -25,7 +25,7 @@ from ppe_ddp.engine.sync_check import check_in_sync
 from ppe_ddp.engine.sync_policy import Policy
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
-from ppe_ddp.joining import DdpJoinHook, announce
+from ppe_ddp.joining import DdpJoinHook
 from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.nested_tensors import Inputs, tensors_in
@@ -53,7 +53,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     without that gradient counts as zero), the same on all of them, or None if no rank has it. Only gradients
     that exist on some rank are sent, while backward is still running. No flag is needed for a dynamic graph.
 
-    All ranks of the group must construct the wrapper together, over modules with the same parameters, and run
+    All ranks of the group must construct the wrapper together, over modules with the same parameters. Where
+    torch.distributed is not initialized yet, they meet in the first forward with gradients after it is. All must run
     the same number of synchronized backwards; a rank that has none in a step calls :meth:`finish_grad_sync`. One
     that skips it without, or goes on after its loss raised above the outputs of the module, is a step behind, which
     nobody can tell from a forward that was never meant to have a backward. So the ranks compare their numbers of
@@ -80,7 +81,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         TypeError: An unknown keyword (named with the nearest), torch's positional ``device_ids``, or a wrong function.
         ValueError: A lazy or expanded parameter, an expanded buffer, a DTensor that is distributed over the ranks
             that are averaged over, a wrapper, or contradictory arguments.
-        UnusableError: Several ranks were launched, and torch.distributed is not initialized.
+        UnusableError: A launcher has started several ranks, and torch.distributed is not initialized.
     """
 
     def __init__(
@@ -190,9 +191,10 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
         """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
         if self._reducer is None:
-            if not dist.is_initialized() or not self._is_copy:
+            if not dist.is_initialized():
                 return None
-            self._start(synchronize=False)
+            self._module_state = self._list_tensors()
+            self._start(synchronize=self._options.init_sync and not self._is_copy)
         reducer = self._reducer
         assert reducer is not None
         reducer.check()
@@ -225,7 +227,6 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             reducer.synchronizer.begin_step()
         if reducer is not None and is_in_join(self):
             Join.notify_join_context(self)
-            announce(reducer, synchronizes=synchronizes and reducer.enabled)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
             self._hooks.buffers.before_forward(self._module_state.buffers())
         return self._inputs.to_device(args, kwargs)
@@ -340,7 +341,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this rank does for the others after its inputs have ended (``Joinable``)."""
         return DdpJoinHook(
-            self._reducer,
+            self._reducer or self._ready(),
             self.module,
             divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
             before=self._ready,

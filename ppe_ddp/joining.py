@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.reducer import Reducer
 
 
-def announce(reducer: Reducer[BucketSynchronizer], *, synchronizes: bool) -> None:
-    """Tell the ranks that have joined whether this forward has a synchronized backward; does not wait."""
-    word = torch.tensor([int(synchronizes)])
-    dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control, async_op=True)
+def _announce(groups: Groups) -> None:
+    """Tell the ranks that have joined, before its first message, that a synchronization begins; does not wait."""
+    dist.all_reduce(torch.tensor([1]), dist.ReduceOp.MAX, group=groups.control, async_op=True)
 
 
-def _any_synchronizes(reducer: Reducer[BucketSynchronizer]) -> bool:
-    """The other side of :func:`announce`, on a rank that has joined."""
+def _any_announces(groups: Groups) -> bool:
+    """The other side of :func:`_announce`, on a rank that has joined; False at the end, when all have."""
     word = torch.tensor([0])
-    dist.all_reduce(word, dist.ReduceOp.MAX, group=reducer.groups.control)
+    dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control)
     return bool(word.item())
 
 
@@ -70,35 +71,37 @@ class DdpJoinHook(JoinHook):
         self._module = module
         self._before = before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-join")
-        self._step: Future[None] | None = None
+        self._listening: Future[None] | None = None
         if reducer is not None:
             reducer.synchronizer.scale_by_active = not divide_by_initial_world_size
+            reducer.synchronizer.announce = partial(_announce, reducer.groups)
 
     def main_hook(self) -> None:
-        """Take part in one synchronization of the other ranks, without gradients."""
-        self._wait_for_step()
-        if self._reducer is not None:
+        """Take part in the synchronizations of the other ranks from now on, however many a forward has."""
+        if self._listening is not None:
+            if self._listening.done():
+                self._listening.result()  # raises what has failed
+        elif self._reducer is not None:
             # On a thread, since several wrappers may have joined: the others finish theirs in another order.
-            self._step = self._thread.submit(self._take_part, self._reducer)
+            self._listening = self._thread.submit(self._listen, self._reducer)
 
-    def _take_part(self, reducer: Reducer[BucketSynchronizer]) -> None:
+    def _listen(self, reducer: Reducer[BucketSynchronizer]) -> None:
         self._before()
-        if _any_synchronizes(reducer):
+        while _any_announces(reducer.groups):
             reducer.finish(silent=True)
-
-    def _wait_for_step(self) -> None:
-        if self._step is not None:
-            self._step.result()
-            self._step = None
+            self._before()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that went on to the end."""
-        self._wait_for_step()
+        if self._listening is not None:
+            self._listening.result()
+        elif self._reducer is not None:
+            _any_announces(self._reducer.groups)  # no: those that listen may stop
         self._thread.shutdown()
         reducer = self._reducer
         if reducer is None:
             return
-        reducer.synchronizer.scale_by_active = False
+        reducer.synchronizer.scale_by_active, reducer.synchronizer.announce = False, None
         groups = reducer.groups
         last = torch.tensor([groups.rank if is_last_joiner else -1])
         dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)

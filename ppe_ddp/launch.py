@@ -134,7 +134,7 @@ def _unknown_keyword(name: str) -> str:
 
 
 def check_alone() -> None:
-    """Warn of a module that is trained alone, as torch.distributed is not initialized.
+    """Warn of a module that is trained alone while torch.distributed is not initialized.
 
     Raises:
         UnusableError: A launcher has started several ranks, each of which would train by itself.
@@ -149,7 +149,10 @@ def check_alone() -> None:
             "initialized, so that every rank would train by itself; call ppe_ddp.init_process_group() before wrapping "
             "the module"
         )
-    logger.warning("torch.distributed is not initialized: the module is not synchronized with any other")
+    logger.warning(
+        "torch.distributed is not initialized: the module is synchronized with no other before the first forward after "
+        "init_process_group()"
+    )
 
 
 def _default_backend(launcher: str) -> str:

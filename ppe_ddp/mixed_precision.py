@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.nested_tensors import mapped, tensors_in
-from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table
+from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,7 @@ class _CastParameters:
                 else:
                     parameter_table(owner)[key] = parameter
 
+    @uncompiled_hook
     def reinstall(self, _gradient: Tensor) -> None:
         """Put the copies in place until the backward that has come to an output is over, or has failed."""
         if not self._is_installed:
@@ -132,6 +133,7 @@ class _UntilEndOfBackward:
         self._copies = copies
         copies.install()
 
+    @uncompiled_hook
     def __call__(self) -> None:
         self._copies.remove()
 

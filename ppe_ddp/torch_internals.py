@@ -8,6 +8,7 @@ silence.
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import MethodType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
@@ -295,6 +297,23 @@ def uncompiled(function: _Function) -> _Function:
     """
     wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined,unused-ignore]
     return cast("_Function", wrapped)
+
+
+def uncompiled_hook(function: _Function) -> _Function:
+    """``function`` itself, which autograd calls and ``torch.compile`` leaves out, with all that it calls.
+
+    Where a whole step is compiled, its ``backward()`` runs with Dynamo active, which would compile every Python frame
+    that is new to it. This is a mark, and costs a call nothing; :func:`uncompiled` costs two frames and an import.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_in_compiled_autograd() -> bool:
+    """Whether the backward that runs now is compiled: its hooks are called by compiled code, after it was traced."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # takes two seconds to import
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 @uncompiled

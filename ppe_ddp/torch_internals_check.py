@@ -32,6 +32,7 @@ from ppe_ddp.torch_internals import (
     is_foreach_zero,
     is_future,
     is_in_backward,
+    is_in_compiled_autograd,
     is_in_join,
     is_marked_ignored,
     is_scaler_check,
@@ -51,6 +52,7 @@ from ppe_ddp.torch_internals import (
     tell_of_skipped_steps,
     tensor_users,
     uncompiled,
+    uncompiled_hook,
     unflatten,
     users_of_tensors,
     version_of,
@@ -460,12 +462,24 @@ def _tells_of_skipped_steps() -> bool:
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0), torch.optim.SGD([weight], lr=0.5)
     tell_of_skipped_steps(optimizer, lambda: skipped.append(1))
     step = optimizer.step
-    vars(optimizer)["step"] = lambda: told.append("found_inf" in vars(optimizer)) or step()
+
+    def called() -> None:
+        told.append("found_inf" in vars(optimizer))
+        step()
+
+    vars(optimizer)["step"] = called
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)  # which divides by the scale here, and not in the scaler
     vars(optimizer)["found_inf"] = torch.ones(())
     optimizer.step()
     return told == [True, True] and skipped == [1] and weight.item() == 0.5
+
+
+def _uncompiled_hook() -> bool:
+    def hook() -> int:
+        return 1
+
+    return uncompiled_hook(hook) is hook and hook() == 1 and not is_in_compiled_autograd()
 
 
 _MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
@@ -482,6 +496,7 @@ _MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (is_marked_ignored, _marks),
     (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),
+    (uncompiled_hook, _uncompiled_hook),
     (is_scaler_check, _is_scaler_check),
     (tell_of_skipped_steps, _tells_of_skipped_steps),
 )

@@ -3,6 +3,8 @@
 import failing
 import failing_shards
 import test_failed_steps as failed_steps
+import test_reached_parameters as reached_parameters
+import test_torch_join as torch_join
 from mpi_check_kit import check
 
 
@@ -39,3 +41,13 @@ def one_rank_fails_beside_megatrons_shards(way):
 @check("in_the_middle", "in_backward", ranks=3)
 def what_megatron_has_accumulated_is_as_it_was(way):
     failed_steps.test_what_was_accumulated_is_as_it_was.__wrapped__(way, overlap=True)
+
+
+@check(ranks=2)
+def ranks_join_with_no_sync_around_backward_alone():
+    torch_join.test_no_sync_around_backward_alone.__wrapped__((7, 4), {})
+
+
+@check(ranks=2)
+def a_torch_that_does_not_answer_is_named():
+    reached_parameters.test_a_torch_that_does_not_answer_is_named.__wrapped__({})

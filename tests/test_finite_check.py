@@ -1,13 +1,17 @@
 """`check_for_nan_in_grad`: NaN and infinity on one rank are named on all, or the step is skipped by all."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from library_warnings import library_warnings
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, NonFiniteGradientError
+from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
@@ -166,3 +170,45 @@ class Mixed(nn.Module):
     def forward(self, broken):
         scale = {name: float("inf") if name == broken else 1.0 for name in ("in_single", "in_half", "in_double")}
         return sum((parameter * scale[name]).sum().double() for name, parameter in self.named_parameters())
+
+
+class Elsewhere(torch.Tensor):
+    """Stands in for a tensor on another device, where there is none: what it is computed with has to be there, too."""
+
+    @staticmethod
+    def __new__(cls, values):
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="cuda:0")
+        made.values_here = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        is_list = "_foreach" in str(func)  # whose tensors are computed one by one
+        if not is_list and len({tensor.device for tensor in tensors}) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        here = tree_map_only(Elsewhere, lambda tensor: tensor.values_here, (args, kwargs or {}))
+        results = func(*here[0], **here[1])
+        if is_list:
+            return [Elsewhere(r) if type(t) is Elsewhere else r for r, t in zip(results, tensors, strict=True)]
+        return tree_map_only(torch.Tensor, Elsewhere, results)
+
+
+@pytest.mark.parametrize("size", [4, 40_000])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_gradients_on_two_devices(broken, together, size):
+    values = [torch.ones(size), torch.ones(size)]
+    if broken is not None:
+        values[broken][1] = float("inf")
+    gradients = [values[0], Elsewhere(values[1])]
+    check = FiniteCheck(SimpleNamespace(rank=0, world_size=1), ["here", "there"], is_enabled=True)
+    check.begin()
+    if together:
+        check.look([0, 1], gradients)
+    else:
+        check.look([0], gradients[:1])
+        check.look([1], gradients[1:])
+    assert check.status == (0 if broken is None else NON_FINITE)
+    if broken is not None:
+        assert f"rank 0 in {['here', 'there'][broken]!r} (" in str(check.error_alone())

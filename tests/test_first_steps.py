@@ -1,5 +1,6 @@
 """What somebody who is new here runs into: each mistake is an error that names it and says what to do."""
 
+import copy
 import datetime
 import sys
 
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ppe_ddp
 from library_warnings import library_warnings
-from one_process import data
+from one_process import assert_gradients, data, mean_gradients, square
 from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, UnusableError
 from ppe_ddp.cli import doctor
 from ppe_ddp.launch import check_backend
@@ -40,6 +41,43 @@ def test_who_is_alone_is_warned(variables, monkeypatch):
     with library_warnings() as texts:
         DistributedDataParallel(nn.Linear(1, 1))
     assert "torch.distributed is not initialized" in "".join(texts)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize("first", ["forward", "no sync", "finish", "join", "copy"])
+@on_two_ranks
+def test_a_wrapper_that_was_made_before_the_ranks_met(first, options, tmp_path):
+    # As in a notebook, or by torch.multiprocessing.spawn; each rank has weights of its own at first.
+    rank, hooked = dist.get_rank(), []
+    dist.destroy_process_group()
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model = DistributedDataParallel(module, **options)
+    module[0] = nn.Linear(4, 3)
+    model.register_comm_hook(hooked.append)
+    model(torch.randn(5, 4)).sum().backward()
+    model.zero_grad()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+    if first == "copy":
+        model = copy.deepcopy(model)
+    if first == "no sync":
+        with model.no_sync():
+            square(model, rank)
+        model.zero_grad()
+    if first == "join":
+        with model.join():
+            for step in range(rank):
+                square(model, rank, step)
+        model.check_in_sync()
+        return
+    if first == "finish" and rank == 1:
+        model.finish_grad_sync()  # without a forward
+    else:
+        square(model, rank)
+    assert hooked
+    model.check_in_sync()
+    assert_gradients(
+        model.module, mean_gradients(model.module, lambda m, r: None if first == "finish" and r else square(m, r))
+    )
 
 
 @on_two_ranks

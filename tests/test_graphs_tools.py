@@ -1,5 +1,6 @@
 """PyTorch's own tools around and inside of the wrapper: functional calls, autocast, compile, copies."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.func import functional_call
 
 from one_process import (
@@ -22,7 +24,7 @@ from one_process import (
     seeded,
     square,
 )
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError
 from ppe_ddp.engine.group_handle import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
@@ -172,6 +174,55 @@ def test_compile_outside_in_a_larger_function():
             compiled(data(5, 4), dist.get_rank()).backward()
         wrapper.zero_grad()
         compiled(data(5, 4), dist.get_rank()).backward()
+        assert_gradients(module, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"overlap": False}], ids=str)
+@on_two_ranks
+def test_compile_a_whole_step_with_its_backward(options):
+    # Stochastic depth, or experts: the graph of each step and rank is another.
+    torch._dynamo.reset()
+    rank, module = dist.get_rank(), seeded(Parts)
+    wrapper = DistributedDataParallel(module, **options)
+
+    def step(model, x, more, way: int, other: int):
+        with model.no_sync() if model is wrapper else contextlib.nullcontext():
+            model(more, other).pow(2).sum().backward()
+        loss = model(x, way).pow(2).sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(lambda *arguments: step(wrapper, *arguments), backend="eager")
+
+    def arguments(r, k):
+        return data(5, 4, rank=r, step=2 * k), data(5, 4, rank=r, step=2 * k + 1), (r + k) % 3, k % 2
+
+    for k in range(3):
+        expected = mean_gradients(module, lambda m, r, k=k: step(m, *arguments(r, k)))
+        wrapper.zero_grad()
+        compiled(*arguments(rank, k))
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=str)
+@on_two_ranks
+def test_compiled_autograd_is_refused_by_name_on_all_ranks(options):
+    rank, module = dist.get_rank(), seeded(mlp, 4, 4, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    expected = mean_gradients(module, square)
+    for culprits in [[0, 1], [1]]:
+        is_compiled = rank in culprits
+        wrapper.zero_grad()
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")) if is_compiled else contextlib.nullcontext(),
+            pytest.raises(UnusableError if is_compiled else PeerAbortedError, match="compiled autograd has compiled"),
+        ):
+            square(wrapper, rank)
+        wrapper.zero_grad()
+        square(wrapper, rank)
         assert_gradients(module, expected)
     torch._dynamo.reset()
 

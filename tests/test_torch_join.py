@@ -1,6 +1,7 @@
 """Uneven numbers of steps: torch's Join protocol, and synchronization without a backward."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -123,6 +124,54 @@ def test_no_sync_inside_a_join():
             wrapper.zero_grad()
             step(wrapper, rank, k, wrapper.no_sync)
             assert_gradients(module, mean_of(tables, 2))
+
+
+def accumulate(model, count, rank):
+    """As docs/training.md does it: `no_sync()` is around backward alone, and the last of `count` is synchronized."""
+    for k in range(count):
+        loss = model(data(5, 4, rank=rank, step=k)).pow(2).sum()
+        with model.no_sync() if k + 1 < count and isinstance(model, DistributedDataParallel) else nullcontext():
+            loss.backward()
+
+
+def twice(model, count, rank):
+    """Two synchronized backwards a forward; one for two forwards, too."""
+    for k in range(count):
+        x, more = data(5, 4, rank=rank, step=k), data(5, 4, rank=rank, step=k + 100)
+        output = model(x)
+        output.pow(2).sum().backward(retain_graph=True)
+        output.sum().backward()
+        (model(x) * model(more)).sum().backward()
+
+
+@pytest.mark.parametrize("counts", [(4, 7), (7, 4)], ids=str)
+@each_variant
+@on_two_ranks
+def test_no_sync_around_backward_alone(counts, options):
+    # What counts is where backward() is called, which no forward knows.
+    module, rank = seeded(mlp, 4, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module, **options)
+    for _ in range(2):
+        expected = mean_gradients(module, lambda model, r: accumulate(model, counts[r], r))
+        wrapper.zero_grad()
+        with wrapper.join():
+            accumulate(wrapper, counts[rank], rank)
+        assert_gradients(module, expected)
+    assert_same_parameters(module)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_two_ranks
+def test_uneven_numbers_of_steps_with_several_synchronizations(shared_memory):
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
+    with wrapper.join():
+        for _ in range(1 + 2 * rank):
+            wrapper.zero_grad()
+            twice(wrapper, 1, rank)
+    wrapper.zero_grad()
+    square(wrapper, rank)
+    assert_gradients(module, mean_gradients(module, square))
 
 
 @on_two_ranks

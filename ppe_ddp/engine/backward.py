@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.shared_parameters import Turn
 from ppe_ddp.engine.trace import Recorder
+from ppe_ddp.torch_internals import uncompiled_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -195,6 +196,7 @@ class EndOfBackward:
         self._then = then
         self.backward: Backward | None = None
 
+    @uncompiled_hook
     def __call__(self) -> None:
         """Called by autograd: the graph task is done."""
         if self.backward is not None:

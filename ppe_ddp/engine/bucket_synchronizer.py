@@ -79,6 +79,8 @@ class BucketSynchronizer(Synchronizer):
         self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
+        self.announce: Callable[[], None] | None = None
+        """Called before this rank's first message of a synchronization, for ranks that wait for one (``join()``)."""
         self.sharded_parameters: ShardedParameters | None = None
         """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
 
@@ -185,6 +187,8 @@ class BucketSynchronizer(Synchronizer):
             return
         if self._groups.is_closed:
             self.renew()
+        if self.announce is not None and not backward.recorder.asked_at and (backward.aborted or not backward.silent):
+            self.announce()
         reached = backward.waiting or self._nothing
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:

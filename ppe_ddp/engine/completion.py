@@ -30,7 +30,7 @@ from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS
 from ppe_ddp.engine.shared_parameters import Turn, arrange
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.torch_internals import at_end_of_backward
+from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -201,6 +201,7 @@ class _AfterCallbacks:
     def __init__(self) -> None:
         self.completions: list[Completion] = []
 
+    @uncompiled_hook
     def __call__(self) -> None:
         Completion._threads.last = lambda: None  # a backward inside one of the steps has an end of its own
         finish_and_conclude(self.completions)

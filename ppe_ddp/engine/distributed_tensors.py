@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.torch_internals import uncompiled_hook
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -53,6 +55,7 @@ def redistribute_gradients(parameter: Any) -> RemovableHandle:
     return handle
 
 
+@uncompiled_hook
 def _redistributed(placements: Any, gradient: Any) -> Any:
     if not is_distributed(gradient) or tuple(gradient.placements) == tuple(placements):
         return None

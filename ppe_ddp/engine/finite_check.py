@@ -70,12 +70,15 @@ class FiniteCheck:
         self._looked += present.items()
         totals = _totals(list(present.values()))
         self._totals += totals
-        if totals[0].device.type != "cpu":  # the vote may be on another stream
+        if any(total.device.type != "cpu" for total in totals):  # the vote may be on another stream
             self._decide()
 
     def _decide(self) -> None:
         """Find out which of the gradients that were looked at are not finite."""
-        if self._totals and not bool(torch.stack(self._totals).sum().isfinite()):
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for total in self._totals:
+            by_device.setdefault(total.device, []).append(total)
+        if not all(bool(torch.stack(totals).sum().isfinite()) for totals in by_device.values()):
             self._found.update(i for i, values in self._looked if not bool(values.isfinite().all()))
         self._forget()
 

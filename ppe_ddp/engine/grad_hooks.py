@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ppe_ddp.engine.distributed_tensors import is_distributed, redistribute_gradients
-from ppe_ddp.torch_internals import in_backward_optimizers, post_accumulate_hooks, without_torch_function
+from ppe_ddp.torch_internals import (
+    in_backward_optimizers,
+    post_accumulate_hooks,
+    uncompiled_hook,
+    without_torch_function,
+)
 
 if TYPE_CHECKING:
     import weakref
@@ -188,6 +193,7 @@ class _DeferredHook:
     def __init__(self, hook: PostHook) -> None:
         self.hook = hook
 
+    @uncompiled_hook
     def __call__(self, parameter: nn.Parameter) -> None:
         if not any(owner.is_synchronizing for owner in _owners(parameter)):
             self.hook(parameter)

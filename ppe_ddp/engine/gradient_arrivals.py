@@ -49,12 +49,17 @@ class GradientArrivals:
 
         Args:
             arrived: One whose gradient it has accumulated already.
+
+        Raises:
+            TorchChangedError: Autograd refuses to answer, although there is a gradient that has arrived.
         """
-        reached = self._reached.indices()
-        if arrived is None or reached:
+        if arrived is None:
+            return self._reached.indices()
+        if reached := self._reached.indices(has_accumulated=True):
             return reached
         self.refresh(self._everything)  # our nodes were not those that autograd uses
-        return self._reached.indices()
+        # The graph may be older than a cast, and have other nodes: what else it brings comes late, and is repaired.
+        return self._reached.indices(has_accumulated=True) or [arrived]
 
     def refresh(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ppe_ddp.errors import TorchChangedError
 from ppe_ddp.torch_internals import node_is_executed
 
 if TYPE_CHECKING:
@@ -33,14 +34,25 @@ class ReachedParameters:
                     # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
                     self._nodes[i] = get_gradient_edge(self._parameters[i]).node
 
-    def indices(self) -> list[int]:
+    def indices(self, *, has_accumulated: bool = False) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
 
-        Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints).
-        Empty for ``autograd.grad``, which accumulates nothing.
+        Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints), or by a node
+        that a parameter had before it was cast. Empty for ``autograd.grad``, which accumulates nothing.
+
+        Args:
+            has_accumulated: Whether the graph task has accumulated a gradient already.
+
+        Raises:
+            TorchChangedError: It has, and autograd refuses to answer, which it does to ``autograd.grad`` alone.
         """
         is_executed = self._is_executed
         try:
             return [i for i, node in self._nodes.items() if is_executed(node)]
-        except RuntimeError:
-            return []  # autograd.grad on the parameters themselves
+        except RuntimeError as error:
+            if not has_accumulated:
+                return []  # autograd.grad on the parameters themselves
+            raise TorchChangedError(
+                "node_is_executed: this version of torch does not tell in a backward which parameters it will reach "
+                f"({error}); use a version that CONTRIBUTING.md names, and see `python -m ppe_ddp doctor`"
+            ) from error

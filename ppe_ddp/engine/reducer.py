@@ -27,8 +27,14 @@ from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.engine.unused_forwards import ForwardCounter
-from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward
+from ppe_ddp.errors import (
+    CommunicationError,
+    NonFiniteGradientError,
+    PeerAbortedError,
+    TorchChangedError,
+    UnusableError,
+)
+from ppe_ddp.torch_internals import at_end_of_backward, is_in_compiled_autograd, uncompiled_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -163,6 +169,7 @@ class Reducer(Generic[C]):
                     self.shared.end_callback = self._end_callback
 
     @staticmethod
+    @uncompiled_hook
     def _on_grad_accumulated(owner: weakref.ref[Reducer[C]], index: int, _parameter: nn.Parameter) -> None:
         """Called by autograd: the gradient of parameter ``index`` was accumulated in its ``.grad``."""
         if (self := owner()) is None:
@@ -232,7 +239,17 @@ class Reducer(Generic[C]):
         """Begin the backward that runs on this thread; None if it reaches no parameter for this wrapper."""
         if arrived is not None and self.shared.is_for_another(self._parameters[arrived]):
             return None
-        reached = self._arrivals.expected(arrived)
+        try:
+            if is_in_compiled_autograd():
+                raise UnusableError(
+                    f"rank {self.groups.rank}: compiled autograd has compiled this backward, and is not "
+                    "supported: turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the "
+                    "module, of the wrapper or of the whole step works without it"
+                )
+            reached = self._arrivals.expected(arrived)
+        except (TorchChangedError, UnusableError) as error:
+            self.abort(str(error))
+            raise
         callback = self._end_callback()
         if callback is None or callback.backward is not None:
             callback = EndOfBackward(self._end_of_backward)
@@ -411,6 +428,7 @@ class Reducer(Generic[C]):
             self._backward = None
 
 
+@uncompiled_hook
 def _on_end_of_graph_task(owner: weakref.ref[Reducer[C]], end_callback: object) -> None:
     # Where a traceback has kept it until Python ends, a thread to tell the others by would never start.
     if (self := owner()) is not None and not sys.is_finalizing():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ppe_ddp.torch_internals import is_in_backward
+from ppe_ddp.torch_internals import is_in_backward, uncompiled_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,6 +83,7 @@ class _OutputHook:
         self._on_backward = on_backward
         self._is_reached = is_reached
 
+    @uncompiled_hook
     def __call__(self, _gradient: Tensor) -> None:
         """Called by autograd: a backward has reached an output."""
         self._is_reached = True
