@@ -479,7 +479,10 @@ def _uncompiled_hook() -> bool:
     def hook() -> int:
         return 1
 
-    return uncompiled_hook(hook) is hook and hook() == 1 and not is_in_compiled_autograd()
+    import torch._dynamo.compiled_autograd  # which takes two seconds
+
+    marks = vars(uncompiled_hook(hook)).keys()
+    return hook() == 1 and marks <= vars(torch.compiler.disable(lambda: 1)).keys() and not is_in_compiled_autograd()
 
 
 _MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (

@@ -125,13 +125,12 @@ class ProgressEngine:
             arrived: Whether the wait is over.
             look: Called now and then; raises what ends the wait.
             seconds: How long at most; None for no limit.
-            nap: How long to sleep each time, in seconds; by default the core is only yielded at first.
+            nap: How long to sleep at least each time, in seconds; by default the core is only yielded at first.
 
         Returns:
             Whether it has arrived; False when the time was over before.
         """
-        start = 0.0
-        patient = not nap
+        start, least = 0.0, nap
         for spins in itertools.count(1):
             self.progress()
             if arrived():
@@ -147,8 +146,8 @@ class ProgressEngine:
                 start = start or now
                 if seconds is not None and now - start > seconds:
                     return bool(arrived())
-                if patient and now - start > self._patience:
-                    nap = min(max(_SHORTEST_NAP_SECONDS, (now - start) * _NAP_PART), _LONGEST_NAP_SECONDS)
+                if nap or now - start > self._patience:
+                    nap = max(least, min(max(_SHORTEST_NAP_SECONDS, (now - start) * _NAP_PART), _LONGEST_NAP_SECONDS))
         raise AssertionError("unreachable")
 
     def fence(self) -> None:
@@ -242,9 +241,15 @@ def network_thread(pid: int) -> ProgressThread:
     return ProgressThread(pid, "ppe_ddp-progress", long_nap=0.0002, short_nap=0.0002, rest_after=1)
 
 
-def paced(question: Callable[[], bool], seconds: float = _ASK_SECONDS) -> Callable[[], bool]:
-    """``question``, asked once in so many seconds at most: the store that it asks may be far, and all ranks ask it."""
-    asked = 0.0
+def paced(question: Callable[[], bool], seconds: float = _ASK_SECONDS, *, at_once: bool = True) -> Callable[[], bool]:
+    """``question``, asked once in so many seconds at most: the store that it asks may be far, and all ranks ask it.
+
+    Args:
+        question: What is asked.
+        seconds: Between two times.
+        at_once: Whether it is asked in the first call; else so many seconds after now.
+    """
+    asked = 0.0 if at_once else time.monotonic()
 
     def ask() -> bool:
         nonlocal asked

@@ -15,9 +15,8 @@ before them ends in the same order.
 
 from __future__ import annotations
 
-import itertools
+import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
@@ -31,6 +30,7 @@ from ppe_ddp.engine.failures import LOOK_SECONDS
 from ppe_ddp.engine.shared_parameters import Turn, arrange
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
+from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,23 +42,16 @@ Steps = Generator[Probe | None, None, None]
 """Yields a probe of what its next step waits for (None: that cannot be asked without waiting). It may be resumed at any
 time: the next step waits then."""
 
-_SPINS = 32  # polls before a core is given away
-_SHORTEST_NAP = 20e-6  # seconds
-_LONGEST_NAP = 500e-6
+_NAP = 50e-6  # seconds: a thread of the transport, or another rank, may need this core
 _ENDING_SECONDS = 1.0
 
 
 def ends_soon(is_done: Probe) -> bool:
     """Whether ``is_done`` becomes true within a second: after a failure, the other ranks' part may never come."""
-    end = time.monotonic() + _ENDING_SECONDS
     try:
-        while not is_done():
-            if time.monotonic() > end:
-                return False
-            time.sleep(_LONGEST_NAP)
+        return progress_engine(os.getpid()).wait_until(is_done, seconds=_ENDING_SECONDS, nap=_NAP)
     except RuntimeError:
-        pass  # another error is on its way to the user already
-    return True
+        return True  # another error is on its way to the user already
 
 
 def run(steps: Steps) -> None:
@@ -245,27 +238,18 @@ def conclude(completions: Sequence[Completion]) -> None:
 def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
     # Where there is a choice, let it be the same on every rank.
     waiting = sorted([*completions, *others], key=lambda completion: completion.groups.name)
-    pause = _Pause(max(completion.groups.timeout_seconds for completion in waiting))
+    seconds = max(completion.groups.timeout_seconds for completion in waiting)
+    late: CommunicationError | PeerAbortedError | None = None
     try:
         while not all(completion.is_over for completion in completions):
             waiting = [completion for completion in waiting if not completion.is_over]
-            ready = [completion for completion in waiting if completion.is_ready]
-            if not ready:
-                left = [one for one in waiting if one in completions and not one.turn.is_behind]
-                ready = [completion for completion in left if not completion.can_be_polled][:1]  # it waits by itself
-                if left and not ready and pause.is_over:
-                    # Not one after another: each would wait for the whole time.
-                    left[0].advance(error=pause.error(left[0].groups))
-                    continue
-            if not ready and pause.looks_for_failures():
-                ready = [completion for completion in waiting if completion.groups.has_failed]  # their waits raise
-            if not ready:
-                pause.sleep()
-                continue
+            left = [one for one in waiting if one in completions and not one.turn.is_behind]
+            ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:
                 completion.advance()
-            if not pause.is_over:
-                pause = _Pause(pause.seconds)
+            if left and not ready:  # at once: if each waited for the whole time, the times would add up
+                late = _late_error(left[0].groups, seconds) if late is None else _copy_of(late)
+                left[0].advance(error=late)
     except BaseException:
         for completion in completions:
             if not completion.is_over:
@@ -273,49 +257,43 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
         raise
 
 
-class _Pause:
-    """Between two polls: a thread of the transport, or another rank, may need this core."""
+def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], seconds: float) -> list[Completion]:
+    """Wait until some can go on: what they wait for has come or failed, or cannot be asked for; none after ``seconds``.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._since = time.monotonic()
-        self._look_at = self._since + LOOK_SECONDS
-        self._polls = itertools.count()
-        self._nap = _SHORTEST_NAP
-        self._found: CommunicationError | PeerAbortedError | None = None
+    Args:
+        waiting: All that are not over.
+        left: Those of them that are to be driven to their ends, and whose turn it is.
+        seconds: How long at most.
+    """
+    found: list[Completion] = []
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing has moved for ``seconds``."""
-        return time.monotonic() - self._since > self.seconds
+    def look_for_failures() -> bool:
+        found[:] = [completion for completion in waiting if completion.groups.has_failed]  # their waits raise
+        return bool(found)
 
-    def error(self, groups: Groups) -> Exception:
-        """What ends a wait, when the time is over: names the ranks that have not come to ``groups``.
+    has_failed = paced(look_for_failures, LOOK_SECONDS, at_once=False)
 
-        The others of the same backward get the same, as it takes half a second to find them.
-        """
-        if self._found is None:
-            what = f"several wrappers in one backward: none has moved for the group's timeout of {self.seconds:g} s"
-            self._found = groups.explained(CommunicationError("nothing has come"), what)
-            return self._found
-        again = CommunicationError(*self._found.args)
-        again.ranks = getattr(self._found, "ranks", ())
-        return again
+    def arrived() -> bool:
+        found[:] = [completion for completion in waiting if completion.is_ready]
+        if not found:
+            found[:] = [completion for completion in left if not completion.can_be_polled][:1]  # it waits by itself
+        return bool(found) or has_failed()
 
-    def looks_for_failures(self) -> bool:
-        """Whether it is time to look at what the other ranks have reported."""
-        is_time = time.monotonic() >= self._look_at
-        if is_time:
-            self._look_at = time.monotonic() + LOOK_SECONDS
-        return is_time
+    progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
+    return found
 
-    def sleep(self) -> None:
-        """Give the core away for a moment."""
-        if next(self._polls) < _SPINS:
-            time.sleep(0)
-            return
-        time.sleep(self._nap)
-        self._nap = min(2 * self._nap, _LONGEST_NAP)
+
+def _late_error(groups: Groups, seconds: float) -> CommunicationError | PeerAbortedError:
+    """What ends a wait when the time is over: names the ranks that have not come to ``groups``."""
+    what = f"several wrappers in one backward: none has moved for the group's timeout of {seconds:g} s"
+    return groups.explained(CommunicationError("nothing has come"), what)
+
+
+def _copy_of(error: CommunicationError | PeerAbortedError) -> CommunicationError:
+    """The same for another wrapper of the same backward, as it takes half a second to find the ranks."""
+    again = CommunicationError(*error.args)
+    again.ranks = getattr(error, "ranks", ())
+    return again
 
 
 def _always() -> bool:
