@@ -461,6 +461,7 @@ def _tells_of_skipped_steps() -> bool:
     weight, skipped, told = nn.Parameter(torch.ones(1)), list[int](), list[bool]()
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0), torch.optim.SGD([weight], lr=0.5)
     tell_of_skipped_steps(optimizer, lambda: skipped.append(1))
+    tell_of_skipped_steps(fused := torch.optim.SGD([weight], lr=0.5, fused=True), lambda: None)
     step = optimizer.step
 
     def called() -> None:
@@ -472,7 +473,7 @@ def _tells_of_skipped_steps() -> bool:
     scaler.step(optimizer)  # which divides by the scale here, and not in the scaler
     vars(optimizer)["found_inf"] = torch.ones(())
     optimizer.step()
-    return told == [True, True] and skipped == [1] and weight.item() == 0.5
+    return "step" not in vars(fused) and told == [True, True] and skipped == [1] and weight.item() == 0.5
 
 
 def _uncompiled_hook() -> bool:
