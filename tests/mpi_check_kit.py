@@ -96,7 +96,7 @@ def data(dtype, shape, seed, rank):
 
 
 def op_named(name, rank):
-    return dist._make_nccl_premul_sum(factor_of(rank)) if name == "PREMUL_SUM" else ReduceOp(getattr(ReduceOp, name))
+    return dist._make_nccl_premul_sum(0.5) if name == "PREMUL_SUM" else ReduceOp(getattr(ReduceOp, name))
 
 
 def options(made, op):
@@ -104,15 +104,11 @@ def options(made, op):
     return made
 
 
-def factor_of(rank):
-    return 0.5 * (rank + 1)
-
-
-def expected(tensors, name, *, is_nccl=False):
+def expected(tensors, name):
     """Reduce over the ranks in a dtype with room, and round to the tensors' own once; None where it means nothing."""
     dtype, size = tensors[0].dtype, len(tensors)
     number = dtype.is_floating_point or dtype.is_complex
-    if (name in ("BAND", "BOR", "BXOR") and number) or (name == "PREMUL_SUM" and not is_nccl):
+    if (name in ("BAND", "BOR", "BXOR") and number) or name == "PREMUL_SUM":
         return None
     if (name in ("MIN", "MAX") and dtype.is_complex) or (
         name == "AVG" and dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
@@ -125,8 +121,6 @@ def expected(tensors, name, *, is_nccl=False):
         return functools.reduce(getattr(torch, f"logical_{fold}"), tensors)
     wide = torch.complex128 if dtype.is_complex else torch.float64 if number else torch.int64
     parts = [tensor.to(wide) for tensor in tensors]
-    if name == "PREMUL_SUM":
-        parts = [part * factor_of(rank) for rank, part in enumerate(parts)]
     folds = {
         "PRODUCT": torch.mul,
         "MIN": torch.minimum,

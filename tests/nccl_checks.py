@@ -35,7 +35,7 @@ def wanted(tensors, name):
     if name == "AVG" and tensors[0].dtype in (torch.uint32, torch.uint64):
         total = sum(tensor.to(torch.int64) for tensor in tensors)
         return total.div(len(tensors), rounding_mode="trunc").to(tensors[0].dtype)
-    return expected(tensors, name, is_nccl=True)
+    return expected(tensors, name)
 
 
 def reductions(name, device="cpu", *, float8=True):

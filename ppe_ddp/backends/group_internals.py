@@ -1,6 +1,6 @@
 """The parts of torch that this library uses and torch does not promise: process groups, their stores and names.
 
-Nothing else in the package touches them (autograd, hooks and tensors have ``engine/torch_internals.py``). Each is a
+Nothing else in the package touches them (autograd, hooks and tensors have ``torch_internals.py``). Each is a
 function with the reason for it, and each has a trial in ``group_internals_check.py``, which `python -m ppe_ddp doctor`
 runs and a test. What can be told where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
 """
@@ -148,15 +148,6 @@ def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
 def source_of(message: Work) -> int:
     """The rank of its group that has sent a message, which has arrived; torch warns of the public name."""
     return int(message._source_rank())
-
-
-def premul_factor(op: Any, device: torch.device) -> float | torch.Tensor:
-    """By what a PREMUL_SUM multiplies each rank's numbers before it adds them: a number, or a tensor on ``device``.
-
-    Read from what is pickled of a ReduceOp, since no version of torch before 2.13 has an attribute for it.
-    """
-    factor: float | torch.Tensor = op.__getstate__()[1]
-    return factor.to(device) if isinstance(factor, torch.Tensor) else factor
 
 
 # ---------------------------------------------------------------------- making groups

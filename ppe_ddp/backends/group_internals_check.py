@@ -36,7 +36,6 @@ from ppe_ddp.backends.group_internals import (
     kept_with,
     nccl_options,
     new_group_named,
-    premul_factor,
     process_group_over,
     registered_groups,
     source_of,
@@ -191,12 +190,6 @@ def _source_of(_group: ProcessGroup) -> bool:  # a process cannot send to itself
     return source_of(message) == 3 and callable(dist.Work._source_rank)
 
 
-def _premul_factor(_group: ProcessGroup) -> bool:
-    made = [dist._make_nccl_premul_sum(factor) for factor in (2.0, torch.tensor([3.0]))]  # type: ignore[attr-defined]
-    number, tensor = (premul_factor(op, torch.device("cpu")) for op in made)
-    return bool(number == 2.0 and isinstance(tensor, torch.Tensor) and tensor.tolist() == [3.0])
-
-
 def _new_group_named(_group: ProcessGroup) -> bool:
     torchs = c10d.__dict__[NAMING]
     made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
@@ -283,7 +276,6 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (timeout_of, _timeout_of),
     (start_coalescing, _coalescing),
     (source_of, _source_of),
-    (premul_factor, _premul_factor),
     (new_group_named, _new_group_named),
     (backends_being_made, _backends_being_made),
     (creator_of, _creator_of),
