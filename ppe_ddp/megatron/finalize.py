@@ -19,8 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
-from ppe_ddp.megatron.model_parallel import ModelParallel
-from ppe_ddp.megatron.shared_weights import position_embedding, word_embedding
+from ppe_ddp.megatron.parallel_groups import ModelParallel, position_embedding, word_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
