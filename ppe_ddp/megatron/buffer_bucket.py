@@ -21,6 +21,7 @@ from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one
 from ppe_ddp.engine.dense_bucket import DenseBucket
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.reduction import FunctionReduction
+from ppe_ddp.engine.unused_forwards import DroppedForwards
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
@@ -58,6 +59,7 @@ class ReductionGroup:
     Attributes:
         negotiation: Agrees with the ranks of the group.
         reduction: Reduces a bucket.
+        dropped_forwards: Warns where the ranks differ in how many forwards had no backward.
         repairs: Plans the messages of a second round.
     """
 
@@ -79,6 +81,7 @@ class ReductionGroup:
         # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
         self.negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
         self.negotiation.use_module(module_state)
+        self.dropped_forwards = DroppedForwards(groups.rank)
         self.repairs = Planner(specs, _PACKING)
         self._comm_state = CommState()
         self._comm_state.begin(groups, module_state.specs)

@@ -29,7 +29,7 @@ from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
-from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
+from ppe_ddp.engine.unused_forwards import pack_status
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.megatron.buffer_bucket import is_finite
 
@@ -63,7 +63,7 @@ class BufferSynchronizer(Synchronizer):
         layout: The layout of the buffers.
         buckets: The buckets of the layout.
         gradients: The accumulated gradients.
-        specs: Of all parameters, with the dtypes of ``main_grad``.
+        specs: The specs of all parameters, with the dtypes of ``main_grad``.
         parameters: All parameters of the module.
         check_finite: Whether to look for NaN and infinity before gradients are sent.
 
@@ -89,7 +89,6 @@ class BufferSynchronizer(Synchronizer):
     ) -> None:
         super().__init__()
         self._reduction_groups = reduction_groups
-        self._dropped_forwards = [DroppedForwards(reduction_group.groups.rank) for reduction_group in reduction_groups]
         self._layout = layout
         self._buckets = buckets
         self._specs = specs
@@ -108,7 +107,7 @@ class BufferSynchronizer(Synchronizer):
     @property
     def groups(self) -> Sequence[Groups]:
         """The process groups of all reduction groups."""
-        return [reduction_group.groups for reduction_group in self._reduction_groups]
+        return [group.groups for group in self._reduction_groups]
 
     @property
     def sends_nothing(self) -> bool:
@@ -155,10 +154,7 @@ class BufferSynchronizer(Synchronizer):
         self.renew()
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
-        self._exchanges = [
-            reduction_group.negotiation.start(reduction_group.local(local), 0)
-            for reduction_group in self._reduction_groups
-        ]
+        self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
         backward.recorder.asked_at = perf_counter_ns()
         backward.start_negotiating()
 
@@ -170,9 +166,9 @@ class BufferSynchronizer(Synchronizer):
         """Wait for the agreed masks, and make the schedule that launches their buckets."""
         recorder = backward.recorder
         present = bytearray(len(self._parameters))
-        for reduction_group, exchange in zip(self._reduction_groups, self._exchanges, strict=True):
-            answer = reduction_group.negotiation.finish(exchange, reduction_group.local(recorder.local))
-            for i, here in zip(reduction_group.indices, answer.mask, strict=True):
+        for group, exchange in zip(self._reduction_groups, self._exchanges, strict=True):
+            answer = group.negotiation.finish(exchange, group.local(recorder.local))
+            for i, here in zip(group.indices, answer.mask, strict=True):
                 present[i] = here
             recorder.control_nbytes += exchange.nbytes
         recorder.agreed, recorder.agreed_at = bytes(present), perf_counter_ns()
@@ -198,15 +194,13 @@ class BufferSynchronizer(Synchronizer):
         mask = bytearray(i in late for i in range(len(self._parameters)))
         word = pack_status(_ABORTED if backward.aborted else self.step_status.status, backward.dropped)
         backward.recorder.vote_at = perf_counter_ns()
-        votes = [
-            reduction_group.negotiation.start(reduction_group.local(mask), word, is_vote=True)
-            for reduction_group in self._reduction_groups
-        ]
+        groups = self._reduction_groups
+        votes = [group.negotiation.start(group.local(mask), word, is_vote=True) for group in groups]
         if EventLog.current is not None:
             for vote in votes:
                 vote.watch(backward.recorder.note_vote)
         steps = self._finish_results(backward, schedule, votes)
-        self._pending_results = Completion(steps, self._reduction_groups[0].groups, threading.RLock())
+        self._pending_results = Completion(steps, groups[0].groups, threading.RLock())
         self._pending_results.keep_open()
         self.is_sent = True
         self._unfinished = backward
@@ -233,8 +227,8 @@ class BufferSynchronizer(Synchronizer):
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
-        for reduction_group in self._reduction_groups:
-            reduction_group.reduction.abandon()
+        for group in self._reduction_groups:
+            group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
@@ -286,30 +280,26 @@ class BufferSynchronizer(Synchronizer):
         yield from schedule.finish()
         for vote in votes:
             yield vote.done
-        outcomes = [
-            reduction_group.negotiation.finish(vote, b"")
-            for reduction_group, vote in zip(self._reduction_groups, votes, strict=True)
-        ]
+        groups = self._reduction_groups
+        outcomes = [group.negotiation.finish(vote, b"") for group, vote in zip(groups, votes, strict=True)]
         repairs: list[tuple[ReductionGroup, LaunchSchedule[Bucket]]] = []
-        for reduction_group, outcome in zip(self._reduction_groups, outcomes, strict=True):
+        for group, outcome in zip(groups, outcomes, strict=True):
             if any(outcome.mask):
-                second = self._second_round(backward, reduction_group, outcome.mask)
-                repairs.append((reduction_group, second))
+                second = self._second_round(backward, group, outcome.mask)
+                repairs.append((group, second))
                 yield from second.launch_all()
                 yield from second.finish()
-        statuses = [
-            dropped.unpack(outcome.statuses) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
-        ]
+        statuses = [g.dropped_forwards.unpack(outcome.statuses) for g, outcome in zip(groups, outcomes, strict=True)]
         self.step_status.collect(statuses, aborted_here=backward.aborted)
-        for reduction_group in self._reduction_groups:
-            (reduction_group.reduction.abandon if any(map(any, statuses)) else reduction_group.reduction.commit)()
+        for group in groups:
+            (group.reduction.abandon if any(map(any, statuses)) else group.reduction.commit)()
         schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
-        for reduction_group, second in repairs:
-            second.hand_over(partial(self._add_averages, reduction_group))
+        for group, second in repairs:
+            second.hand_over(partial(self._add_averages, group))
         self._holds_averages = True
         backward.recorder.done_at = perf_counter_ns()
-        for groups in self.groups:
-            groups.note(Activity.DONE)
+        for group in groups:
+            group.groups.note(Activity.DONE)
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffers were multiplied by ``factor``."""
@@ -345,31 +335,28 @@ class BufferSynchronizer(Synchronizer):
             self.step_status.note_non_finite(bucket.non_finite())
 
     def _may_launch(self) -> bool:
-        probes = [reduction_group.reduction.may_launch for reduction_group in self._reduction_groups]
+        probes = [group.reduction.may_launch for group in self._reduction_groups]
         return all(probe is None or probe() for probe in probes)
 
-    def _second_round(
-        self, backward: Backward, reduction_group: ReductionGroup, agreed: bytes
-    ) -> LaunchSchedule[Bucket]:
+    def _second_round(self, backward: Backward, group: ReductionGroup, agreed: bytes) -> LaunchSchedule[Bucket]:
         """The schedule that averages the late gradients: averaging is linear, so both averages can be added."""
 
         def prepare(bucket: Bucket) -> None:
-            taken = [backward.late.get(reduction_group.indices[j]) for j in bucket.expected]
-            bucket.hold([None if gradient is None else gradient * reduction_group.gain for gradient in taken])
+            taken = [backward.late.get(group.indices[j]) for j in bucket.expected]
+            bucket.hold([None if gradient is None else gradient * group.gain for gradient in taken])
 
-        groups = reduction_group.groups
-        parameters = [self._parameters[i] for i in reduction_group.indices]
-        context = BucketContext(reduction_group.repairs.specs, parameters, groups, reduction_group.reduction)
-        plan = reduction_group.repairs.plan(agreed)
-        buckets = BucketCache(context, BucketBuffers(allocator(groups.buckets))).buckets(plan)
+        parameters = [self._parameters[i] for i in group.indices]
+        context = BucketContext(group.repairs.specs, parameters, group.groups, group.reduction)
+        plan = group.repairs.plan(agreed)
+        buckets = BucketCache(context, BucketBuffers(allocator(group.groups.buckets))).buckets(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
         backward.recorder.rounds.append(schedule.record)
         return schedule
 
-    def _add_averages(self, reduction_group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
+    def _add_averages(self, group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
         """Add the averages of late gradients to ``main_grad``."""
         for j, average in zip(members, averages, strict=True):
-            i = reduction_group.indices[j]
+            i = group.indices[j]
             self._buckets[self._layout.bucket_of[i]].add(i, average)
             self.gradients.averaged[i] = 1
 
@@ -422,14 +409,14 @@ class StepStatus:
 
         Where a rank has found NaN or infinity, all ranks of the reduction group exchange the names.
         """
-        for reduction_group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
+        for group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
             if NON_FINITE in of_ranks:
-                tables = all_gather_json(self._non_finite, reduction_group.groups.control)
+                tables = all_gather_json(self._non_finite, group.groups.control)
                 self._error = self._error or _non_finite(tables)
-        for reduction_group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
+        for group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
             aborted = bytes(status == _ABORTED for status in of_ranks)
             if any(aborted) and not aborted_here:
-                self._error = aborted_error(reduction_group.groups.rank, reduction_group.groups.step, aborted)
+                self._error = aborted_error(group.groups.rank, group.groups.step, aborted)
         self._non_finite.clear()
 
     def raise_if_bad(self) -> None:

@@ -12,6 +12,7 @@ import logging
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -316,13 +317,9 @@ class ModelParallel:
 
     def _vote(self, groups: Groups, extremes: Tensor) -> None:
         """Find the maxima over the ranks; once more, with new connections, if a rank had failed after the last step."""
-        mine = extremes.clone()
-
-        def start() -> Any:
-            return dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.control, async_op=True)
-
+        mine, vote = extremes.clone(), partial(dist.all_reduce, extremes, dist.ReduceOp.MAX, async_op=True)
         try:
-            self.communicate(groups, start, extremes.device)
+            self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
         except Exception as error:
             instead = groups.fail(error, FINALIZE) or error
             if not isinstance(instead, PeerAbortedError) or instead.step is None or instead.step >= groups.step:
@@ -333,7 +330,7 @@ class ModelParallel:
                     other.fail(instead, FINALIZE)
             self._renew()
             extremes.copy_(mine)
-            self.communicate(groups, start, extremes.device)
+            self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
 
     def _renew(self) -> None:
         """Make new connections where a failure has closed them."""

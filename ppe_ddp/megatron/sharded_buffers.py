@@ -8,8 +8,7 @@ A cut may go through a parameter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ppe_ddp.engine.torch_internals import version_of
 from ppe_ddp.engine.zero.shard_collectives import all_gather
@@ -27,21 +26,13 @@ if TYPE_CHECKING:
     from ppe_ddp.megatron.gradient_buffers import GradientBuffers
 
 
-@dataclass(frozen=True, eq=False)
-class _Assigned:
-    """The gradient that a weight was given last.
+class _Assigned(NamedTuple):
+    """The gradient that a weight was given last, and the versions by which a change of it is seen."""
 
-    Attributes:
-        revision: That of the averages.
-        source_version: That of the buffer: it changes with each write into ``main_grad``.
-        gradient: A view of the buffer, or where the dtypes differ a copy.
-        version: That of the copy; it changes where the optimizer unscales or clips it.
-    """
-
-    revision: int
-    source_version: int
-    gradient: Tensor
-    version: int
+    revision: int  # of the averages
+    source_version: int  # of the buffer: it changes with each write into main_grad
+    gradient: Tensor  # a view of the buffer, or where the dtypes differ a copy
+    version: int  # of the copy: it changes where the optimizer unscales or clips it
 
 
 class ShardedBuffers(ShardedModel):
