@@ -7,7 +7,7 @@ from pathlib import Path
 OWN_PROCESSES = ("testing/",)
 ALLOWED = {
     "sharding/checkpoint_reader.py": "the name of the error with which torch.load(weights_only=True) refuses",
-    "checkpoints/entry_files.py": "an Unpickler that makes the classes of torch's own metadata, and nothing else",
+    "checkpoints/checkpoint_files.py": "an Unpickler that makes the classes of torch's own metadata, and nothing else",
 }
 _MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 _OF_TORCH = {

@@ -16,8 +16,8 @@ from torch import nn
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
 from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, DisagreementError, DistributedDataParallel
-from ppe_ddp.checkpoints import checkpoint_folder, entry_files
-from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder
+from ppe_ddp.checkpoints import checkpoint_files
+from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
 from ppe_ddp.compression import LocalSGD
 from ppe_ddp.engine.lost_ranks import LostRanks
 from ppe_ddp.testing import RankError, Ranks
@@ -223,8 +223,8 @@ def kill_at_every_moment(folder):
 FAULTS = {
     "begin": lambda patch: failing(patch, Path, "mkdir", 1),
     "fsync_of_a_file": lambda patch: failing(patch, os, "fsync", 1),
-    "fsync_of_a_folder": lambda patch: failing(patch, checkpoint_folder, "_sync_folder", 1),
-    "fsync_of_the_parent": lambda patch: failing(patch, checkpoint_folder, "_sync_folder", 2),
+    "fsync_of_a_folder": lambda patch: failing(patch, checkpoint_files, "_sync_folder", 1),
+    "fsync_of_the_parent": lambda patch: failing(patch, checkpoint_files, "_sync_folder", 2),
     "rename": lambda patch: failing(patch, os, "rename", 2),  # torch renames its metadata
 }
 
@@ -431,7 +431,7 @@ def signed_again(path):
     """Make the manifest fit the files, as somebody would who means harm."""
     manifest = path / "manifest.json"
     files = json.loads(json.loads(manifest.read_text())["content"])["files"]
-    content = json.dumps({"files": {name: list(checkpoint_folder.sync(path / name)) for name in files}})
+    content = json.dumps({"files": {name: list(checkpoint_files.sync(path / name)) for name in files}})
     manifest.write_text(json.dumps({"content": content, "sha256": sha256(content.encode()).hexdigest()}))
 
 
@@ -461,7 +461,7 @@ def test_nothing_in_an_entry_is_executed(tmp_path, monkeypatch):
             torch.save(value, content := io.BytesIO())
             return content.getvalue()
 
-        patch.setattr(entry_files, "dump_plain", dump)
+        patch.setattr(checkpoint_files, "dump_plain", dump)
         Checkpointer(tmp_path / "all", {"model": nn.Linear(2, 2)}).save(1, position=Hostile())
     with pytest.raises(CheckpointError, match="UnpicklingError"):
         Checkpointer(tmp_path / "all", {"model": nn.Linear(2, 2)}).load()

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from one_process import data, seeded
 from optimizing import assert_same
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
-from ppe_ddp.optim import flat_step
-from ppe_ddp.optim.flat_step import FlatStep
+from ppe_ddp.optim import master_weights
+from ppe_ddp.optim.master_weights import FlatStep
 from rank_tests import on_two_ranks
 
 SIZES = (3, 1, 0, 7, 20_000, 64, 5, 9)  # the fifth is too large to be copied
@@ -91,7 +91,7 @@ def test_weights_and_state_are_those_of_single_steps(name):
 
 
 def test_flat_tensors_have_a_largest_size(monkeypatch):
-    monkeypatch.setattr(flat_step, "_MOST_BYTES", 400)
+    monkeypatch.setattr(master_weights, "_MOST_BYTES", 400)
     pair = Pair(torch.optim.Adam, sizes=(10,) * 40)
     single = pair.step()[0]
     pair.step()

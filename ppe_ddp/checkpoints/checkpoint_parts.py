@@ -36,6 +36,11 @@ RANKS = "ranks"
 class SavedPart(ABC):
     """A part of a training's state under a name of its own."""
 
+    is_of_rank = False
+    """Whether each rank saves its own, which only as many ranks can load."""
+    begins_from_module = False
+    """Whether it is loaded after modules."""
+
     def __init__(self, name: str) -> None:
         self.prefix = f"{name}."
 
@@ -60,8 +65,16 @@ class SavedPart(ABC):
     def load(self, entries: Mapping[str, Any]) -> None:
         """Go on from the entries that were loaded, those of other parts among them; all ranks call it together."""
 
+    def _own(self, entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """This part's ``entries``, by what follows its name."""
+        return [(n.removeprefix(self.prefix), value) for n, value in entries.items() if n.startswith(self.prefix)]
 
-class ModulePart(SavedPart):
+    def _check_saved(self, entry: str, saved: Metadata) -> None:
+        if entry not in saved.state_dict_metadata:
+            raise ValueError(f"the checkpoint lacks {entry!r}: it was saved without this part")
+
+
+class _ModulePart(SavedPart):
     """A module, or a wrapper of one."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -69,17 +82,15 @@ class ModulePart(SavedPart):
         self._module = module
 
     def entries(self) -> dict[str, Any]:
-        """Its state_dict."""
         return {self.prefix + key: value for key, value in self._module.state_dict().items()}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load its state_dict."""
         own = self._module.state_dict()  # which has the versions of modules
         own.update({key: entries[self.prefix + key] for key in own})
         self._module.load_state_dict(own)
 
 
-class AveragedModulePart(ModulePart):
+class AveragedModulePart(_ModulePart):
     """A module of which each rank has saved its own, for another number of ranks: it begins from their average.
 
     Args:
@@ -90,7 +101,7 @@ class AveragedModulePart(ModulePart):
 
     def __init__(self, name: str, module: nn.Module, saved_by: int) -> None:
         super().__init__(name, module)
-        self._parts = [ModulePart(own_name(name, rank), module) for rank in range(saved_by)]
+        self._parts = [_ModulePart(own_name(name, rank), module) for rank in range(saved_by)]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """Nothing yet: the modules of all ranks together may need more memory than there is."""
@@ -117,7 +128,7 @@ class AveragedModulePart(ModulePart):
         return total
 
 
-class OptimizerPart(SavedPart):
+class _OptimizerPart(SavedPart):
     """An optimizer that has the same state on every rank; parameters that were never updated have none."""
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
@@ -125,7 +136,6 @@ class OptimizerPart(SavedPart):
         self._optimizer = optimizer
 
     def entries(self) -> dict[str, Any]:
-        """Its state_dict, each tensor by itself."""
         state_dict = self._optimizer.state_dict()
         state = state_dict.pop("state")
         each = {f"state.{number}.{key}": value for number, own in state.items() for key, value in own.items()}
@@ -136,13 +146,9 @@ class OptimizerPart(SavedPart):
         return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load its state_dict."""
         state: dict[int, dict[str, Any]] = {}
         state_dict: dict[str, Any] = {"state": state}
-        for name, value in entries.items():
-            if not name.startswith(self.prefix):
-                continue
-            key = name.removeprefix(self.prefix)
+        for key, value in self._own(entries):
             if key.startswith("state."):
                 _, number, of_state = key.split(".", 2)
                 state.setdefault(int(number), {})[of_state] = value
@@ -151,7 +157,7 @@ class OptimizerPart(SavedPart):
         self._optimizer.load_state_dict(state_dict)
 
 
-class ShardedOptimizerPart(SavedPart):
+class _ShardedOptimizerPart(SavedPart):
     """A ``DistributedOptimizer``: its state_dict has every entry from the beginning."""
 
     def __init__(self, name: str, optimizer: DistributedOptimizer) -> None:
@@ -159,51 +165,49 @@ class ShardedOptimizerPart(SavedPart):
         self._optimizer = optimizer
 
     def entries(self) -> dict[str, Any]:
-        """Its state_dict, by the paths in it."""
         return {self.prefix + ".".join(path): table[path[-1]] for path, table in _leaves(self._optimizer.state_dict())}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load its state_dict."""
         state_dict = self._optimizer.state_dict()
         for path, table in list(_leaves(state_dict)):
             table[path[-1]] = entries[self.prefix + ".".join(path)]
         self._optimizer.load_state_dict(state_dict)
 
 
-class OuterPart(SavedPart):
+class _OuterPart(SavedPart):
     """LocalSGD or DiLoCo: all ranks have the same state."""
+
+    begins_from_module = True
 
     def __init__(self, name: str, outer: OuterSteps) -> None:
         super().__init__(name)
         self._outer = outer
 
     def entries(self) -> dict[str, Any]:
-        """Its state_dict, each tensor by itself."""
         state = self._outer.state_dict()
         tables = {f"{key}.{name}": value for key in _TABLES for name, value in state[key].items()}
         return {self.prefix + key: value for key, value in {**tables, "steps": state["steps"]}.items()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """New tensors as they were saved: momentum is there only after the first outer step."""
-        if self.prefix + "steps" not in saved.state_dict_metadata:
-            raise ValueError(f"the checkpoint lacks {self.prefix + 'steps'!r}: it was saved without this part")
+        self._check_saved(self.prefix + "steps", saved)
         return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load its state_dict."""
         state: dict[str, Any] = {key: {} for key in _TABLES}
-        for name, value in entries.items():
-            if name.startswith(self.prefix):
-                key, _, parameter = name.removeprefix(self.prefix).partition(".")
-                if parameter:
-                    state[key][parameter] = value
-                else:
-                    state[key] = value
+        for name, value in self._own(entries):
+            key, _, parameter = name.partition(".")
+            if parameter:
+                state[key][parameter] = value
+            else:
+                state[key] = value
         self._outer.load_state_dict(state)
 
 
-class RankPart(SavedPart):
+class _RankPart(SavedPart):
     """Anything else with ``state_dict()`` and ``load_state_dict()``, of which each rank has its own: one entry."""
+
+    is_of_rank = True
 
     def __init__(self, name: str, stateful: Any, rank: int) -> None:
         super().__init__(name)
@@ -211,17 +215,13 @@ class RankPart(SavedPart):
         self._entry = own_name(name, rank)
 
     def entries(self) -> dict[str, Any]:
-        """Its state_dict."""
         return {self._entry: self._stateful.state_dict()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """One entry."""
-        if self._entry not in saved.state_dict_metadata:
-            raise ValueError(f"the checkpoint lacks {self._entry!r}: it was saved without this part")
+        self._check_saved(self._entry, saved)
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load its state_dict."""
         self._stateful.load_state_dict(entries[self._entry])
 
 
@@ -235,15 +235,15 @@ def part_of(name: str, what: Any, rank: int) -> SavedPart:
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
     if isinstance(what, OuterSteps):
-        return OuterPart(name, what)
+        return _OuterPart(name, what)
     if isinstance(what, nn.Module):
-        return ModulePart(name, what)
+        return _ModulePart(name, what)
     if isinstance(what, DistributedOptimizer):
-        return ShardedOptimizerPart(name, what)
+        return _ShardedOptimizerPart(name, what)
     if isinstance(what, Optimizer):
-        return OptimizerPart(name, what)
+        return _OptimizerPart(name, what)
     if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
-        return RankPart(name, what, rank)
+        return _RankPart(name, what, rank)
     raise TypeError(
         f"{name!r} is a {type(what).__name__}, which has no state_dict() and load_state_dict(): give it these, or pass "
         "plain values as the position"
@@ -261,9 +261,9 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
         return None
     if isinstance(what, nn.Module):
         own = [one for one in outer_steps if one.is_between and one.module in (what, getattr(what, "module", None))]
-        return ModulePart(own_name(name, rank), what) if own else None
+        return _ModulePart(own_name(name, rank), what) if own else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
-    return OptimizerPart(own_name(name, rank), what) if is_plain else None
+    return _OptimizerPart(own_name(name, rank), what) if is_plain else None
 
 
 def loaded_part(name: str, what: Any, saved: Metadata, rank: int, ranks: int, saved_by: int) -> SavedPart | None:
@@ -271,9 +271,9 @@ def loaded_part(name: str, what: Any, saved: Metadata, rank: int, ranks: int, sa
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now
-        return OptimizerPart(own_name(name, rank % saved_by), what)
+        return _OptimizerPart(own_name(name, rank % saved_by), what)
     if ranks == saved_by:
-        return ModulePart(own_name(name, rank), what)
+        return _ModulePart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
 
 

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ppe_ddp.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, Digest, sync
 from ppe_ddp.checkpoints.checkpoint_parts import (
     RANKS,
     AveragedModulePart,
-    OuterPart,
-    RankPart,
     loaded_part,
     own_part,
     part_of,
@@ -28,11 +25,12 @@ from ppe_ddp.errors import CheckpointError, DisagreementError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
     from ppe_ddp.checkpoints.checkpoint_parts import SavedPart
 
 logger = logging.getLogger("ppe_ddp")
@@ -103,7 +101,9 @@ class Checkpointer:
         keep: int = 3,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        from ppe_ddp.sharding.load_group import LoadGroup  # which imports DTensor
+        # which import DTensor and torch.distributed.checkpoint
+        from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
+        from ppe_ddp.sharding.load_group import LoadGroup
 
         if keep < 1:
             raise ValueError(f"keep is how many checkpoints are kept, at least 1; it is {keep}")
@@ -112,8 +112,9 @@ class Checkpointer:
         self._ranks = LoadGroup(process_group)
         self._given = dict(parts)
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
-        modules = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
-        self._wrappers: dict[str, Any] = {n: module for n, module in modules.items() if hasattr(module, _STATE_OF_COMM)}
+        self._wrappers: dict[str, Any] = {
+            name: what for name, what in parts.items() if isinstance(what, nn.Module) and hasattr(what, _STATE_OF_COMM)
+        }
         self._damaged: set[str] = set()
 
     # ------------------------------------------------------------------ saving
@@ -136,7 +137,7 @@ class Checkpointer:
             DisagreementError: On every rank: they are at different steps, or have different parts.
             CommunicationError: A rank has left.
         """
-        from ppe_ddp.checkpoints.entry_files import write_entries
+        from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
         entries: dict[str, Any] = {}
 
@@ -201,6 +202,8 @@ class Checkpointer:
 
     def _synced(self, folder: Path) -> dict[str, Digest]:
         """Wait until the files of this rank are on the disk."""
+        from ppe_ddp.checkpoints.checkpoint_files import sync
+
         rank = self._ranks.rank
         own = [file for file in folder.iterdir() if file.name.startswith(f"__{rank}_")]
         if self._ranks.is_source:
@@ -230,7 +233,7 @@ class Checkpointer:
                 then have been loaded.
             CommunicationError: A rank has left.
         """
-        from ppe_ddp.checkpoints.entry_files import metadata_of, read_entries
+        from ppe_ddp.checkpoints.checkpoint_files import metadata_of, read_entries
 
         name = self._intact(step)
         if name is None:
@@ -264,7 +267,10 @@ class Checkpointer:
 
     def _intact(self, step: int | None) -> CheckpointName | None:
         """The newest checkpoint that no rank finds damaged."""
-        names = [CheckpointName(*one) for one in self._ranks.from_source(self._listed)]
+        from ppe_ddp.checkpoints.checkpoint_files import CheckpointName
+
+        listed = self._ranks.from_source(lambda: [list(name) for name in self._folder.complete()])
+        names = [CheckpointName(*one) for one in listed]
         names = [name for name in names if step in (None, name.step)]
         damages: list[str] = []
         for name in reversed(names):
@@ -280,22 +286,19 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint in {self._folder.path} is whole: {'; '.join(damages)}")
         return None
 
-    def _listed(self) -> Any:
-        return [[name.text, name.number, name.step] for name in self._folder.complete()]
-
     def _loaded_parts(self, saved_by: int, saved: Metadata) -> list[SavedPart]:
         rank, size = self._ranks.rank, self._ranks.size
         parts = [
             loaded_part(name, what, saved, rank, size, saved_by) or self._parts[name]
             for name, what in self._given.items()
-            if saved_by == size or not isinstance(self._parts[name], RankPart)
+            if saved_by == size or not self._parts[name].is_of_rank
         ]
-        return sorted(parts, key=lambda part: isinstance(part, OuterPart))  # they begin from the loaded module
+        return sorted(parts, key=lambda part: part.begins_from_module)
 
     def _apply(self, parts: list[SavedPart], entries: dict[str, Any], saved_by: int) -> None:
         """Let each part go on, one after another: a rank that fails in one must not leave the others in the next."""
         for part in parts:
-            self._each(partial(part.load, entries))
+            self._ranks.from_each(partial(part.load, entries))
         if saved_by != self._ranks.size:
             if self._ranks.is_source:
                 logger.warning(
@@ -307,11 +310,5 @@ class Checkpointer:
                 )
             return
         for name, wrapper in self._wrappers.items():
-            self._each(partial(wrapper.load_comm_state_dict, entries[self._of_wrapper(name)]))
-        self._each(partial(set_random_states, entries[self._name(_RANDOM)]))  # last, as loading may use some
-
-    def _each(self, call: Callable[[], object]) -> None:
-        def run() -> None:
-            call()
-
-        self._ranks.from_each(run)
+            self._ranks.from_each(partial(wrapper.load_comm_state_dict, entries[self._of_wrapper(name)]))
+        self._ranks.from_each(partial(set_random_states, entries[self._name(_RANDOM)]))  # last, as loading may use some

@@ -1,32 +1,120 @@
-"""One bucket: a range of a buffer, which is reduced in other memory.
+"""What is reduced: the parameters of one process group, and the ranges of buffers that are its buckets.
 
-By all-reduce, all of it becomes averages. By reduce-scatter only this rank's share does, and what is in the rest
-afterwards is of no use. Until the whole step has succeeded the range is what this rank has computed: a reduction that
-was given up may still write into its memory, so that a copy to go back to would not do.
+A bucket is reduced in other memory. By all-reduce, all of it becomes averages. By reduce-scatter only this rank's share
+does, and what is in the rest afterwards is of no use. Until the whole step has succeeded the range is what this rank
+has computed: a reduction that was given up may still write into its memory, so that a copy to go back to would not do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_buffers import slots_of
+from ppe_ddp.engine.bucket_plan import Packing, Planner
+from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.completion import ends_soon
+from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.dense_bucket import DenseBucket
+from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.reduction import FunctionReduction
+from ppe_ddp.engine.unused_forwards import DroppedForwards
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from ppe_ddp.contracts import ReduceFunction
     from ppe_ddp.engine.bucket import BucketContext
+    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
     from ppe_ddp.megatron.buffer_layout import BucketRange
+
+_PACKING = Packing(bucket_bytes=4 << 20, adopt_bytes=1 << 62)
+
+
+class ReductionGroup:
+    """The parameters that one process group averages, the dense ones or the experts. All its ranks make it together.
+
+    Args:
+        groups: The wrapper's own duplicates of the user's group.
+        module_state: The parameters.
+        indices: Their numbers among all parameters of the module.
+        specs: Theirs, with the dtypes of ``main_grad``.
+        function: Averages a bucket over the group, or a compressor that does.
+        gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
+            averaged over fewer; and where losses are summed a token, so are gradients.
+        options: What else the ranks must agree on.
+
+    Attributes:
+        negotiation: Agrees with the ranks of the group.
+        reduction: Reduces a bucket.
+        dropped_forwards: Warns where the ranks differ in how many forwards had no backward.
+        repairs: Plans the messages of a second round.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        module_state: ModuleState,
+        indices: Sequence[int],
+        specs: Sequence[ParameterSpec],
+        function: ReduceFunction | Compressor,
+        *,
+        gain: float,
+        options: str,
+    ) -> None:
+        self.groups = groups
+        self.module_state = module_state
+        self.indices = indices
+        self.gain = gain
+        # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
+        self.negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
+        self.negotiation.use_module(module_state)
+        self.dropped_forwards = DroppedForwards(groups.rank)
+        self.repairs = Planner(specs, _PACKING)
+        self._comm_state = CommState()
+        self._comm_state.begin(groups, module_state.specs)
+        self.reduction: Reduction
+        if isinstance(function, Compressor):
+            warn_of_one_machine(function, groups)
+            self.reduction = CompressorReduction(function, self._comm_state, groups)
+        else:
+            self.reduction = FunctionReduction(function, groups)
+        self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """A copy of what the compressor remembers on this rank; empty without one."""
+        if not isinstance(self.reduction, CompressorReduction):
+            return {}
+        return self._comm_state.state_dict(self.reduction.compressor, self.groups)
+
+    def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`comm_state_dict` gave.
+
+        Raises:
+            ValueError: It is another one's.
+        """
+        if isinstance(self.reduction, CompressorReduction):
+            devices = {spec.name: spec.device for spec in self.module_state.specs}
+            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, devices)
+            self.negotiation.use_plug("a state of the compressor", *self._comm_state.agreed)
+        elif state:
+            raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
+
+    def local(self, mask: bytes | bytearray) -> bytes:
+        """The part of a mask over all parameters that belongs to this reduction group."""
+        return bytes([mask[i] for i in self.indices])
 
 
 class BufferBucket(DenseBucket):
@@ -36,7 +124,7 @@ class BufferBucket(DenseBucket):
         extent: The range, and the parameters in it.
         memory: The range of the buffer, padding included.
         context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
-        gain: What the mean over the group is to be multiplied by.
+        gain: What the mean over the group is multiplied by.
         scatter: How to reduce-scatter; None to all-reduce.
 
     Attributes:
@@ -66,8 +154,10 @@ class BufferBucket(DenseBucket):
         self._reduced_share: Tensor | None = None
 
     @property
-    def share(self) -> Tensor:
-        """This rank's equal part of the bucket, 1-D."""
+    def _averaged_part(self) -> Tensor:
+        """Where averages come: the whole range, or where it is reduce-scattered this rank's equal part, 1-D."""
+        if self._scatter is None:
+            return self._range
         size = self.extent.padded // self._groups.world_size
         return self._memory.narrow(0, self._groups.rank * size, size)
 
@@ -82,7 +172,7 @@ class BufferBucket(DenseBucket):
             self._memory.zero_()
             self.reset()
             return
-        first = 0 if self._scatter is None else self._groups.rank * self.share.numel()
+        first = self._averaged_part.storage_offset() - self._memory.storage_offset()
         for slot, index, offset in zip(self.slots, self.extent.plan.members, self.extent.plan.offsets, strict=True):
             if index in indices:
                 slot.zero_()
@@ -103,7 +193,7 @@ class BufferBucket(DenseBucket):
             return  # the mean of what all ranks have is the same
         # No other rank has this share of the averages, or what they were multiplied by would be multiplied once more:
         # undone beforehand, they would be rounded in halves, or too large for them.
-        self._carried = (self._range if self._scatter is None else self.share).clone()
+        self._carried = self._averaged_part.clone()
         self._memory.zero_()
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -168,13 +258,12 @@ class BufferBucket(DenseBucket):
         self._pending = None
 
     def averages(self) -> list[Tensor]:
-        """The ``main_grad`` of each member, with the averages in it: of a reduce-scatter in this rank's share."""
-        if self._reduced_share is not None:
-            self.share.copy_(self._reduced_share)
-        if self._flat is not None and self._flat is not self._range:
-            self._range.copy_(self._flat)
+        """Write the averages into ``main_grad``, of a reduce-scatter into this rank's share; one view a member."""
+        reduced = self._reduced_share if self._scatter is not None else self._flat
+        if reduced is not None and reduced is not self._range:
+            self._averaged_part.copy_(reduced)
         if self._carried is not None:
-            (self._range if self._scatter is None else self.share).add_(self._carried)
+            self._averaged_part.add_(self._carried)
             self._carried = None
         self._is_reduced = True
         return self.slots

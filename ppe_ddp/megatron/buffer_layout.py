@@ -1,4 +1,4 @@
-"""Lays gradients out in buffers, and cuts these into buckets. Pure, no communication.
+"""Lays gradients out in buffers, cuts these into buckets, and allocates them. No communication.
 
     parameters      0 1 2 3 4 5 6           as registered; those of one kind share a buffer
     buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse, as backward reaches them; "." pads
@@ -13,12 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from ppe_ddp.engine.bucket_plan import BucketPlan, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
+    from torch import Tensor, nn
+
+    from ppe_ddp.engine.bucket_allocator import Allocator
+    from ppe_ddp.engine.bucket_plan import ParameterSpec
 
 _TICK_ELEMENTS = 1 << 14
 
@@ -28,10 +33,10 @@ class BufferKind:
     """The properties that the gradients of one buffer share.
 
     Attributes:
-        reduction_group: The ranks that average them: 0 for dense parameters, 1 for experts.
-        param_dtype: Of the parameters.
-        grad_dtype: Of the gradients in the buffer.
-        device: Of both.
+        reduction_group: 0 for dense parameters, 1 for experts, which other ranks average.
+        param_dtype: The dtype of the parameters.
+        grad_dtype: The dtype of the gradients in the buffer.
+        device: The device of both.
     """
 
     reduction_group: int
@@ -129,7 +134,7 @@ def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequenc
             start += draft.padded
         sizes.append(start)
     drafts.sort(key=lambda draft: draft[0])
-    buckets = tuple(_numbered(draft, index) for index, (_, draft) in enumerate(drafts))
+    buckets = tuple(replace(draft, plan=replace(draft.plan, index=k)) for k, (_, draft) in enumerate(drafts))
     bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.plan.members}
     return BufferLayout(kinds, tuple(sizes), buckets, bucket_of, frozenset(_ticks(reverse, buckets)))
 
@@ -170,10 +175,6 @@ def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> B
     return BucketRange(plan, buffer, kind.reduction_group, start, -(-numel // divisor) * divisor)
 
 
-def _numbered(bucket: BucketRange, index: int) -> BucketRange:
-    return replace(bucket, plan=replace(bucket.plan, index=index))
-
-
 def _ticks(reverse: Sequence[Item], buckets: Sequence[BucketRange]) -> Iterator[int]:
     for bucket in buckets:
         yield bucket.plan.members[-1]
@@ -183,3 +184,68 @@ def _ticks(reverse: Sequence[Item], buckets: Sequence[BucketRange]) -> Iterator[
         if size >= _TICK_ELEMENTS:
             yield item.index
             size = 0
+
+
+class ParamAndGradBuffer:
+    """Contiguous gradients of one kind.
+
+    Args:
+        kind: What they have in common.
+        size: Elements, padding included.
+        buckets: Its buckets.
+        parameters: All parameters of the module.
+        specs: Theirs.
+        allocate: Makes the memory of the gradients.
+        with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
+
+    Attributes:
+        grad_data: 1-D, ``size`` elements of the gradients' dtype; padding is zero.
+        param_data: 1-D, ``size`` elements of the parameters' dtype, or None.
+        params: Those whose gradients lie here, in the order in which they do.
+    """
+
+    def __init__(
+        self,
+        kind: BufferKind,
+        size: int,
+        buckets: Sequence[BucketRange],
+        parameters: Sequence[nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        allocate: Allocator,
+        *,
+        with_params: bool,
+    ) -> None:
+        self.kind = kind
+        self.buckets = tuple(buckets)
+        self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
+        self.param_data: Tensor | None = None
+        self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
+        if with_params:
+            self.param_data = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+            self._move_in(parameters, specs, self.param_data)
+
+    @torch.no_grad()
+    def _move_in(self, parameters: Sequence[nn.Parameter], specs: Sequence[ParameterSpec], memory: Tensor) -> None:
+        for bucket in self.buckets:
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                parameter, spec = parameters[i], specs[i]
+                slot = memory.as_strided(spec.shape, spec.stride, bucket.start + offset)
+                slot.copy_(parameter)
+                parameter.data = slot
+
+    def grads(self, bucket: BucketRange) -> Tensor:
+        """The gradients of one bucket, padding included."""
+        return self.grad_data.narrow(0, bucket.start, bucket.padded)
+
+    def values(self, bucket: BucketRange) -> Tensor:
+        """The parameters of one bucket, padding included."""
+        assert self.param_data is not None
+        return self.param_data.narrow(0, bucket.start, bucket.padded)
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all gradients by ``scaling_factor``."""
+        self.grad_data.mul_(scaling_factor)
+
+    def reset(self) -> None:
+        """Set all gradients to zero."""
+        self.grad_data.zero_()

@@ -10,7 +10,6 @@ launched in one order that every rank has: no rank waits in one group for a rank
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -24,15 +23,18 @@ from ppe_ddp.engine.bucket_buffers import BucketBuffers
 from ppe_ddp.engine.bucket_cache import BucketCache
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.failures import aborted_error, reason_of
+from ppe_ddp.engine.finite_check import NON_FINITE
+from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
-from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
+from ppe_ddp.engine.unused_forwards import pack_status
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.megatron.buffer_bucket import is_finite
-from ppe_ddp.megatron.step_status import RankStatus, StepStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module_state import ModuleState
     from ppe_ddp.engine.streams import GradientStreams
     from ppe_ddp.errors import PpeDdpError
-    from ppe_ddp.megatron.buffer_bucket import BufferBucket
+    from ppe_ddp.megatron.buffer_bucket import BufferBucket, ReductionGroup
     from ppe_ddp.megatron.buffer_layout import BufferLayout
     from ppe_ddp.megatron.main_gradients import MainGradients
-    from ppe_ddp.megatron.reduction_group import ReductionGroup
+
+_ABORTED = 1  # the bit of a rank's status beside NON_FINITE
+_NAMED = 5  # parameters of one rank
 
 
 class BufferSynchronizer(Synchronizer):
@@ -59,14 +63,15 @@ class BufferSynchronizer(Synchronizer):
         layout: The layout of the buffers.
         buckets: The buckets of the layout.
         gradients: The accumulated gradients.
-        specs: Of all parameters, with the dtypes of ``main_grad``.
+        specs: The specs of all parameters, with the dtypes of ``main_grad``.
         parameters: All parameters of the module.
         check_finite: Whether to look for NaN and infinity before gradients are sent.
 
     Attributes:
         is_sent: Whether the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
-            nothing was accumulated after them. That a rank has waited for the results makes no difference: a rank that
-            looks at its gradients must not be the only one to send them again.
+            none was accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must
+            not be the only one to send them again.
+        step_status: The errors that ``finish_grad_sync()`` is to raise.
     """
 
     empties_grad = True
@@ -84,7 +89,6 @@ class BufferSynchronizer(Synchronizer):
     ) -> None:
         super().__init__()
         self._reduction_groups = reduction_groups
-        self._dropped_forwards = [DroppedForwards(reduction_group.groups.rank) for reduction_group in reduction_groups]
         self._layout = layout
         self._buckets = buckets
         self._specs = specs
@@ -103,7 +107,7 @@ class BufferSynchronizer(Synchronizer):
     @property
     def groups(self) -> Sequence[Groups]:
         """The process groups of all reduction groups."""
-        return [reduction_group.groups for reduction_group in self._reduction_groups]
+        return [group.groups for group in self._reduction_groups]
 
     @property
     def sends_nothing(self) -> bool:
@@ -150,10 +154,7 @@ class BufferSynchronizer(Synchronizer):
         self.renew()
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
-        self._exchanges = [
-            reduction_group.negotiation.start(reduction_group.local(local), RankStatus.FINE)
-            for reduction_group in self._reduction_groups
-        ]
+        self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
         backward.recorder.asked_at = perf_counter_ns()
         backward.start_negotiating()
 
@@ -163,13 +164,17 @@ class BufferSynchronizer(Synchronizer):
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
         """Wait for the agreed masks, and make the schedule that launches their buckets."""
-        present = self._answers(self._exchanges, backward.recorder.local)
-        backward.recorder.control_nbytes += sum(exchange.nbytes for exchange in self._exchanges)
-        backward.recorder.agreed = bytes(present)
-        backward.recorder.agreed_at = perf_counter_ns()
-        self._note_averaged(present)
+        recorder = backward.recorder
+        present = bytearray(len(self._parameters))
+        for group, exchange in zip(self._reduction_groups, self._exchanges, strict=True):
+            answer = group.negotiation.finish(exchange, group.local(recorder.local))
+            for i, here in zip(group.indices, answer.mask, strict=True):
+                present[i] = here
+            recorder.control_nbytes += exchange.nbytes
+        recorder.agreed, recorder.agreed_at = bytes(present), perf_counter_ns()
+        self.gradients.averaged = bytearray(map(max, self.gradients.averaged, present))
         waiting = backward.waiting or bytes(len(self._parameters))
-        plan = self._layout.plan(bytes(present))
+        plan = self._layout.plan(recorder.agreed)
         buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
         schedule = LaunchSchedule(plan, buckets, waiting, self._prepare, may_launch=self._may_launch)
         backward.start_launching(schedule)
@@ -185,26 +190,17 @@ class BufferSynchronizer(Synchronizer):
         backward.start_finishing()
         backward.late = late = self.gradients.take(backward.unexpected)
         if self._check_finite:
-            self.step_status.note_non_finite(
-                self._specs[i].name for i, gradient in late.items() if not is_finite(gradient)
-            )
-        status = RankStatus.ABORTED if backward.aborted else self.step_status.status
-        mask = bytearray(len(self._parameters))
-        for i in late:
-            mask[i] = 1
-        word = pack_status(status, backward.dropped)
+            self.step_status.note_non_finite(self._specs[i].name for i in late if not is_finite(late[i]))
+        mask = bytearray(i in late for i in range(len(self._parameters)))
+        word = pack_status(_ABORTED if backward.aborted else self.step_status.status, backward.dropped)
         backward.recorder.vote_at = perf_counter_ns()
-        votes = [
-            reduction_group.negotiation.start(reduction_group.local(mask), word, is_vote=True)
-            for reduction_group in self._reduction_groups
-        ]
+        groups = self._reduction_groups
+        votes = [group.negotiation.start(group.local(mask), word, is_vote=True) for group in groups]
         if EventLog.current is not None:
             for vote in votes:
                 vote.watch(backward.recorder.note_vote)
-        pending = _PendingResults(backward, schedule, votes, late)
-        self._pending_results = Completion(
-            self._finish_results(pending), self._reduction_groups[0].groups, threading.RLock()
-        )
+        steps = self._finish_results(backward, schedule, votes)
+        self._pending_results = Completion(steps, groups[0].groups, threading.RLock())
         self._pending_results.keep_open()
         self.is_sent = True
         self._unfinished = backward
@@ -231,8 +227,8 @@ class BufferSynchronizer(Synchronizer):
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
-        for reduction_group in self._reduction_groups:
-            reduction_group.reduction.abandon()
+        for group in self._reduction_groups:
+            group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
         self._exchanges = []
@@ -264,48 +260,46 @@ class BufferSynchronizer(Synchronizer):
         completion, self._pending_results, self._unfinished = self._pending_results, None, None
         return completion
 
-    def _finish_results(self, pending: _PendingResults) -> Steps:
+    def _finish_results(
+        self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]
+    ) -> Steps:
         try:
-            yield from self._take_results(pending)
+            yield from self._take_results(backward, schedule, votes)
         except GeneratorExit:  # the step has failed before
             raise
         except BaseException as error:
-            peer_error = self.fail(pending.backward, error)
+            peer_error = self.fail(backward, error)
             if peer_error is None:
                 raise
             raise peer_error from error
 
-    def _take_results(self, pending: _PendingResults) -> Steps:
+    def _take_results(
+        self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]
+    ) -> Steps:
         self.gradients.revision += 1
-        yield from pending.schedule.finish()
-        for vote in pending.votes:
+        yield from schedule.finish()
+        for vote in votes:
             yield vote.done
-        outcomes = [
-            reduction_group.negotiation.finish(vote, b"")
-            for reduction_group, vote in zip(self._reduction_groups, pending.votes, strict=True)
-        ]
+        groups = self._reduction_groups
+        outcomes = [group.negotiation.finish(vote, b"") for group, vote in zip(groups, votes, strict=True)]
         repairs: list[tuple[ReductionGroup, LaunchSchedule[Bucket]]] = []
-        for reduction_group, outcome in zip(self._reduction_groups, outcomes, strict=True):
+        for group, outcome in zip(groups, outcomes, strict=True):
             if any(outcome.mask):
-                repairs.append((reduction_group, self._second_round(pending, reduction_group, outcome.mask)))
-                yield from repairs[-1][1].launch_all()
-                yield from repairs[-1][1].finish()
-        statuses = [
-            dropped.unpack(outcome.statuses) for dropped, outcome in zip(self._dropped_forwards, outcomes, strict=True)
-        ]
-        self.step_status.collect(statuses, aborted_here=pending.backward.aborted)
-        for reduction_group in self._reduction_groups:
-            if any(map(any, statuses)):
-                reduction_group.reduction.abandon()
-            else:
-                reduction_group.reduction.commit()
-        pending.schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
-        for reduction_group, second in repairs:
-            second.hand_over(partial(self._add_averages, reduction_group))
+                second = self._second_round(backward, group, outcome.mask)
+                repairs.append((group, second))
+                yield from second.launch_all()
+                yield from second.finish()
+        statuses = [g.dropped_forwards.unpack(outcome.statuses) for g, outcome in zip(groups, outcomes, strict=True)]
+        self.step_status.collect(statuses, aborted_here=backward.aborted)
+        for group in groups:
+            (group.reduction.abandon if any(map(any, statuses)) else group.reduction.commit)()
+        schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
+        for group, second in repairs:
+            second.hand_over(partial(self._add_averages, group))
         self._holds_averages = True
-        pending.backward.recorder.done_at = perf_counter_ns()
-        for groups in self.groups:
-            groups.note(Activity.DONE)
+        backward.recorder.done_at = perf_counter_ns()
+        for group in groups:
+            group.groups.note(Activity.DONE)
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffers were multiplied by ``factor``."""
@@ -341,60 +335,109 @@ class BufferSynchronizer(Synchronizer):
             self.step_status.note_non_finite(bucket.non_finite())
 
     def _may_launch(self) -> bool:
-        probes = [reduction_group.reduction.may_launch for reduction_group in self._reduction_groups]
+        probes = [group.reduction.may_launch for group in self._reduction_groups]
         return all(probe is None or probe() for probe in probes)
 
-    def _answers(self, exchanges: Sequence[MaskExchange], local: bytes) -> bytearray:
-        present = bytearray(len(self._parameters))
-        for reduction_group, exchange in zip(self._reduction_groups, exchanges, strict=True):
-            answer = reduction_group.negotiation.finish(exchange, reduction_group.local(local))
-            for i, here in zip(reduction_group.indices, answer.mask, strict=True):
-                present[i] = here
-        return present
-
-    def _note_averaged(self, present: bytes | bytearray) -> None:
-        for i, here in enumerate(present):
-            if here:
-                self.gradients.averaged[i] = 1
-
-    def _second_round(
-        self, pending: _PendingResults, reduction_group: ReductionGroup, agreed: bytes
-    ) -> LaunchSchedule[Bucket]:
+    def _second_round(self, backward: Backward, group: ReductionGroup, agreed: bytes) -> LaunchSchedule[Bucket]:
         """The schedule that averages the late gradients: averaging is linear, so both averages can be added."""
 
         def prepare(bucket: Bucket) -> None:
-            taken = [pending.late.get(reduction_group.indices[j]) for j in bucket.expected]
-            bucket.hold([None if gradient is None else gradient * reduction_group.gain for gradient in taken])
+            taken = [backward.late.get(group.indices[j]) for j in bucket.expected]
+            bucket.hold([None if gradient is None else gradient * group.gain for gradient in taken])
 
-        groups = reduction_group.groups
-        parameters = [self._parameters[i] for i in reduction_group.indices]
-        context = BucketContext(reduction_group.repairs.specs, parameters, groups, reduction_group.reduction)
-        plan = reduction_group.repairs.plan(agreed)
-        buckets = BucketCache(context, BucketBuffers(allocator(groups.buckets))).buckets(plan)
+        parameters = [self._parameters[i] for i in group.indices]
+        context = BucketContext(group.repairs.specs, parameters, group.groups, group.reduction)
+        plan = group.repairs.plan(agreed)
+        buckets = BucketCache(context, BucketBuffers(allocator(group.groups.buckets))).buckets(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
-        pending.backward.recorder.rounds.append(schedule.record)
+        backward.recorder.rounds.append(schedule.record)
         return schedule
 
-    def _add_averages(self, reduction_group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
+    def _add_averages(self, group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
         """Add the averages of late gradients to ``main_grad``."""
         for j, average in zip(members, averages, strict=True):
-            i = reduction_group.indices[j]
+            i = group.indices[j]
             self._buckets[self._layout.bucket_of[i]].add(i, average)
             self.gradients.averaged[i] = 1
 
 
-@dataclass(frozen=True, eq=False)
-class _PendingResults:
-    """The results that :meth:`BufferSynchronizer.wait_for_results` has to wait for.
+class StepStatus:
+    """The errors of one step: what the ranks have voted, and whether the communication has ended here.
 
-    Attributes:
-        backward: Whose gradients these are.
-        schedule: The buckets that were launched.
-        votes: One a reduction group: the late gradients and the status of each rank.
-        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
+    Args:
+        reduction_groups: The groups whose ranks exchange statuses.
     """
 
-    backward: Backward
-    schedule: LaunchSchedule[BufferBucket]
-    votes: list[MaskExchange]
-    late: dict[int, Tensor]
+    def __init__(self, reduction_groups: Sequence[ReductionGroup]) -> None:
+        self._reduction_groups = reduction_groups
+        self._non_finite: list[str] = []
+        self._error: Exception | None = None
+        self._failure = ""
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note that the communication of this step has ended with ``error``, which is the user's already."""
+        # as text: an error holds the frames that have raised it, and those the connections
+        if isinstance(error, PeerAbortedError):
+            self._failure = str(error)
+        else:
+            self._failure = (
+                f"rank {self._reduction_groups[0].groups.rank}: this step has failed here already, as this rank's own "
+                f"backward or its part in the communication raised {reason_of(error)}. Its gradients are not averages: "
+                "call zero_grad_buffer() and go on with the next step"
+            )
+
+    def forget_failure(self) -> None:
+        """Another step begins, or the failure is being raised."""
+        self._failure = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the communication of this step has ended: the other ranks will do nothing more for it."""
+        return bool(self._failure)
+
+    def note_non_finite(self, names: Iterable[str]) -> None:
+        """Note that the gradients of these parameters are NaN or infinite on this rank."""
+        self._non_finite.extend(names)
+
+    @property
+    def status(self) -> int:
+        """The status of this rank, as far as numbers are concerned."""
+        return NON_FINITE if self._non_finite else 0
+
+    def collect(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
+        """Evaluate the statuses of all ranks, one byte a rank for each reduction group; every rank must call this.
+
+        Where a rank has found NaN or infinity, all ranks of the reduction group exchange the names.
+        """
+        for group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
+            if NON_FINITE in of_ranks:
+                tables = all_gather_json(self._non_finite, group.groups.control)
+                self._error = self._error or _non_finite(tables)
+        for group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
+            aborted = bytes(status == _ABORTED for status in of_ranks)
+            if any(aborted) and not aborted_here:
+                self._error = aborted_error(group.groups.rank, group.groups.step, aborted)
+        self._non_finite.clear()
+
+    def raise_if_bad(self) -> None:
+        """Raise what went wrong since the last call, once."""
+        failure, self._failure = self._failure, ""
+        error, self._error = self._error, None
+        if failure:
+            raise PeerAbortedError(failure)
+        if error is not None:
+            raise error
+
+
+def _non_finite(tables: Sequence[Sequence[str]]) -> NonFiniteGradientError:
+    found = [
+        f"rank {rank} in {', '.join(map(repr, names[:_NAMED]))}"
+        + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        for rank, names in enumerate(tables)
+        if names
+    ]
+    return NonFiniteGradientError(
+        f"NaN or infinity in local gradients, before they were averaged: {'; '.join(found)} (ranks of the "
+        f"{len(tables)} that average them). The gradients of this step are of no use: call zero_grad_buffer(), and "
+        "look at the data, the learning rate or the loss scale of that rank"
+    )

@@ -1,10 +1,27 @@
-"""The configuration of a Megatron wrapper: all of Megatron-Core's fields, of which some only take their default."""
+"""What the constructor of a Megatron wrapper takes: a configuration with all of Megatron-Core's fields, in two forms.
+
+Before Megatron-Core had a configuration, its fields were arguments by position; both forms become one :class:`Setup`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from typing_extensions import get_overloads  # in typing from Python 3.11 on; comes with torch
+
+from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.functions import average
+from ppe_ddp.megatron.parallel_groups import ParallelGroups
+from ppe_ddp.options import check_call, unknown_keyword
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ppe_ddp.contracts import ReduceFunction
 
 DEFAULT_BUCKET_SIZE = 1_000_000
 _NO_FSDP = "there is no Megatron-FSDP here; torch's fully_shard works over ppe_ddp's backends"
@@ -102,11 +119,9 @@ class DistributedDataParallelConfig:
     megatron_fsdp_max_pool_double_buffer: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        self.check()
+        self._check()
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field, unless a wrapper was made with this object."""
         if self.__dict__.get("_is_used") and name in self.__dataclass_fields__:
             raise AttributeError(
                 f"a wrapper was made with this configuration, so setting {name} would change nothing: set it before, "
@@ -115,12 +130,11 @@ class DistributedDataParallelConfig:
         super().__setattr__(name, value)
 
     def use(self) -> None:
-        """Check the values once more, and let none of them be changed from now on: a wrapper is made with them."""
-        self.check()
+        """Check the values once more, and refuse changes from now on: a wrapper is made with them."""
+        self._check()
         self._is_used = True
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that is not supported."""
+    def _check(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _REFUSED and (tuple(value) if isinstance(value, list) else value) != field.default:
@@ -136,3 +150,107 @@ class DistributedDataParallelConfig:
         """One line for fingerprints and messages: the fields that have another value than their default."""
         values = [(field, getattr(self, field.name)) for field in fields(self)]
         return ", ".join(f"{field.name} {value}" for field, value in values if value != field.default)
+
+
+# The old form's arguments, and the fields that they are.
+_OLD_FIELDS = {
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "check_for_nan_in_grad": "check_for_nan_in_grad",
+    "bucket_size": "bucket_size",
+}
+_ELSEWHERE = {
+    "pg_collection": "pass groups=ParallelGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, "
+    "pipeline=pg_collection.pp, embedding=pg_collection.embd, position_embedding=pg_collection.pos_embd, "
+    "expert=pg_collection.expt_dp, expert_tensor=pg_collection.expt_tp)",
+    "full_param_layout": "buffers are laid out here; see bucket_size and disable_bucketing",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of a wrapper, whichever form they came in; see :class:`~ppe_ddp.megatron.DistributedDataParallel`.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: Arguments that exclude each other.
+    """
+
+    config: object
+    module: nn.Module
+    ddp_config: DistributedDataParallelConfig
+    disable_bucketing: bool
+    groups: ParallelGroups
+    reduce_function: ReduceFunction | Compressor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ddp_config, DistributedDataParallelConfig):
+            raise TypeError(f"ddp_config must be a DistributedDataParallelConfig, not {type(self.ddp_config).__name__}")
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(self.module).__name__}")
+        if not isinstance(self.reduce_function, Compressor):
+            check_call("reduce_function", self.reduce_function, ("bucket", "group"))
+        if self.ddp_config.use_distributed_optimizer and self.reduce_function is not average:
+            raise ValueError(
+                "a reduce_function or a compressor averages whole buckets; with use_distributed_optimizer gradients "
+                "are reduce-scattered: leave one of the two out"
+            )
+
+    @classmethod
+    def of(
+        cls, constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Setup:
+        """Parse a call of ``constructor``, whose overloads are the new form and the old one.
+
+        Raises:
+            TypeError: As well, a keyword or a number of arguments that this form does not have.
+        """
+        is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
+        form = _forms(constructor)[0 if is_new else 1]
+        for name in kwargs:
+            if name in _ELSEWHERE:
+                raise TypeError(f"DistributedDataParallel() has no {name}: {_ELSEWHERE[name]}")
+            if name not in form.parameters:
+                raise TypeError(unknown_keyword(name, {*form.parameters} - {"self"}))
+        try:
+            call = form.bind(None, config, *args, **kwargs)
+        except TypeError as error:
+            hint = (
+                "; this is the old form, as neither ddp_config nor the second argument is a "
+                "DistributedDataParallelConfig: the new one is DistributedDataParallel(config, ddp_config, module)"
+            )
+            names = ", ".join([*form.parameters][1:])
+            raise TypeError(f"DistributedDataParallel({names}): {error}{'' if is_new else hint}") from None
+        call.apply_defaults()
+        given = call.arguments
+        if not is_new:
+            values = {field: given[name] for name, field in _OLD_FIELDS.items()}
+            given["ddp_config"] = DistributedDataParallelConfig(**values)
+        groups, data, expert = (given[n] for n in ("groups", "data_parallel_group", "expert_data_parallel_group"))
+        if groups is not None and (data is not None or expert is not None):
+            raise ValueError("give groups, or data_parallel_group and expert_data_parallel_group, not both")
+        return cls(
+            config,
+            given["module"],
+            given["ddp_config"],
+            given["disable_bucketing"],
+            groups or ParallelGroups(data=data, expert=expert),
+            given["reduce_function"] or average,
+        )
+
+
+def showing_both_forms(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Let ``inspect.signature`` show the new form, and the parameters that only the old one has as keywords."""
+    new, old = _forms(constructor)
+    added = [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=f"{one.annotation} | None")
+        for name, one in old.parameters.items()
+        if name not in new.parameters
+    ]
+    constructor.__signature__ = new.replace(parameters=[*new.parameters.values(), *added])  # type: ignore[attr-defined]
+    return constructor
+
+
+def _forms(constructor: Callable[..., None]) -> list[inspect.Signature]:
+    return [inspect.signature(form) for form in get_overloads(constructor)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
@@ -18,18 +20,17 @@ from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import broadcast
-from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig
-from ppe_ddp.megatron.data_parallel_base import DistributedDataParallelBase
+from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
 from ppe_ddp.megatron.gradient_buffers import GradientBuffers
-from ppe_ddp.megatron.model_parallel import ModelParallel
-from ppe_ddp.megatron.signature import setup_of, showing_both_forms
+from ppe_ddp.megatron.parallel_groups import ModelParallel
+from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.compression.compressor import Compressor
@@ -40,7 +41,65 @@ if TYPE_CHECKING:
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
     from ppe_ddp.megatron.main_gradients import MainGradients
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
-    from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
+
+
+class DistributedDataParallelBase(nn.Module, ABC):
+    """Abstract base of wrappers for data parallelism, with the interface of Megatron's class of this name.
+
+    State dicts have the names of the wrapped module, without a prefix of the wrapper's.
+
+    Args:
+        module: The module to wrap.
+
+    Raises:
+        TypeError: ``module`` is no module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{type(self).__name__} wraps an nn.Module, not {type(module).__name__}")
+        self.module = module
+
+    @abstractmethod
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module; a subclass may extend this."""
+        return self.module(*inputs, **kwargs)
+
+    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
+        """The wrapped module's ``state_dict``: parameters and persistent buffers by name, as references.
+
+        Args:
+            *args: ``(prefix, keep_vars)``, or torch's deprecated ``(destination, prefix, keep_vars)``.
+            prefix: Put before every name.
+            keep_vars: Whether to leave tensors attached to autograd.
+            **kwargs: Further keywords of the module's own method.
+        """
+        if args and isinstance(args[0], str):
+            prefix, args = args[0], args[1:]
+            if args:
+                keep_vars, args = args[0], args[1:]
+        return self.module.state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The state dict for a checkpoint: by the wrapped module's method of this name, or else its ``state_dict``."""
+        own = getattr(self.module, "state_dict_for_save_checkpoint", None)
+        return (own or self.module.state_dict)(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy ``state_dict`` into the wrapped module.
+
+        Args:
+            state_dict: Parameters and persistent buffers by the module's names.
+            strict: Whether the names must be exactly the module's.
+            assign: Refused: the wrapper's buffers belong to the parameters that are there.
+
+        Returns:
+            torch's named tuple of ``missing_keys`` and ``unexpected_keys``.
+        """
+        if assign:
+            raise ValueError("load_state_dict(assign=True) replaces parameters whose gradients lie in buffers: copy")
+        return self.module.load_state_dict(state_dict, strict=strict)
 
 
 class DistributedDataParallel(DistributedDataParallelBase):
@@ -122,7 +181,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     @showing_both_forms
     def __init__(self, config: object, *args: Any, **kwargs: Any) -> None:
-        setup = setup_of(DistributedDataParallel.__init__, config, args, kwargs)
+        setup = Setup.of(DistributedDataParallel.__init__, config, args, kwargs)
         super().__init__(setup.module)
         self.config = config
         self.ddp_config = setup.ddp_config
@@ -136,11 +195,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
             sums=bool(getattr(config, "calculate_per_token_loss", False)),
             bucket_size=self.bucket_size,
         )
-        self.grad_buffers: list[ParamAndGradBuffer] = [b for b in state.buffers if b.kind.reduction_group == 0]
-        self.expert_parallel_buffers: list[ParamAndGradBuffer] = [
-            b for b in state.buffers if b.kind.reduction_group == 1
-        ]
-        self._sharded: dict[int, ShardedModel] = {}
+        self.grad_buffers, self.expert_parallel_buffers = (
+            [buffer for buffer in state.buffers if buffer.kind.reduction_group == number] for number in range(2)
+        )
+        self._sharded: dict[bool, ShardedModel] = {}
         self._parameter_gather: ParameterGather | None = None
         self._reducer: Reducer[BufferSynchronizer] = Reducer(
             state.groups[0], state.synchronizer, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
@@ -207,13 +265,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def _check_unchanged(self, before: ModuleState, now: ModuleState) -> None:
         """Refuse a module whose parameters do not fit the buffers any more; freezing some is all right."""
         trainable = self._gradient_buffers.layout.bucket_of
-        olds = {
-            name: (spec, parameter)
-            for name, spec, parameter in zip(before.names, before.specs, before.parameters, strict=True)
-        }
+        olds = {spec.name: (id(p), spec) for spec, p in zip(before.specs, before.parameters, strict=True)}
         for i, (spec, parameter) in enumerate(zip(now.specs, now.parameters, strict=True)):
-            old_spec, old_parameter = olds.get(spec.name, (None, None))
-            is_same = old_parameter is parameter and old_spec == spec
+            is_same = olds.get(spec.name) == (id(parameter), spec)
             if not is_same or (parameter.requires_grad and i not in trainable):
                 raise UnusableError(
                     f"rank {self._reducer.groups.rank}: parameter {spec.name!r} was added, replaced, moved, cast or "
@@ -358,12 +412,11 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         if not self.ddp_config.use_distributed_optimizer:
             raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
-        reduction_group = int(experts)
-        if reduction_group >= len(self._gradient_buffers.reduction_groups):
+        if experts >= len(self._gradient_buffers.reduction_groups):
             raise ValueError("the module has no experts (parameters with allreduce = False)")
-        if reduction_group not in self._sharded:
-            self._sharded[reduction_group] = self._gradient_buffers.sharded(reduction_group)
-        return self._sharded[reduction_group]
+        if experts not in self._sharded:
+            self._sharded[experts] = ShardedBuffers(self._gradient_buffers, int(experts))
+        return self._sharded[experts]
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Bring together what each rank has written into its shards; all ranks must call this.
@@ -395,10 +448,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def _gather_of_parameters(self) -> ParameterGather:
         if self._parameter_gather is None:
-            reduction_groups = range(len(self._gradient_buffers.reduction_groups))
-            self._parameter_gather = ParameterGather(
-                [self.sharded(experts=bool(reduction_group)) for reduction_group in reduction_groups]
-            )
+            numbers = range(len(self._gradient_buffers.reduction_groups))
+            self._parameter_gather = ParameterGather([self.sharded(experts=bool(number)) for number in numbers])
         return self._parameter_gather
 
     def __getstate__(self) -> NoReturn:

@@ -1,8 +1,8 @@
 """Completes gradients before an optimizer's step: those summed over more than the data-parallel ranks.
 
     data, expert            average     every parameter, by its wrapper
-    tensor                  sum         what has seen a part of the sequence only
-    pipeline                sum         what every stage has a copy of
+    tensor                  sum         parameters that have seen a part of the sequence only
+    pipeline                sum         parameters that every stage has a copy of
     embedding               sum         the first stage's input is the last stage's output
     position embedding      sum         where stages share it
 
@@ -11,23 +11,20 @@ All of it happens in ``main_grad``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
-from ppe_ddp.megatron.model_parallel import ModelParallel
-from ppe_ddp.megatron.shared_weights import position_embedding, word_embedding
+from ppe_ddp.megatron.parallel_groups import ModelParallel, position_embedding, word_embedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
@@ -40,19 +37,12 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """A gradient that several ranks have a part of.
+class _Shared(NamedTuple):
+    """A gradient that several ranks have a part of."""
 
-    Attributes:
-        name: The parameter's, or its role where the ranks have other names for it.
-        copies: The parameters of this rank whose gradients are added, and which get the sum; one for each chunk.
-        factor: What the sum is multiplied by.
-    """
-
-    name: str
-    copies: list[tuple[DistributedDataParallel, nn.Parameter]]
-    factor: float = 1.0
+    name: str  # the parameter's, or its role where the ranks have other names for it
+    copies: list[tuple[DistributedDataParallel, nn.Parameter]]  # of this rank, one a chunk: added, and given the sum
+    factor: float = 1.0  # what the sum is multiplied by
 
     def described(self) -> str:
         """One line, the same on all ranks that can add this gradient to theirs."""
@@ -256,13 +246,10 @@ def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, p
 def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> None:
     pipeline, data = parallel.group("pipeline"), chunks[0].data_groups
     if pipeline is not None:
-        last = pipeline.world_size - 1
-
-        def start() -> Waitable:
-            work: Waitable = dist.broadcast(num_tokens, group=pipeline.buckets, group_src=last, async_op=True)
-            return work
-
-        parallel.communicate(pipeline, start, num_tokens.device)
+        last, group = pipeline.world_size - 1, pipeline.buckets
+        parallel.communicate(
+            pipeline, lambda: dist.broadcast(num_tokens, group=group, group_src=last, async_op=True), num_tokens.device
+        )
     if data.world_size > 1:
         parallel.all_reduce(data, num_tokens)
     total = num_tokens.item()

@@ -15,15 +15,11 @@ from ppe_ddp.engine.module_state import ModuleState
 from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.functions import own_function
-from ppe_ddp.megatron.buffer_bucket import BufferBucket
-from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
+from ppe_ddp.megatron.buffer_bucket import BufferBucket, ReductionGroup
+from ppe_ddp.megatron.buffer_layout import BufferKind, Item, ParamAndGradBuffer, lay_out
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-from ppe_ddp.megatron.copies import CopiesOfParameters
 from ppe_ddp.megatron.main_gradients import MainGradients
-from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
-from ppe_ddp.megatron.reduction_group import ReductionGroup
-from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
-from ppe_ddp.megatron.shared_weights import needs_own_bucket
+from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, needs_own_bucket
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.bucket_allocator import Allocator
     from ppe_ddp.engine.bucket_plan import ParameterSpec
-    from ppe_ddp.megatron.signature import Setup
+    from ppe_ddp.megatron.config import Setup
 
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 8  # elements: a rank's share starts at a multiple of 16 bytes
@@ -60,8 +56,7 @@ class GradientBuffers:
         tensors = self.module_state.distributed_tensors()
         refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
         parameters = self.module_state.parameters
-        data = setup.groups.data or default_group
-        self._copies = CopiesOfParameters(setup.module, setup.config, data, setup.groups)
+        self.copies = CopiesOfParameters(setup.module, setup.config, setup.groups.data or default_group, setup.groups)
         self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
         self.groups = _duplicates(setup, default_group, self.module_state)
         self.reduction_groups = self._reduction_groups(setup, sums=sums)
@@ -83,7 +78,7 @@ class GradientBuffers:
             )
             for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
         ]
-        self._pool = MessagePool(allocator(self.groups[0].buckets))
+        self.pool = MessagePool(allocator(self.groups[0].buckets))
         buckets = self._buckets(scatter=config.use_distributed_optimizer)
         main = {i: slot for b in buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(parameters, main)
@@ -118,7 +113,7 @@ class GradientBuffers:
             indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
             others = [name for name, parameter in named if _reduction_group_of(parameter) != number]
             size = groups.world_size
-            reduction_group = ReductionGroup.of(
+            reduction_group = ReductionGroup(
                 groups,
                 ModuleState(setup.module, others),
                 indices,
@@ -134,54 +129,33 @@ class GradientBuffers:
         return reduction_groups
 
     def _items(self, setup: Setup) -> list[Item]:
-        config = setup.ddp_config
-        alone = needs_own_bucket(setup.module, setup.config) if config.use_distributed_optimizer else set()
+        is_sharded = setup.ddp_config.use_distributed_optimizer
+        alone = needs_own_bucket(setup.module, setup.config) if is_sharded else set()
         items = []
-        for i, parameter in enumerate(self.module_state.parameters):
+        for i, (parameter, spec) in enumerate(zip(self.module_state.parameters, self.specs, strict=True)):
             if parameter.requires_grad:
-                kind = BufferKind(
-                    _reduction_group_of(parameter), parameter.dtype, self.specs[i].dtype, parameter.device
-                )
-                is_alone, is_row_major = id(parameter) in alone, self.specs[i].is_row_major
-                items.append(Item(i, parameter.numel(), kind, is_alone, is_row_major))
+                kind = BufferKind(_reduction_group_of(parameter), parameter.dtype, spec.dtype, parameter.device)
+                items.append(Item(i, parameter.numel(), kind, id(parameter) in alone, spec.is_row_major))
         return items
 
     def _buckets(self, *, scatter: bool) -> list[BufferBucket]:
         buckets = []
         for extent in self.layout.buckets:
-            reduction_group, memory = (
-                self.reduction_groups[extent.reduction_group],
-                self.buffers[extent.buffer].grads(extent),
-            )
-            transport = ReduceScatter.fastest(reduction_group.groups, self._pool, memory.device) if scatter else None
-            groups, reduction = reduction_group.groups, reduction_group.reduction
-            context = BucketContext(self.specs, self.module_state.parameters, groups, reduction)
-            buckets.append(BufferBucket(extent, memory, context, gain=reduction_group.gain, scatter=transport))
+            of_group, memory = self.reduction_groups[extent.reduction_group], self.buffers[extent.buffer].grads(extent)
+            transport = ReduceScatter.fastest(of_group.groups, self.pool, memory.device) if scatter else None
+            context = BucketContext(self.specs, self.module_state.parameters, of_group.groups, of_group.reduction)
+            buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
         return buckets
 
     def place_of(self, parameter: nn.Parameter) -> str:
         """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
-        extent = self.layout.buckets[self.layout.bucket_of[self.gradients.index_of(parameter)]]
+        index = self.gradients.index_of(parameter)
+        extent = self.layout.buckets[self.layout.bucket_of[index]]
         if self.buffers[extent.buffer].param_data is None:
             return ""
-        offset = extent.plan.offsets[extent.plan.members.index(self.gradients.index_of(parameter))]
+        offset = extent.plan.offsets[extent.plan.members.index(index)]
         groups = self.reduction_groups[extent.reduction_group].groups
         return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
-
-    def sharded(self, reduction_group: int) -> ShardedBuffers:
-        """The shards of one reduction group, for a distributed optimizer."""
-        return ShardedBuffers(
-            reduction_group,
-            self.reduction_groups[reduction_group],
-            self.buffers,
-            self.layout.buckets,
-            self.gradients,
-            self.specs,
-            self.module_state.parameters,
-            self.synchronizer,
-            self._pool,
-            self._copies,
-        )
 
 
 def _reduction_group_of(parameter: nn.Parameter) -> int:

@@ -1,19 +1,45 @@
-"""The process groups of one training job, one for each dimension of parallelism."""
+"""The process groups of one job: those that average gradients, and those that split one model.
+
+data        rank 0 ── rank 2        averaged by the wrapper: NaN there is raised on both
+tensor      rank 0 ── rank 1        here rank 1 learns of it, and leaves its wait at once
+
+What the ranks of one model share: weights that two pipeline stages have, and copies that a norm counts once.
+"""
 
 from __future__ import annotations
 
+import logging
+import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import distributed as dist
+from torch import nn
 
-from ppe_ddp.backends.group_internals import flattened_group
+from ppe_ddp.backends.group_internals import flattened_group, kept_with
+from ppe_ddp.contracts import probe
+from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.failures import FINALIZE, reason_of
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.json_collectives import all_gather_json
+from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.completion import Steps
+
 _DATA = ("dp", "cp", "ep")
+_SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
+logger = logging.getLogger("ppe_ddp")
 
 
 @dataclass(frozen=True)
@@ -60,22 +86,22 @@ class ParallelGroups:
                 f"the dimensions of the mesh must be named, as some of {(*_DATA, 'tp', 'pp')}, not {names or 'unnamed'}"
             )
         return cls(
-            data=_of(mesh, [name for name in _DATA if name in names]) or _alone(),
-            tensor=_of(mesh, ["tp"] if "tp" in names else []),
-            pipeline=_of(mesh, ["pp"] if "pp" in names else []),
+            data=_over(mesh, *_DATA) or _alone(),
+            tensor=_over(mesh, "tp"),
+            pipeline=_over(mesh, "pp"),
             embedding=_ends_of_pipelines(mesh),
-            expert=(_of(mesh, [name for name in ("dp", "cp") if name in names]) or _alone()) if "ep" in names else None,
+            expert=(_over(mesh, "dp", "cp") or _alone()) if "ep" in names else None,
         )
 
 
-def _of(mesh: DeviceMesh, names: list[str]) -> ProcessGroup | None:
-    """This rank's group over some dimensions of the mesh together."""
+def _over(mesh: DeviceMesh, *dimensions: str) -> ProcessGroup | None:
+    """This rank's group over those of ``dimensions`` that the mesh has; None where it has none."""
+    names = tuple(name for name in dimensions if name in (mesh.mesh_dim_names or ()))
     if not names:
         return None
     if len(names) == 1:
         return mesh.get_group(names[0])
-    part = mesh if tuple(names) == mesh.mesh_dim_names else mesh[tuple(names)]
-    return flattened_group(part)
+    return flattened_group(mesh if names == mesh.mesh_dim_names else mesh[names])
 
 
 def _alone() -> ProcessGroup:
@@ -97,3 +123,248 @@ def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
         if dist.get_rank() in ends:
             own = group
     return own
+
+
+# ---------------------------------------------------------------------- what ranks of one model share
+
+
+def word_embedding(module: nn.Module, config: object) -> Tensor | None:
+    """The embedding of the first pipeline stage, or the output layer of the last, which share their weight.
+
+    None for a model without ``shared_embedding_or_output_weight()``, or whose ``share_embeddings_and_output_weights``
+    is False, unless ``config.mtp_num_layers`` is positive: layers that predict further tokens have the embedding on
+    the last stage.
+    """
+    model = _owner(module, "shared_embedding_or_output_weight")
+    if model is None:
+        return None
+    is_shared = getattr(model, "share_embeddings_and_output_weights", True)
+    if not (is_shared or getattr(config, "mtp_num_layers", 0)):
+        return None
+    weight: Callable[[], Tensor | None] = model.shared_embedding_or_output_weight  # type: ignore[assignment]
+    return weight()
+
+
+def position_embedding(module: nn.Module, _config: object) -> Tensor | None:
+    """The weight of ``position_embeddings``; None for a model that has none."""
+    model = _owner(module, "position_embeddings")
+    embeddings: Any = None if model is None else model.position_embeddings
+    return getattr(embeddings, "weight", None)
+
+
+def needs_own_bucket(module: nn.Module, config: object) -> set[int]:
+    """The ids of the parameters that other stages must shard in the same way, wherever they lie there."""
+    shared = (word_embedding(module, config), position_embedding(module, config))
+    found = {id(weight) for weight in shared if weight is not None}
+    marks = ("shared_embedding", "pipeline_parallel")
+    return found | {id(p) for p in module.parameters() if any(getattr(p, mark, False) for mark in marks)}
+
+
+def _owner(module: nn.Module, attribute: str) -> nn.Module | None:
+    """The module, or one that it wraps under the name ``module``, that has ``attribute``."""
+    inner: Any = module
+    while isinstance(inner, nn.Module):
+        if hasattr(inner, attribute):
+            return inner
+        inner = getattr(inner, "module", None)
+    return None
+
+
+class CopiesOfParameters:
+    """Tells which parameters of a module are copies of another rank's, so that a norm counts each element once.
+
+    Args:
+        module: The module.
+        config: The model's configuration.
+        data: The data-parallel group. Its ranks have different shards, and different experts.
+        groups: The other groups.
+
+    Attributes:
+        groups: The data-parallel group, and those that split the model among more than one rank.
+    """
+
+    def __init__(self, module: nn.Module, config: object, data: ProcessGroup, groups: ParallelGroups) -> None:
+        splits = [group for group in (groups.tensor, groups.pipeline) if group is not None]
+        self.groups: Sequence[ProcessGroup] = [data, *(group for group in splits if dist.get_world_size(group) > 1)]
+        self._tensor_rank = _rank(groups.tensor)
+        self._expert_rank = self._tensor_rank if groups.expert_tensor is None else _rank(groups.expert_tensor)
+        self._stage = _rank(groups.pipeline)
+        self._copied: set[int] = set()
+        if _rank(groups.embedding) > 0:
+            self._copied.add(id(word_embedding(module, config)))
+        if _rank(groups.position_embedding) > 0:
+            self._copied.add(id(position_embedding(module, config)))
+        is_split = groups.tensor is not None and dist.get_world_size(groups.tensor) > 1
+        self.are_splits_marked = not is_split or any(hasattr(p, "tensor_model_parallel") for p in module.parameters())
+
+    def counts(self, name: str, parameter: nn.Parameter, names: set[str]) -> bool:
+        """Whether a parameter adds to the norm on this rank.
+
+        Parameters marked ``tensor_model_parallel`` are split over the tensor-parallel ranks; of the others these ranks
+        have copies, and the first rank's counts. Of parameters that pipeline stages share, the first stage's counts;
+        of ``pipeline_parallel`` ones of one name, its first chunk's. Parameters marked ``shared`` never count.
+
+        Args:
+            name: The parameter's name in its chunk of the model.
+            parameter: The parameter.
+            names: The ``pipeline_parallel`` parameters that were counted already; changed in place.
+        """
+        if getattr(parameter, "shared", False) or id(parameter) in self._copied:
+            return False
+        if getattr(parameter, "pipeline_parallel", False):
+            if self._stage > 0 or name in names:
+                return False
+            names.add(name)
+        rank = self._tensor_rank if getattr(parameter, "allreduce", True) else self._expert_rank
+        return rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _rank(group: ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+# ---------------------------------------------------------------------- collectives of one model
+
+
+class _Duplicate:
+    """The duplicate of one group, which all wrappers of this process share: they use it one after another."""
+
+    groups: Groups | None = None
+
+    @classmethod
+    def of(cls, parent: ProcessGroup) -> Groups:
+        """The duplicate of ``parent``, made at the first call on all its ranks."""
+        kept = kept_with(parent, cls)
+        kept.groups = kept.groups or Groups.duplicate(parent)
+        return kept.groups
+
+
+class ModelParallel:
+    """Collectives over the groups that split one model; all their ranks must make theirs together.
+
+    Args:
+        groups: The user's groups. Those of one rank are left out.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = {
+            name: _Duplicate.of(parent)
+            for name in _SPLITS
+            if (parent := getattr(groups, name)) is not None and dist.get_world_size(parent) > 1
+        }
+        self._distinct = [*{id(groups): groups for groups in self._groups.values()}.values()]
+        self._waits_in: Groups | None = None
+
+    def group(self, name: str) -> Groups | None:
+        """The duplicates of a group, by its name in :class:`ParallelGroups`; None where this rank is alone."""
+        return self._groups.get(name)
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Run one step's collectives: what is raised inside reaches the ranks of all groups.
+
+        Raises:
+            PeerAbortedError: A rank of one of the groups has failed.
+            CommunicationError: A rank is lost.
+        """
+        try:
+            self._renew()
+            yield
+        except BaseException as error:
+            instead = self._give_up(error)
+            if instead is None:
+                raise
+            raise instead from error
+        finally:
+            self._waits_in = None
+            for groups in self._distinct:
+                groups.step += 1
+
+    def communicate(self, groups: Groups, start: Callable[[], Waitable], device: torch.device) -> None:
+        """Wait for the collective that ``start`` begins in ``groups``, or until a rank of it reports a failure."""
+
+        def steps() -> Steps:
+            work = start()
+            yield probe(work)
+            groups.failures.wait(work, device)
+
+        self._waits_in = groups
+        run(steps())
+        self._waits_in = None
+
+    def all_reduce(self, groups: Groups, tensor: Tensor) -> None:
+        """Sum ``tensor`` over ``groups``, in place."""
+        self.communicate(groups, lambda: dist.all_reduce(tensor, group=groups.buckets, async_op=True), tensor.device)
+
+    def agree(self, described: Mapping[str, Sequence[str]]) -> None:
+        """Wait until all ranks of all groups have come here, about to send the same.
+
+        Args:
+            described: What is sent in which group, a line each.
+
+        Raises:
+            DisagreementError: On all ranks of a group, where they are about to send different things.
+        """
+        for groups in self._distinct:
+            names = [name for name, one in self._groups.items() if one is groups]
+            lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
+            code = zlib.crc32("\n".join(lines).encode())
+            extremes = torch.tensor([code, -code])
+            self._vote(groups, extremes)
+            if extremes[0] != -extremes[1]:
+                self._waits_in = groups
+                raise _disagreement(groups, all_gather_json(lines, groups.control))
+
+    def _vote(self, groups: Groups, extremes: Tensor) -> None:
+        """Find the maxima over the ranks; once more, with new connections, if a rank had failed after the last step."""
+        mine, vote = extremes.clone(), partial(dist.all_reduce, extremes, dist.ReduceOp.MAX, async_op=True)
+        try:
+            self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
+        except Exception as error:
+            instead = groups.fail(error, FINALIZE) or error
+            if not isinstance(instead, PeerAbortedError) or instead.step is None or instead.step >= groups.step:
+                raise instead from error
+            logger.warning("%s (This rank's gradients of that call were complete.)", instead)
+            for other in self._distinct:
+                if not other.is_closed and any(report.step < other.step for report in other.failures.of_others()):
+                    other.fail(instead, FINALIZE)
+            self._renew()
+            extremes.copy_(mine)
+            self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
+
+    def _renew(self) -> None:
+        """Make new connections where a failure has closed them."""
+        errors = []
+        for groups in self._distinct:
+            groups.check()
+            try:
+                groups.renew()
+            except PeerAbortedError as error:
+                errors.append(error)  # the others must be tried all the same, as on the other ranks
+        if errors:
+            raise errors[0]
+
+    def _give_up(self, error: BaseException) -> BaseException | None:
+        """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""
+        instead = self._waits_in.fail(error, FINALIZE) if self._waits_in is not None else None
+        cause = instead or error
+        told = (isinstance(cause, PeerAbortedError) and cause.reason) or reason_of(cause)
+        if "of the job)" not in told:
+            told += f" (rank {dist.get_rank()} of the job)"
+        for groups in self._distinct:
+            if groups is not self._waits_in:
+                groups.fail(AbortedError(told.removeprefix("AbortedError: ")), FINALIZE)
+        return instead
+
+
+def _disagreement(groups: Groups, tables: Sequence[Sequence[str]]) -> DisagreementError:
+    first = tables[0]
+    rank, table = next((rank, table) for rank, table in enumerate(tables) if table != first)
+    missing, added = (
+        [line for line in one if line not in other][:3] for one, other in ((first, table), (table, first))
+    )
+    return DisagreementError(
+        f"rank {groups.rank} of {groups.world_size}: two ranks are about to sum different gradients, or these in "
+        f"another order: rank 0 has {missing}, and rank {rank} has {added}. Parameters that the ranks share need the "
+        "same marks, shapes and dtypes on all of them, and with a distributed optimizer the same place in their bucket"
+    )

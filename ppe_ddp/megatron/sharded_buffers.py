@@ -8,8 +8,7 @@ A cut may go through a parameter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
@@ -23,31 +22,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
-    from ppe_ddp.engine.zero.message_pool import MessagePool
     from ppe_ddp.megatron.buffer_layout import BucketRange
-    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-    from ppe_ddp.megatron.copies import CopiesOfParameters
-    from ppe_ddp.megatron.main_gradients import MainGradients
-    from ppe_ddp.megatron.param_and_grad_buffer import ParamAndGradBuffer
-    from ppe_ddp.megatron.reduction_group import ReductionGroup
+    from ppe_ddp.megatron.gradient_buffers import GradientBuffers
 
 
-@dataclass(frozen=True, eq=False)
-class _Assigned:
-    """The gradient that a weight was given last.
+class _Assigned(NamedTuple):
+    """The gradient that a weight was given last, and the versions by which a change of it is seen."""
 
-    Attributes:
-        revision: That of the averages.
-        source_version: That of the buffer: it changes with each write into ``main_grad``.
-        gradient: A view of the buffer, or where the dtypes differ a copy.
-        version: That of the copy; it changes where the optimizer unscales or clips it.
-    """
-
-    revision: int
-    source_version: int
-    gradient: Tensor
-    version: int
+    revision: int  # of the averages
+    source_version: int  # of the buffer: it changes with each write into main_grad
+    gradient: Tensor  # a view of the buffer, or where the dtypes differ a copy
+    version: int  # of the copy: it changes where the optimizer unscales or clips it
 
 
 class ShardedBuffers(ShardedModel):
@@ -57,40 +42,26 @@ class ShardedBuffers(ShardedModel):
     parameters of that unit must not be used.
 
     Args:
-        number: Of the reduction group whose parameters these are.
-        reduction_group: The reduction group.
-        buffers: All buffers of the module.
-        buckets: All buckets of the module.
-        gradients: Knows which averages there are.
-        specs: Of all parameters.
-        parameters: All parameters.
-        synchronizer: Waits for a reduction that is in flight, and clears gradients.
-        pool: Memory for messages.
-        parallel: The groups that split the model, and say which parameters are copies.
+        state: The buffers of the module.
+        number: The reduction group whose parameters these are: 0 for dense ones, 1 for experts.
     """
 
-    def __init__(
-        self,
-        number: int,
-        reduction_group: ReductionGroup,
-        buffers: Sequence[ParamAndGradBuffer],
-        buckets: Sequence[BucketRange],
-        gradients: MainGradients,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[nn.Parameter],
-        synchronizer: BufferSynchronizer,
-        pool: MessagePool,
-        parallel: CopiesOfParameters,
-    ) -> None:
-        self._parallel = parallel
-        self._groups = reduction_group.groups
-        self._buffers = buffers
+    has_even_shards = False  # the bounds of a rank's part of a bucket may lie anywhere in a parameter
+
+    def __init__(self, state: GradientBuffers, number: int) -> None:
+        self._copies = state.copies
+        self._groups = state.reduction_groups[number].groups
+        self._buffers = state.buffers
+        self._gradients = state.gradients
+        self._synchronizer = state.synchronizer
+        self._pool = state.pool
         # What backward reaches last, a forward needs first.
-        self._buckets = [bucket for bucket in reversed(buckets) if bucket.reduction_group == number]
-        self._gradients = gradients
-        self._synchronizer = synchronizer
-        self._pool = pool
-        places = {i: (bucket, offset) for bucket in self._buckets for i, offset in _members(bucket)}
+        self._buckets = [bucket for bucket in reversed(state.layout.buckets) if bucket.reduction_group == number]
+        places = {
+            i: (bucket, offset)
+            for bucket in self._buckets
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True)
+        }
         self._indices = sorted(places)
         position = {i: k for k, i in enumerate(self._indices)}
         self.units = [[position[i] for i in reversed(bucket.plan.members)] for bucket in self._buckets]
@@ -99,8 +70,7 @@ class ShardedBuffers(ShardedModel):
         self._assigned: dict[int, _Assigned] = {}
         self._starts: list[tuple[int, int]] = []
         for i in self._indices:
-            bucket, offset = places[i]
-            self._cut(bucket, offset, parameters[i], specs[i].name)
+            self._cut(*places[i], state.module_state.parameters[i], state.specs[i].name)
 
     @property
     def group(self) -> ProcessGroup:
@@ -110,17 +80,17 @@ class ShardedBuffers(ShardedModel):
     @property
     def groups_of_model(self) -> Sequence[ProcessGroup]:
         """The data-parallel group, which has all experts too, and those that split the model."""
-        return self._parallel.groups
+        return self._copies.groups
 
     @property
     def are_splits_marked(self) -> bool:
         """Whether a parameter of the module has Megatron's mark, or no group splits tensors."""
-        return self._parallel.are_splits_marked
+        return self._copies.are_splits_marked
 
     def counts(self, index: int, names: set[str]) -> bool:
         """Whether the shard at ``index`` adds to the norm; see :meth:`CopiesOfParameters.counts`."""
         shard = self.shards[index]
-        return self._parallel.counts(shard.name, shard.parameter, names)
+        return self._copies.counts(shard.name, shard.parameter, names)
 
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
         groups = self._groups
@@ -133,8 +103,6 @@ class ShardedBuffers(ShardedModel):
 
     def _slice(self, memory: Tensor, index: int) -> Tensor:
         return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
-
-    has_even_shards = False  # the bounds of a rank's part of a bucket may lie anywhere in a parameter
 
     @property
     def is_synchronized(self) -> bool:
@@ -254,7 +222,3 @@ class ShardedBuffers(ShardedModel):
 
     def install(self, unit: int) -> None:
         """Nothing to do: parameters are views of what was gathered."""
-
-
-def _members(bucket: BucketRange) -> list[tuple[int, int]]:
-    return list(zip(bucket.plan.members, bucket.plan.offsets, strict=True))

@@ -1,17 +1,23 @@
-"""Clips sharded gradients by their global norm, over all ranks."""
+"""Agrees over all ranks on what is true of all gradients: their norm, and that none is inf.
+
+``torch.amp.GradScaler`` looks for inf where it divides by the scale, in one call of torch for all gradients. A tensor
+of a subclass among them adds an all-reduce of what was found: inf in one rank's shard skips the step on all ranks.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ppe_ddp.torch_internals import is_scaler_check, without_torch_function
 
-    from torch import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch.distributed import ProcessGroup
 
 
@@ -28,8 +34,8 @@ def total_norm(
     Args:
         shards: This rank's, without those that are copies of another rank's.
         norm_type: The p of the p-norm; may be ``inf``.
-        device: Where the result is to be.
-        groups: All their ranks must call this; it is agreed over one group after another.
+        device: The device of the result.
+        groups: The ranks that must call this; they agree over one group after another.
         is_unknown: Whether this rank does not know which of its shards are copies.
 
     Raises:
@@ -37,11 +43,11 @@ def total_norm(
     """
     present = [shard for shard in shards if shard.numel()]
     dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
-    norms = torch._foreach_norm(present, norm_type, dtype=dtype) if present else []
-    stacked = torch.stack([norm.to(device, torch.float64) for norm in norms]) if norms else None
     is_max = math.isinf(norm_type)
     value = torch.zeros((), dtype=torch.float64, device=device)
-    if stacked is not None:
+    if present:
+        norms = torch._foreach_norm(present, norm_type, dtype=dtype)
+        stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
         value = stacked.max() if is_max else stacked.pow(norm_type).sum()
     unknown = torch.full_like(value, float(is_unknown))
     total = torch.stack([value, value.isnan().to(value), unknown])  # transports take the maximum with NaN differently
@@ -61,3 +67,58 @@ def scale_to(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if shards:
         torch._foreach_mul_(list(shards), factor.to(shards[0].device))
+
+
+class ScaleCheck:
+    """One check for inf over all ranks, which the scaler makes in one call for each device and dtype.
+
+    Args:
+        calls: The number of calls that this rank's scaler makes. Only the last one communicates, so that ranks whose
+            gradients have other dtypes and devices send as many messages.
+        groups: The groups whose ranks agree, one after another.
+    """
+
+    def __init__(self, calls: int, groups: Sequence[ProcessGroup]) -> None:
+        self._missing = calls
+        self._groups = groups
+        self._found: list[Tensor] = []
+
+    def add(self, found: Tensor) -> None:
+        """Take what one call has found; the last one is told what any rank has found in any call."""
+        self._found.append(found)
+        self._missing -= 1
+        if self._missing:
+            return
+        for other in self._found[:-1]:
+            found.copy_(found.maximum(other.to(found.device)))
+        for group in self._groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+
+
+class SharedScaleCheck(Tensor):
+    """A gradient shard whose check for inf is shared. Everything else works on it as on any tensor."""
+
+    _check: ScaleCheck
+
+    @classmethod
+    def of(cls, gradient: Tensor, check: ScaleCheck) -> SharedScaleCheck:
+        """``gradient`` itself, in another type."""
+        shared: SharedScaleCheck = gradient.as_subclass(cls)
+        shared._check = check
+        return shared
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``; if it was the scaler's check, agree on what it found."""
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+            if is_scaler_check(func):
+                check = next(gradient._check for gradient in args[0] if isinstance(gradient, cls))
+                check.add(args[1])
+            return result

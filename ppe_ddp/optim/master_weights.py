@@ -1,35 +1,54 @@
 """Master weights, which the wrapped optimizer updates: 1-D shards of parameters, in high precision.
 
-Where a parameter has that precision itself, its master weight is the very memory of the shard. Else it is a
-copy, and a change of the parameter from outside (``load_state_dict``) is noticed by its version.
+Where a parameter has that precision itself, its master weight is the very memory of the shard. Else it is a copy, and
+a change of the parameter from outside (``load_state_dict``) is noticed by its version.
+
+An optimizer on CPUs makes a dozen calls of torch for each tensor, which take longer than the arithmetic where that has
+a few thousand elements. So the small weights are stepped together, laid end to end in one flat tensor:
+
+    weights        a | b | c | D        copied there for the step
+    gradients      a | b | c | D        the same
+    state          a   b   c | D        stays there between the steps: that of a small weight is a view of it
+
+That is possible for what works element by element, with the same hyper-parameters and as many steps made. A layout
+is made where two steps have had the same gradients: to make it costs some steps of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppe_ddp.engine.strides import is_non_overlapping_and_dense
-from ppe_ddp.torch_internals import version_of
+from ppe_ddp.torch_internals import step_hooks, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor
+    from torch.optim import Optimizer
 
     from ppe_ddp.engine.zero.shards import Shard, ShardedModel
+
+_LARGEST_BYTES = 16 << 10  # of a shard: from 32 KB on, copying it takes as long as the calls that it saves (measured)
+_MOST_BYTES = 512 << 10  # of a flat tensor: a step goes over it and its state ten times, which is to stay in the cache
+_FEWEST = 4  # shards
+_IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
+# Known to keep nothing but tensors like the parameter and numbers, and to look at nothing else.
+_KNOWN_NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD"
+_KNOWN = tuple(getattr(torch.optim, name) for name in _KNOWN_NAMES.split())
 
 
 class MasterWeight:
     """The master weight of one shard.
 
     Args:
-        index: Which of the model's shards it is.
+        index: The position of the shard among the model's.
         shard: The shard.
-        dtype: At least this precision.
+        dtype: The dtype of the weight, if the parameter is not wider.
     """
 
     def __init__(self, index: int, shard: Shard, dtype: torch.dtype) -> None:
@@ -109,11 +128,11 @@ class MasterWeights:
         """Give parameters of ``model`` the values of their master weights, on this rank.
 
         Args:
-            model: Whose shards these are the master weights of.
+            model: The model of the parameters.
             updated: For each of its shards, whether that has a new value.
 
         Returns:
-            The units that have some of these shards, in order.
+            The units of the model that have some of these shards, in order.
         """
         update = self._update
         if update is None or update.updated != updated:
@@ -128,23 +147,14 @@ class MasterWeights:
         return update.units
 
 
-@dataclass(frozen=True, eq=False)
-class _Update:
-    """Which parameters get new values, kept while it is the same ones.
+class _Update(NamedTuple):
+    """The parameters that get new values, kept for steps that update the same ones."""
 
-    Attributes:
-        updated: For each shard of the model, whether it has a new value.
-        masters: The master weights of these.
-        copies: Those of them that are not their parameter's own memory.
-        in_place: The numbers of the shards of the others.
-        units: Those of the model that have some of these shards.
-    """
-
-    updated: Sequence[bool]
-    masters: Sequence[MasterWeight]
-    copies: Sequence[MasterWeight]
-    in_place: Sequence[int]
-    units: Sequence[int]
+    updated: Sequence[bool]  # for each shard of the model
+    masters: Sequence[MasterWeight]  # of these shards
+    copies: Sequence[MasterWeight]  # those that are not their parameter's own memory
+    in_place: Sequence[int]  # the shards of the others
+    units: Sequence[int]  # of the model, with updated shards
 
     @classmethod
     def of(cls, masters: Sequence[MasterWeight], model: ShardedModel, updated: Sequence[bool]) -> _Update:
@@ -157,3 +167,189 @@ class _Update:
             [master.index for master in own if master.is_alias],
             [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)],
         )
+
+
+class FlatStep:
+    """Steps an optimizer of 1-D weights, the small ones laid end to end where that makes no difference to the result.
+
+    It makes one to whoever looks on: hooks of the optimizer's, or a ``step`` that was replaced (by ``torch.compile``);
+    there, and with an optimizer that is not torch's own, each weight is stepped by itself.
+
+    Args:
+        optimizer: The optimizer, whose groups hold the weights and whose state is kept by weight.
+        hooks: How many hooks its step may have.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, hooks: int) -> None:
+        self._optimizer = optimizer
+        self._is_known = type(optimizer) in _KNOWN
+        self._hooks = hooks
+        self._last: list[list[int]] = []
+        self._flats: list[tuple[dict[str, Any], list[FlatShards]]] | None = None  # by group
+        self._table = optimizer.state
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        optimizer = self._optimizer
+        groups = self._laid_out()
+        for _, flats in groups:
+            for flat in flats:
+                flat.pack()
+        weights = [group["params"] for group, _ in groups]
+        try:
+            for group, flats in groups:
+                group["params"] = _with(flats, group["params"])
+                optimizer.state.update({flat.weight: flat.state for flat in flats})
+            optimizer.step()
+        finally:
+            for (group, flats), own in zip(groups, weights, strict=True):
+                group["params"] = own
+                for flat in flats:
+                    flat.unpack(optimizer.state.pop(flat.weight, flat.state))
+
+    def separate(self) -> None:
+        """Give each weight state of its own again: somebody else is going to look at it, or to change it."""
+        for _, flats in self._flats or ():
+            for flat in flats:
+                flat.separate()
+        self._flats = None
+
+    def _laid_out(self) -> list[tuple[dict[str, Any], list[FlatShards]]]:
+        """The groups that have small shards to be stepped together, with these."""
+        if not self._is_known or "step" in vars(self._optimizer) or step_hooks(self._optimizer) != self._hooks:
+            self.separate()
+            return []
+        groups = self._optimizer.param_groups
+        present = [[weight for weight in group["params"] if weight.grad is not None] for group in groups]
+        last = self._last
+        self._last = [[id(group), *map(id, weights)] for group, weights in zip(groups, present, strict=True)]
+        if self._last != last or (self._flats is not None and not self._are_intact()):
+            self.separate()
+        elif self._flats is None:
+            made = [(group, self._made(group, weights)) for group, weights in zip(groups, present, strict=True)]
+            self._flats = [(group, flats) for group, flats in made if flats]
+            self._table = self._optimizer.state
+        return self._flats or []
+
+    def _are_intact(self) -> bool:
+        if self._optimizer.state is not self._table:
+            return False
+        return all(flat.is_intact() for _, flats in self._flats or () for flat in flats)
+
+    def _made(self, group: dict[str, Any], weights: Iterable[Tensor]) -> list[FlatShards]:
+        if group.get("differentiable"):
+            return []
+        state = self._optimizer.state
+        alike: dict[Any, list[Tensor]] = {}
+        for weight in weights:
+            # Elsewhere torch makes one call for many tensors by itself.
+            if weight.nbytes <= _LARGEST_BYTES and weight.device.type == "cpu" and not _IS_SPARSE(weight.grad):
+                kinds = [(key, _kind(value, weight)) for key, value in state[weight].items()]
+                alike.setdefault((weight.dtype, *kinds), []).append(weight)
+        parts = [part for same in alike.values() for part in _parts(same) if len(part) >= _FEWEST]
+        return [FlatShards(part, [state[weight] for weight in part]) for part in parts]
+
+
+class FlatShards:
+    """Weights of the same hyper-parameters, dtype and device that have made as many steps, laid end to end.
+
+    Args:
+        weights: The weights, 1-D.
+        states: Their state, which becomes views of that of the flat tensor.
+
+    Attributes:
+        weight: All of them, in memory of its own.
+        state: The state of all of them.
+    """
+
+    def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:
+        self.weights = weights
+        self._sizes = [weight.numel() for weight in weights]
+        self._flat = flat = torch.cat(weights)
+        self.weight = nn.Parameter(flat)
+        self.weight.grad = torch.empty_like(flat)
+        self._pieces = list(flat.split(self._sizes))
+        self._states = states
+        self.state = {key: _joined([state[key] for state in states], flat) for key in states[0]}
+        self._share()
+
+    def is_intact(self) -> bool:
+        """Whether nobody has replaced state of a weight or changed a number in it, and no gradient is sparse."""
+        entries = list(chain.from_iterable(map(dict.values, self._states)))
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            return False
+        if not all(bool((numbers == self.state[key]).all()) for key, numbers in self._numbers.items()):
+            return False
+        return not any(map(_IS_SPARSE, [weight.grad for weight in self.weights]))
+
+    def pack(self) -> None:
+        """Copy weights and gradients to the flat tensor."""
+        torch.cat(self.weights, out=self._flat)
+        torch.cat([weight.grad for weight in self.weights], out=self.weight.grad)  # type: ignore[misc]  # all have one
+
+    def unpack(self, state: dict[str, Any]) -> None:
+        """Copy the flat tensor to the weights; ``state`` is what the optimizer has made of its state."""
+        torch._foreach_copy_(self.weights, self._pieces)
+        if list(state) == list(self._kept) and all(map(is_, state.values(), self._kept.values())):
+            for key, numbers in self._numbers.items():
+                numbers.fill_(state[key])
+        else:
+            self.state = state
+            self._share()
+
+    def separate(self) -> None:
+        """Give each weight state in memory of its own, as what saves tensors saves the memory of all of them."""
+        for state in self._states:
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.clone()
+
+    def _share(self) -> None:
+        """Let the weights have their parts of the state, and numbers of their own, as that of their steps."""
+        self._numbers = {
+            key: value.repeat(len(self._sizes))
+            for key, value in self.state.items()
+            if isinstance(value, Tensor) and not value.dim()
+        }
+        for key, value in self.state.items():
+            parts: Sequence[Any] = [value] * len(self._sizes)
+            if key in self._numbers:
+                parts = self._numbers[key].unbind()
+            elif isinstance(value, Tensor):
+                parts = value.split(self._sizes)
+            for state, part in zip(self._states, parts, strict=True):
+                state[key] = part
+        self._kept = dict(self.state)
+        self._entries = list(chain.from_iterable(map(dict.values, self._states)))
+
+
+def _with(flats: Sequence[FlatShards], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The flat tensors, and those of ``weights`` that are not in one of them."""
+    laid = {id(weight) for flat in flats for weight in flat.weights}
+    return [*(weight for weight in weights if id(weight) not in laid), *(flat.weight for flat in flats)]
+
+
+def _parts(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The weights in their order, as many together as stay in the cache."""
+    sizes = accumulate(weight.nbytes for weight in weights)
+    parts: dict[int, list[Tensor]] = {}
+    for weight, size in zip(weights, sizes, strict=True):
+        parts.setdefault((size - 1) // _MOST_BYTES, []).append(weight)
+    return list(parts.values())
+
+
+def _kind(value: Any, weight: Tensor) -> object:
+    """What is the same of the state of two weights that may be stepped together."""
+    if not isinstance(value, Tensor):
+        return type(value), value
+    if value.shape == weight.shape:
+        return value.dtype
+    return value.dtype, value.item() if not value.dim() else id(value)
+
+
+def _joined(values: Sequence[Any], like: Tensor) -> Any:
+    """The state of all weights, where those of each are ``values``."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    return torch.cat([*values]) if first.dim() else first.clone()

@@ -15,10 +15,8 @@ from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.optim import optimizer_state
-from ppe_ddp.optim.clipping import scale_to, total_norm
-from ppe_ddp.optim.flat_step import FlatStep
-from ppe_ddp.optim.grad_scaler import ScaleCheck, SharedScaleCheck
-from ppe_ddp.optim.master_weights import MasterWeight, MasterWeights
+from ppe_ddp.optim.clipping import ScaleCheck, SharedScaleCheck, scale_to, total_norm
+from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
@@ -151,9 +149,8 @@ class DistributedOptimizer(Optimizer):
         units = self._model.units
 
         def arrived(unit: int) -> None:
-            if masters:
-                for index in masters.keys() & units[unit]:
-                    masters[index].note_written()
+            for index in masters.keys() & units[unit] if masters else ():
+                masters[index].note_written()
 
         return arrived
 
@@ -268,17 +265,9 @@ class DistributedOptimizer(Optimizer):
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
+        """Scale the gradients so that the norm of all of them together is at most ``max_norm``; return that norm.
 
-        See :func:`ppe_ddp.optim.clip_grad_norm_`, which takes several optimizers.
-
-        Args:
-            max_norm: The largest norm.
-            norm_type: The p of the p-norm; may be ``inf``.
-            error_if_nonfinite: Raise where the norm is inf or NaN, on all ranks.
-
-        Returns:
-            The norm before clipping, 0-dimensional, the same on every rank.
+        As :func:`ppe_ddp.optim.clip_grad_norm_`, which takes several optimizers and describes the arguments.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 

@@ -71,7 +71,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
             held = optimizer.state.get(member.weight)
             if not held:
                 template = _template(optimizer, options) if template is None else template
-                held = _empty(template, member)
+                held = {key: _empty(value, member) for key, value in template.items()}
             state[member.shard.name] = {key: shards.of(value, member) for key, value in held.items()}
     return {
         "state": state,
@@ -114,12 +114,7 @@ def restore(
 
 
 def _raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Raise on all ranks if one has an error, or if they are about to call different collectives.
-
-    Args:
-        error: What is wrong on this rank.
-        collectives: The collectives that this rank is about to call, in order.
-        group: The ranks; all of them must call this.
+    """Raise on all ranks, which call this together, if one has an error or their next ``collectives`` differ.
 
     Raises:
         ValueError: On every rank, with the errors of all.
@@ -153,14 +148,14 @@ class _CheckpointPart:
     """This rank's part of a checkpoint. All that can be wrong with it is found out when this is made.
 
     Attributes:
-        state: By index of the master, this rank's part of its state, copied.
-        weights: By index of the master, its new values.
+        state: This rank's part of the state of each master weight, by its index, copied.
+        weights: The new values of master weights, by their indices.
     """
 
     def __init__(
         self, optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
     ) -> None:
-        _check_groups(_names(optimizer, masters), checkpoint)
+        _check_groups(optimizer, masters, checkpoint)
         self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self._even = model.has_even_shards
         self.state: dict[int, dict[str, Any]] = {}
@@ -255,18 +250,15 @@ class _Shards:
         return whole[start:stop].clone()
 
 
-def _names(optimizer: Optimizer, masters: Sequence[MasterWeight]) -> list[list[str]]:
-    by_weight = {id(master.weight): master.shard.name for master in masters}
-    return [[by_weight[id(weight)] for weight in options["params"]] for options in optimizer.param_groups]
-
-
-def _check_groups(names: list[list[str]], checkpoint: Mapping[str, Any]) -> None:
+def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpoint: Mapping[str, Any]) -> None:
     missing = {"state", "exists", "master", "param_groups", "layout"} - set(checkpoint)
     if missing:
         raise ValueError(
             f"this is no state_dict of a DistributedOptimizer: {', '.join(sorted(missing))} is missing; that of a "
             "plain optimizer is loaded into a plain optimizer before it is wrapped"
         )
+    by_weight = {id(master.weight): master.shard.name for master in masters}
+    names = [[by_weight[id(weight)] for weight in options["params"]] for options in optimizer.param_groups]
     saved = [list(options["params"]) for options in checkpoint["param_groups"]]
     if saved != names:
         mine, theirs = ({name for part in parts for name in part} for parts in (names, saved))
@@ -286,18 +278,14 @@ def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any
     return dict(twin.state[trial])
 
 
-def _empty(template: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
-    """Empty tensors for the state of one parameter, to load into."""
-    return {
-        key: value.new_zeros(master.shard.numel)
-        if isinstance(value, torch.Tensor) and value.dim()
-        else copy.deepcopy(value)
-        for key, value in template.items()
-    }
+def _empty(value: Any, master: MasterWeight) -> Any:
+    """The state of one parameter to load into, like that of the trial."""
+    is_cut = isinstance(value, torch.Tensor) and value.dim()
+    return value.new_zeros(master.shard.numel) if is_cut else copy.deepcopy(value)
 
 
 def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
-    """Of state that is cut like ``master``: that of the weight, as in torch's own ``load_state_dict()``."""
+    """The dtype of state that is cut like ``master``: the weight's, as in torch's own ``load_state_dict()``."""
     return master.weight.dtype if state.is_floating_point() else state.dtype
 
 

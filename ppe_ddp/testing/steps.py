@@ -276,7 +276,7 @@ class Expectation:
         means: The mean gradient by name, in the widest dtype; None where no rank has one.
         scales: By name, the largest magnitude in that gradient on any rank: the measure for rounding.
         present: For each rank, the names of the gradients that it has before they are averaged.
-        buffers: The buffers of rank 0.
+        buffers: The buffers, those of each submodule by the first rank that has written any of them.
     """
 
     means: dict[str, Tensor | None]
@@ -301,6 +301,7 @@ class Reference:
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self._copies = [copy.deepcopy(module) for _ in range(world_size)]
         self._parameters = [dict(twin.named_parameters()) for twin in self._copies]
+        self._give_buffers(dict(module.named_buffers()))
 
     @property
     def copies(self) -> list[nn.Module]:
@@ -312,13 +313,13 @@ class Reference:
 
         Rounding does not pile up over steps if each step begins with this.
         """
-        own, buffers = list(module.parameters()), dict(module.named_buffers())
+        own = list(module.parameters())
         with torch.no_grad():
-            for twins, module_of_rank in zip(self._parameters, self._copies, strict=True):
+            for twins in self._parameters:
                 for twin, parameter in zip(twins.values(), own, strict=True):
                     twin.copy_(parameter)
                     twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
-                _give_buffers(module_of_rank, buffers)
+            self._give_buffers(dict(module.named_buffers()))
 
     def expectations(
         self, step: TrainingStep, recipe: Recipe, number: int, device: torch.device | str = "cpu"
@@ -352,17 +353,27 @@ class Reference:
             for parameter in parameters:
                 gradient = torch.empty_like(parameter).copy_(mean)
                 parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
-        buffers = {name: buffer.clone() for name, buffer in self._copies[0].named_buffers()}
-        for module in self._copies[1:]:
-            _give_buffers(module, buffers)
-        return Expectation(means, scales, present, buffers)
+        self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
+        return Expectation(means, scales, present, self._buffers)
 
-
-def _give_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Replace the buffers: a graph that is still to be gone through keeps those that it was made with."""
-    for name, value in values.items():
+    def _written_buffer(self, name: str) -> Tensor:
+        """The buffer of the first rank that has written one of its submodule; of rank 0 where none has."""
         owner, _, key = name.rpartition(".")
-        setattr(module.get_submodule(owner), key, value.clone())
+        modules = [module.get_submodule(owner) for module in self._copies]
+        prefix = f"{owner}." if owner else ""
+        for module in modules:
+            own = module.named_buffers(recurse=False)
+            if any(not torch.equal(buffer, self._buffers[prefix + key]) for key, buffer in own):
+                return module.get_buffer(key)
+        return modules[0].get_buffer(key)
+
+    def _give_buffers(self, values: dict[str, Tensor]) -> None:
+        """Replace the buffers: a graph that is still to be gone through keeps those that it was made with."""
+        self._buffers = {name: value.clone() for name, value in values.items()}
+        for name, value in values.items():
+            owner, _, key = name.rpartition(".")
+            for module in self._copies:
+                setattr(module.get_submodule(owner), key, value.clone())
 
 
 def _wide(tensor: Tensor) -> Tensor:
