@@ -1,8 +1,11 @@
 """Steps in which one rank alone fails, and checks of what all ranks see, for any backend and launcher."""
 
+import contextlib
 import gc
 import random
 import time
+from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,9 +16,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from one_process import assert_gradients, mean_gradients, seeded, square
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, average, broadcast, overlapped
+from ppe_ddp import (
+    CommunicationError,
+    DistributedDataParallel,
+    PeerAbortedError,
+    UnusableError,
+    average,
+    broadcast,
+    overlapped,
+)
 from ppe_ddp.backends.group_internals import store_of
-from ppe_ddp.engine import dense_bucket
+from ppe_ddp.engine import dense_bucket, failures, group_duplicates, groups
 
 SECONDS = 8.0  # for a rank to hear of it, on a machine that may be busy; the groups' timeouts are longer
 
@@ -295,6 +306,66 @@ def hold_many(count, *, seed=0):
     )
     for place, way in enumerate(ways):
         hold(way, turns=4, seed=f"{seed} {place}")
+
+
+class Interrupted:
+    """Interrupts this rank once, as it connects again.
+
+    Attributes:
+        MOMENTS: When: what is called then, and whether before or after it.
+    """
+
+    MOMENTS: ClassVar = {
+        "before_it_comes": (failures.Renewals, "begin", "before"),
+        "as_it_comes": (failures.Renewals, "come", "before"),
+        "when_it_has_come": (failures.Renewals, "come", "after"),
+        "while_it_waits": (failures.Renewals, "decision", "before"),
+        "when_it_has_heard": (failures.Renewals, "decision", "after"),
+        "while_it_gives_back": (groups, "release_all", "before"),
+        "before_it_makes_groups": (groups, "duplicates", "before"),
+        "between_two_groups": (group_duplicates, "_new_group", "after"),
+        "when_it_has_made_them": (groups, "duplicates", "after"),
+    }
+
+    def __init__(self, moment, times, patches):
+        owner, name, self.when = self.MOMENTS[moment]
+        self.left, self.call = times, getattr(owner, name)
+        patches.setattr(owner, name, lambda *arguments, **keywords: self(*arguments, **keywords))
+
+    def __call__(self, *arguments, **keywords):
+        result = self.call(*arguments, **keywords) if self.when == "after" else None
+        if self.left and not (self.call.__name__ == "decision" and self.when == "after" and result is None):
+            self.left -= 1
+            raise KeyboardInterrupt
+        return result if self.when == "after" else self.call(*arguments, **keywords)
+
+
+def hold_interrupted(moment, *, times=2, seconds=5, **options):
+    """One rank is interrupted as the ranks connect again, so many steps long: they find together and average a step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parent, switch = dist.new_group(timeout=timedelta(seconds=seconds)), Switch()
+    wrapper, expected, _ = wrapped("before", switch, process_group=parent, **options)
+    own = wrapper._reducer.groups
+    for culprit in range(size):
+        switch.left = 0 if rank == culprit else -1
+        wrapper.zero_grad()
+        fail(wrapper, "before", culprit)
+        switch.left = -1
+        with pytest.MonkeyPatch.context() as patches:
+            interrupted = Interrupted(moment, times if rank == culprit else 0, patches)
+            for _ in range(20):
+                wrapper.zero_grad()
+                with contextlib.suppress(KeyboardInterrupt, PeerAbortedError, CommunicationError):
+                    square(wrapper, rank)
+                    break
+            assert interrupted.left == 0
+        for _ in range(2):
+            wrapper.zero_grad()
+            square(wrapper, rank)
+            assert_gradients(wrapper.module, expected)
+        counts = [None] * size
+        dist.all_gather_object(counts, (own.step, own.generation))
+        assert len(set(counts)) == 1, counts
 
 
 def fail(wrapper, way, culprit, step=square):

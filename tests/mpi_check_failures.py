@@ -18,6 +18,16 @@ def one_rank_fails_in_a_synchronization_by_hand(way):
     failing.hold(way, turns=3, step=failing.by_hand)
 
 
+@check(*failing.Interrupted.MOMENTS, ranks=2)
+def one_of_two_ranks_is_interrupted_while_they_connect_again(moment):
+    failing.hold_interrupted(moment)
+
+
+@check("while_it_waits", "while_it_gives_back", "when_it_has_made_them", ranks=3)
+def one_of_three_ranks_is_interrupted_while_they_connect_again(moment):
+    failing.hold_interrupted(moment, times=1)
+
+
 @check("group", "stateful", ranks=2)
 def one_rank_fails_in_a_hook(how):
     failing.hold_hooks(how)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import signal
 import time
 from datetime import timedelta
 
@@ -12,10 +13,11 @@ from torch import nn
 
 import failing
 import failing_shards
-from ppe_ddp import DistributedDataParallel, broadcast
+from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
 from ppe_ddp.backends.group_internals import store_of
-from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.groups import Groups, renew_all
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 
 each_way = pytest.mark.parametrize("way", list(failing.WAYS))
@@ -123,6 +125,42 @@ def test_groups_without_a_backend_for_cpus_are_connected_again():
     groups.fail(RuntimeError(), "begun")
     groups.renew()
     assert (groups.is_closed, groups.generation) == (False, 1)
+
+
+over_each = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "gloo"])
+
+
+@over_each
+@pytest.mark.parametrize("moment", list(failing.Interrupted.MOMENTS))
+@on_two_ranks
+def test_interrupted_while_the_ranks_connect_again(moment, shared_memory):
+    failing.hold_interrupted(moment, shared_memory=shared_memory)
+
+
+@over_each
+@pytest.mark.parametrize("moment", ["as_it_comes", "while_it_waits", "when_it_has_heard", "when_it_has_made_them"])
+@on_three_ranks
+def test_one_of_three_is_interrupted_while_the_ranks_connect_again(moment, shared_memory):
+    failing.hold_interrupted(moment, times=1, shared_memory=shared_memory)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@on_two_ranks
+def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
+    both = [Groups.duplicate(dist.group.WORLD) for _ in range(2)]
+    for groups in both:
+        groups.fail(AbortedError(), "begun")
+    with pytest.MonkeyPatch.context() as patches:
+        if dist.get_rank() == 0:
+            patches.setattr(both[place], "_agree", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises((KeyboardInterrupt, PeerAbortedError)):
+            renew_all(both)
+    with contextlib.suppress(PeerAbortedError):  # of the second step of those who were connected before the interrupt
+        renew_all(both)
+    for groups in both:
+        groups.fail(AbortedError(), "begun")
+    renew_all(both)
+    assert [groups.is_closed for groups in both] == [False, False]
 
 
 @on_three_ranks

@@ -2,6 +2,7 @@
 
 WrittenKeys          remembers what this rank has written, so that it can be deleted when no rank reads it any more
 BoundedStore         gives up a store that does not answer
+Reports              what some ranks append, and all ask for now and then: in one call, however many ranks there are
 await_members()      waits until all ranks make the same group
 monitored_barrier()  names the ranks that are missing
 """
@@ -79,6 +80,10 @@ class WrittenKeys:
         """What was written; waits for it."""
         return self._whole.get(self._prefix + key)
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What was written under each of these; waits for it."""
+        return multi_get(self._whole, [self._prefix + key for key in keys])
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of these were written."""
         return self._whole.check([self._prefix + key for key in keys])
@@ -98,6 +103,13 @@ class WrittenKeys:
             name, _ = self._written.popitem()
             with suppress(RuntimeError):  # it is gone, or one of the user's that cannot delete
                 self._whole.delete_key(name)
+
+
+def multi_get(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """What was written under each of ``keys``, in one call where the store can do that; waits for it."""
+    if keys and store.has_extended_api():
+        return [bytes(value) for value in store.multi_get(list(keys))]
+    return [store.get(key) for key in keys]
 
 
 class BoundedStore:
@@ -124,6 +136,47 @@ class BoundedStore:
         """Delete what this rank has written, which no rank reads any more; not all of it where nobody answers."""
         with suppress(CommunicationError):
             self.do(WrittenKeys.delete_all)
+
+
+class Reports:
+    """Texts that ranks append to one list, which all of them look at now and then.
+
+    A look asks for their number alone, and reads those that are new. The store counts a text before it is written, so
+    that of a rank which dies in between there is none.
+
+    Args:
+        store: Shared by the ranks.
+        key: Of the list.
+    """
+
+    def __init__(self, store: BoundedStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._read: dict[str, bytes] = {}
+
+    def append(self, text: str) -> None:
+        """Write ``text``; the others find it as soon as this returns."""
+
+        def write(store: WrittenKeys) -> None:
+            store.set(f"{self._key}/{store.add(f'{self._key}/count', 1)}", text)
+
+        self._store.do(write)
+
+    def look(self) -> list[bytes]:
+        """The texts so far, in order."""
+
+        def read(store: WrittenKeys) -> None:
+            if not store.check([f"{self._key}/count"]):
+                return
+            keys = [f"{self._key}/{number + 1}" for number in range(store.add(f"{self._key}/count", 0))]
+            missing = [key for key in keys if key not in self._read]
+            if missing and not store.check(missing):
+                missing = [key for key in missing if store.check([key])]
+            texts = dict(zip(missing, store.multi_get(missing), strict=True)) if missing else {}
+            self._read = {key: one[key] for key in keys for one in (self._read, texts) if key in one}
+
+        self._store.do(read)
+        return [*self._read.values()]
 
 
 class _Caller:
@@ -201,7 +254,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     if json.loads(first)[1] != with_what:
         store.set(differing, own)
     store.set(keys[place], "1")  # last: when all have come, all have compared
-    start = monotonic()
+    is_decided, start = paced(lambda: store.check([f"ppe_ddp/made/{turn}"])), monotonic()
 
     def is_made(outcome: str) -> bool:
         # What one rank says first holds for all: nobody begins to connect to a rank that has given up just now.
@@ -210,11 +263,6 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     def look() -> None:
         if monotonic() - start > seconds and not is_made("no"):
             refuse()
-
-    are_here = paced(lambda: store.check(keys))
-
-    def arrived() -> bool:
-        return are_here() and (is_made("yes") or refuse())
 
     def refuse() -> NoReturn:
         absent = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
@@ -226,7 +274,14 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
             "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
         )
 
-    progress_engine(os.getpid()).wait_until(arrived, look)
+    try:
+        if store.add(f"ppe_ddp/come/{turn}", 1) == len(ranks):
+            is_made("yes")
+        progress_engine(os.getpid()).wait_until(lambda: is_decided() and (is_made("yes") or refuse()), look)
+    except BaseException:  # an interrupt: the others need not wait for this rank
+        with suppress(RuntimeError):  # the store may be gone
+            is_made("no")
+        raise
     if store.check([differing]):
         (one, its), (other, others) = sorted([json.loads(first), json.loads(store.get(differing))])
         raise DisagreementError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.rank_store import Reports
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.engine.lost_ranks import LostRank
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.rank_store import BoundedStore
+    from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.lost_ranks import LostRanks
 
@@ -115,91 +116,18 @@ class Failures:
     def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks, timeout_seconds: float) -> None:
         self._store = store
         self._timeout_seconds = timeout_seconds
-        self._key = f"ppe_ddp/failures/{name}"
+        self._reports = Reports(store, f"ppe_ddp/failures/{name}")
         self._rank = rank
         self._lost = lost
 
     def report(self, failure: Failure) -> None:
         """Write the report; before the connections are closed, so that a rank that notices that finds the reason."""
-
-        def write(store: Any) -> None:
-            number = store.add(f"{self._key}/begun", 1)
-            store.set(f"{self._key}/{number}", json.dumps(asdict(failure)))
-            store.add(f"{self._key}/count", 1)
-
-        self._store.do(write)
+        self._reports.append(json.dumps(asdict(failure)))
 
     def of_others(self) -> list[Failure]:
         """The reports of the other ranks so far."""
-
-        def read(store: Any) -> list[bytes]:
-            if not store.check([f"{self._key}/count"]):
-                return []
-            count = store.add(f"{self._key}/begun", 0)
-            keys = [f"{self._key}/{number + 1}" for number in range(count)]
-            return [store.get(key) for key in keys if store.check([key])]
-
-        failures = [Failure.loaded(text) for text in self._store.do(read)]
+        failures = [Failure.loaded(text) for text in self._reports.look()]
         return [failure for failure in failures if failure.rank != self._rank]
-
-    def announce(self, attempt: int, step: int, reason: str) -> None:
-        """Say to the others whether this rank will make new connections; ``reason`` is empty if so.
-
-        Args:
-            attempt: How often it has said so before: once for each synchronized backward, on every rank.
-            step: Its count of synchronized backwards.
-            reason: Why not.
-        """
-        key = f"{self._key}/renewal/{attempt}/{self._rank}"
-        self._store.do(lambda store: store.set(key, json.dumps([step, reason])))
-
-    def announced(self, attempt: int, world_size: int) -> dict[int, tuple[int, str]]:
-        """What the ranks have said to this attempt so far, by rank: their steps, and reasons, empty where ready."""
-        keys = [f"{self._key}/renewal/{attempt}/{rank}" for rank in range(world_size)]
-
-        def read(store: Any) -> dict[int, bytes]:
-            if store.check(keys):
-                return {rank: store.get(key) for rank, key in enumerate(keys)}
-            return {}
-
-        return {rank: tuple(json.loads(text)) for rank, text in self._store.do(read).items()}
-
-    def silent(self, attempt: int, world_size: int) -> list[int]:
-        """The ranks that have said nothing to this attempt."""
-        keys = {rank: f"{self._key}/renewal/{attempt}/{rank}" for rank in range(world_size)}
-        return self._store.do(lambda store: [rank for rank, key in keys.items() if not store.check([key])])
-
-    def compare(self, progress: HookProgress, world_size: int, timeout: timedelta) -> str:
-        """Tell the others how far this rank has come, and wait for what they say; all ranks must call this.
-
-        Returns:
-            Why that cannot go on, the same on every rank; empty where all have come equally far.
-
-        Raises:
-            DistError: Not all ranks have come within ``timeout``.
-        """
-        keys = [f"{self._key}/progress/{rank}" for rank in range(world_size)]
-
-        def exchange(store: Any) -> list[bytes]:
-            store.set(keys[self._rank], json.dumps(asdict(progress)))
-            store.wait(keys, timeout)
-            return [store.get(key) for key in keys]
-
-        texts = self._store.do(exchange, timeout.total_seconds() + LOOK_SECONDS)
-        everyone = [HookProgress(**json.loads(text)) for text in texts]
-        under_way = [rank for rank, one in enumerate(everyone) if one.is_under_way]
-        if under_way:
-            place = f"was under way on rank {', '.join(map(str, under_way))}"
-        elif len({one.calls for one in everyone}) > 1:
-            counts = ", ".join(f"{one.calls} on rank {rank}" for rank, one in enumerate(everyone))
-            place = f"had been called a different number of times ({counts})"
-        else:
-            return ""
-        return (
-            f"when a rank failed, {progress.title} {place}, in a process group that the wrapper did not make, and "
-            "cannot make anew: what is sent there next would be taken for the rest of it. Make that group anew, and "
-            "wrap the module again"
-        )
 
     def check(self, phase: str = "") -> None:
         """Raise the error of :meth:`error` where another rank has failed; nothing where the store does not answer.
@@ -276,6 +204,116 @@ class Failures:
                     looks.look()  # the operation goes on
                 if isinstance(pending, PythonWork) and monotonic() > end:  # which may count from each of these waits
                     raise CommunicationError(f"the group's timeout of {self._timeout_seconds:g} s is over")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What came of one attempt of the ranks to connect again.
+
+    Attributes:
+        rank: The rank that has decided.
+        step: The last step that is over: the highest one of all ranks, or that in which this attempt has failed.
+        reason: Why the attempt has failed; empty where all ranks connect.
+    """
+
+    rank: int
+    step: int
+    reason: str
+
+
+class Renewals:
+    """The attempts of the ranks of one group to connect again, numbered alike on every rank.
+
+    Each synchronized step with closed connections is one attempt on each rank, which every rank ends by learning its
+    decision: there is one for all ranks, by whoever speaks first. The last rank to come says yes; a rank that cannot
+    connect says no.
+
+    Args:
+        store: Shared by the ranks.
+        name: Of the group; the same on every rank, and never used again.
+        rank: This process in the group.
+        world_size: The size of the group.
+
+    Attributes:
+        number: Of the attempt under way, or of the last one.
+        is_open: Whether it is under way.
+    """
+
+    def __init__(self, store: Callable[[], BoundedStore], name: str, rank: int, world_size: int) -> None:
+        self._new_store = store
+        self._stores: list[BoundedStore] = []  # one an attempt, since the last that succeeded
+        self._name = f"ppe_ddp/renewal/{name}"
+        self._rank = rank
+        self._world_size = world_size
+        self._ended = 0
+        self.number = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank has begun an attempt, and not ended it."""
+        return self.number > self._ended
+
+    def begin(self) -> None:
+        """Begin the next attempt."""
+        self._stores.append(self._new_store())
+        self.number = self._ended + 1
+
+    def end(self) -> None:
+        """End the attempt: its decision is known, and what follows from it done."""
+        self._ended = self.number
+
+    def come(self, step: int) -> None:
+        """Say that this rank connects, and has had so many steps."""
+        keys = [self._key(rank) for rank in range(self._world_size)]
+
+        def write(store: WrittenKeys) -> None:
+            store.set(keys[self._rank], str(step))
+            if store.add(self._key("count"), 1) == self._world_size:
+                highest = max(int(text) for text in store.multi_get(keys))
+                store.compare_set(self._key("decision"), "", json.dumps([self._rank, highest, ""]))
+
+        self._stores[-1].do(write)
+
+    def decision(self) -> Decision | None:
+        """The decision, if there is one."""
+        key = self._key("decision")
+        text = self._stores[-1].do(lambda store: store.get(key) if store.check([key]) else b"")
+        return Decision(*json.loads(text)) if text else None
+
+    def refuse(self, step: int, reason: str) -> Decision:
+        """Say that this rank does not connect, in ``step``; the decision, which may have been another one before."""
+        key, word = self._key("decision"), json.dumps([self._rank, step, reason])
+        return Decision(*json.loads(self._stores[-1].do(lambda store: store.compare_set(key, "", word))))
+
+    def silent(self) -> list[int]:
+        """The ranks that have not come."""
+        keys = {rank: self._key(rank) for rank in range(self._world_size)}
+        return self._stores[-1].do(lambda store: [rank for rank, key in keys.items() if not store.check([key])])
+
+    def forget(self) -> None:
+        """Delete what this rank has written in earlier attempts; called when all ranks have come to this one."""
+        while len(self._stores) > 1:
+            self._stores.pop(0).delete_all()
+
+    def _key(self, what: object) -> str:
+        return f"{self._name}/{self.number}/{what}"
+
+
+def obstacle(everyone: Sequence[HookProgress]) -> str:
+    """Why a hook that has come this far on the ranks cannot go on; empty where all have come equally far."""
+    under_way = [rank for rank, one in enumerate(everyone) if one.is_under_way]
+    if under_way:
+        place = f"was under way on rank {', '.join(map(str, under_way))}"
+    elif len({one.calls for one in everyone}) > 1:
+        counts = ", ".join(f"{one.calls} on rank {rank}" for rank, one in enumerate(everyone))
+        place = f"had been called a different number of times ({counts})"
+    else:
+        return ""
+    return (
+        f"when a rank failed, {everyone[0].title} {place}, in a process group that the wrapper did not make, and "
+        "cannot make anew: what is sent there next would be taken for the rest of it. Make that group anew, and "
+        "wrap the module again"
+    )
 
 
 def is_message(pending: object) -> bool:

@@ -17,6 +17,7 @@ from ppe_ddp.backends.group_internals import (
     device_types,
     is_registered,
     new_group_named,
+    registered_groups,
     timeout_of,
 )
 from ppe_ddp.backends.shm import ShmOptions
@@ -89,7 +90,17 @@ def _options(group: ProcessGroup) -> Any:
 def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
     """A group of the ranks of ``parent``, made by these alone."""
     ranks = dist.get_process_group_ranks(parent)
-    return new_group_named(f"{parent.group_name}/ppe_ddp/{name}", ranks, timeout_of(parent), config, options)
+    return new_group_named(f"{_prefix(parent)}{name}", ranks, timeout_of(parent), config, options)
+
+
+def _prefix(parent: ProcessGroup) -> str:
+    return f"{parent.group_name}/ppe_ddp/"
+
+
+def registered_duplicates(parent: ProcessGroup, name: str) -> list[ProcessGroup]:
+    """Those of this ``name`` that :func:`duplicates` has made before it was interrupted."""
+    names = [f"{_prefix(parent)}{kind}/{name}" for kind in ("buckets", "control")]
+    return [group for group, _ in registered_groups() if group.group_name in names]
 
 
 def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:

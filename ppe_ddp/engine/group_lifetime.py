@@ -36,25 +36,26 @@ if TYPE_CHECKING:
     Release = Callable[[Callable[[str, Any], list[Any]]], None]
 
 
-def close(groups: list[ProcessGroup]) -> list[Release]:
+def close(groups: list[ProcessGroup]) -> dict[str, Release]:
     """Close the connections of these, so that ranks that wait in them leave with an error; empties the list.
 
     torch has forgotten them when this returns, on every rank that has closed them: it names a group that only its ranks
     make by how many groups each of them has.
 
     Returns:
-        What is to be called on all ranks together, when all have closed theirs: MPI has only so many communicators.
+        What is to be called on all ranks together, when all have closed theirs, by the name of the group: MPI has only
+        so many communicators.
     """
-    releases: list[Release] = []
+    releases: dict[str, Release] = {}
     for group in groups:
         if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
             group.abort()
         if isinstance(group, PythonGroup):
-            releases.append(group.release)
+            releases[group.group_name] = group.release
         elif is_registered(group) and "cpu" in device_types(group):  # destroyed by the user meanwhile, or NCCL's alone
             keys = WrittenKeys(store_of(group))
             keys.note(address_key_in_group(group.rank()))
-            releases.append(functools.partial(_delete, keys))
+            releases[group.group_name] = functools.partial(_delete, keys)
         del group
     ending = list(groups)
     destroy(groups)
@@ -62,15 +63,19 @@ def close(groups: list[ProcessGroup]) -> list[Release]:
     return releases
 
 
-def release_all(releases: list[Release], exchange: Callable[[str, Any], list[Any]]) -> None:
-    """Give back what closed groups have; every rank calls this when all have closed theirs; empties the list.
+def release_all(releases: dict[str, Release], exchange: Callable[[str, Any], list[Any]]) -> None:
+    """Give back what closed groups have; every rank calls this when all have closed theirs; empties the table.
+
+    A group that not all ranks have made, as one was interrupted, or released, is let go as it is.
 
     Args:
         releases: What :func:`close` has returned.
         exchange: Brings a word of each rank, under a name, to all.
     """
-    for place, release in enumerate(releases):
-        release(functools.partial(_exchange_in, exchange, place))
+    known = exchange("names", list(releases))
+    for name in [name for name in known[0] if all(name in names for names in known)]:
+        releases[name](functools.partial(_exchange_in, exchange, name))
+        del releases[name]
     releases.clear()
 
 
@@ -78,8 +83,8 @@ def _delete(keys: WrittenKeys, _exchange: Callable[[str, Any], list[Any]]) -> No
     keys.delete_all()
 
 
-def _exchange_in(exchange: Callable[[str, Any], list[Any]], place: int, what: str, word: Any) -> list[Any]:
-    return exchange(f"{place}/{what}", word)
+def _exchange_in(exchange: Callable[[str, Any], list[Any]], name: str, what: str, word: Any) -> list[Any]:
+    return exchange(f"{name}/{what}", word)
 
 
 def destroy(groups: list[ProcessGroup]) -> None:

@@ -9,11 +9,9 @@ function may send from a thread of its own, and once for the small messages by w
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +32,27 @@ from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.exit_order import is_over_gloo
 from ppe_ddp.engine.failures import (
     EQUALLY_OFTEN,
+    LOOK_SECONDS,
     START,
+    Decision,
     Failure,
     Failures,
     HookProgress,
+    Renewals,
     is_explained,
     is_of_transport,
     lost_error,
+    obstacle,
+    reason_of,
 )
-from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates
+from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates, registered_duplicates
 from ppe_ddp.engine.group_lifetime import close, destroy, release_all
 from ppe_ddp.engine.group_pool import GroupPool
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.store_exchange import exchange, progress_of
 from ppe_ddp.errors import (
+    AbortedError,
     CommunicationError,
     DisagreementError,
     PeerAbortedError,
@@ -58,13 +62,13 @@ from ppe_ddp.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ppe_ddp.engine.exit_order import User
     from ppe_ddp.engine.group_lifetime import Release
 
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again
-_LOOKS = 100  # at the store, for one at the processes
+_LONGEST_NAP_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -81,7 +85,7 @@ class Groups:
         world_size: The size of the group.
         pid: The process that made them.
         number: Which duplicate of the parent this is, the same on every rank.
-        generation: How often the duplicates were made anew.
+        generation: The number of the attempt that has made the duplicates anew; 0 for the first ones.
         step: The synchronized backwards so far; the same on every rank.
         is_closed: Whether they have to be made anew.
         user: Gives the reducer that synchronizes in them, if there is one.
@@ -108,11 +112,11 @@ class Groups:
         """Whether there are duplicates, which can be closed and made anew."""
         self.name = self.control.group_name
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
-        self._connect_failures()
+        self._connect_failures(self.generation)
+        self._renewals = Renewals(self._store, self.name, self.rank, self.world_size)
         self._unusable = ""
-        self._attempts = 0  # to renew, since the last failure
         self._starts = 0
-        self._releases: list[Release] = []  # of the duplicates that were closed
+        self._releases: dict[str, Release] = {}  # of the duplicates that were closed
         self._has_ended = False
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
@@ -193,39 +197,121 @@ class Groups:
         if not self.is_closed:
             return
         self.check()
-        timeout = timedelta(seconds=self.timeout_seconds)
+        self._end_attempt(AbortedError("it was interrupted while the ranks connected again"))
+        self._renewals.begin()
         try:
-            self._await_renewal()
-        except dist.DistError as error:  # the store is gone, with the rank that has served it
-            raise self.explained(error, "connecting the ranks again after a failure") from error
-        try:
-            reason = "" if progress is None else self.failures.compare(progress, self.world_size, timeout)
-            self._release(f"{self.generation}/{self._attempts}")
-            if not reason:
-                self.processes.note_open()
-                self.generation += 1
-                name = f"{self.number}/{self.generation}"
-                self.buckets, self.control = duplicates(
-                    self.parent, backends_of(self.parent), name, shared_memory=self.shared_memory
-                )
-        except RuntimeError as error:
-            self.processes.note_closed()
-            raise CommunicationError(
-                f"rank {self.rank} of {self.world_size}: connecting the ranks again after a failure did not succeed: "
-                f"{error}. Every rank must go on with its next step"
-            ) from error
+            self._agree()
+            self._connect_again(progress)
+        except BaseException as error:
+            instead = self._renewal_error(error)
+            with contextlib.suppress(dist.DistError, CommunicationError):  # the store is gone; else the next step does
+                self._end_attempt(instead)
+            if instead is error:
+                raise
+            raise instead from error
+
+    def _renewal_error(self, error: BaseException) -> BaseException:
+        """The error to raise for one in :meth:`renew`."""
+        what = "connecting the ranks again after a failure"
+        if not isinstance(error, Exception) or isinstance(error, PeerAbortedError | UnusableError):
+            return error
+        if not self._is_agreed:  # the store is gone, with the rank that has served it
+            return self.explained(error, what) if isinstance(error, dist.DistError) else error
+        return CommunicationError(
+            f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
+            "next step"
+        )
+
+    @property
+    def _is_agreed(self) -> bool:
+        """Whether all ranks have agreed to make the duplicates of this generation."""
+        return self.generation == self._renewals.number
+
+    def _agree(self) -> None:
+        """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
+        self._renewals.come(self.step)
+        end, nap = monotonic() + self.timeout_seconds, _NAP_SECONDS
+        advance = progress_of(self.parent)
+        looked = monotonic()
+        lost: Sequence[LostRank] = ()
+        while (decision := self._renewals.decision()) is None and not lost:
+            advance()
+            sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+            if monotonic() > looked + LOOK_SECONDS:
+                lost, looked = self._lost.gone(), monotonic()
+            if monotonic() > end:
+                lost = self._lost.behind(self._renewals.silent())
+        if decision is None:
+            reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
+            decision = self._renewals.refuse(self.step + 1, reason)
+        self._follow(decision)
+        if decision.reason and decision.rank == self.rank:
+            raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+        if decision.reason:
+            error = PeerAbortedError(
+                f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {decision.rank}: "
+                f"{decision.reason}. The gradients of this step are not averages: zero them and go on with the next "
+                "step"
+            )
+            error.rank, error.step, error.phase, error.reason = decision.rank, decision.step, "begun", decision.reason
+            raise error
+
+    def _follow(self, decision: Decision) -> None:
+        """Do what the ranks have decided; where they connect, they report to one another under the new number."""
+        self.step = decision.step
+        if decision.reason:
+            self._renewals.end()
+        elif not self._is_agreed:
+            before = self.failures
+            self._connect_failures(self._renewals.number)
+            self.generation = self._renewals.number
+            before.forget()  # all have come here, and so left the old connections
+            self._renewals.forget()
+
+    def _connect_again(self, progress: HookProgress | None) -> None:
+        """Make new duplicates, now that all ranks do; another one that cannot says so under the new number."""
+        reason = ""
+        if progress is not None:
+            words = self._share("progress", asdict(progress))
+            reason = obstacle([HookProgress(**word) for word in words])
+        release_all(self._releases, lambda what, word: self._share(f"released/{what}", word))
         if reason:
             self._unusable = f"rank {self.rank}: {reason}"
+            self._renewals.end()
             raise UnusableError(self._unusable)
-        self.failures.forget()  # all have come here, and so left the old connections
-        self._connect_failures()
-        self._attempts = self._starts = 0
+        self.processes.note_open()
+        self.buckets, self.control = duplicates(
+            self.parent, backends_of(self.parent), self._made_as, shared_memory=self.shared_memory
+        )
+        self._starts = 0
+        self._renewals.end()
         self.is_closed = False
 
-    def _release(self, when: str) -> None:
-        """Give back what the closed duplicates have, now that all ranks have closed theirs."""
-        name = f"released/{self.number}/{when}"
-        release_all(self._releases, lambda what, word: exchange(self.parent, f"{name}/{what}", word))
+    @property
+    def _made_as(self) -> str:
+        return f"{self.number}/{self.generation}"
+
+    def _share(self, what: str, word: Any) -> list[Any]:
+        """The words of all ranks while they connect again; raises what ends the wait where one of them has failed."""
+        return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, self.failures.check)
+
+    def _end_attempt(self, error: BaseException) -> None:
+        """End an attempt to connect again that has not succeeded here because of ``error``; the other ranks hear of it.
+
+        Where they have agreed to connect already, they are making connections or sending in them.
+        """
+        if not self._renewals.is_open:
+            return
+        self._follow(self._renewals.refuse(self.step + 1, reason_of(error)))
+        if self._renewals.is_open:
+            self.step += 1
+            if not isinstance(error, PeerAbortedError):
+                self.failures.report(Failure.of(self.rank, self.step, "begun", error))
+            self.buckets = self.control = self.parent
+            self.processes.note_closed()
+            self._releases |= close(registered_duplicates(self.parent, self._made_as))
+            self._renewals.end()
 
     @property
     def has_failed(self) -> bool:
@@ -241,41 +327,15 @@ class Groups:
         """Note what this rank does now, for the others to see if it is lost."""
         self.processes.note(self.step, activity, bucket)
 
-    def skip_step(self, reason: str) -> None:
-        """This rank's backward has raised before it has sent anything, or has made new connections in :meth:`renew`."""
-        self.step += 1
-        if self.is_closed:
-            self.failures.announce(self._attempts, self.step, reason)
-            self._attempts += 1
-
-    def _await_renewal(self) -> None:
-        """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
-        attempt, self._attempts = self._attempts, self._attempts + 1
-        self.failures.announce(attempt, self.step, "")
-        end = monotonic() + self.timeout_seconds
-        advance = progress_of(self.parent)
-        for looks in itertools.count(1):
-            said = self.failures.announced(attempt, self.world_size)
-            if said:
-                break
-            lost: Sequence[LostRank] = self._lost.gone() if looks % _LOOKS == 0 else ()
-            if monotonic() > end:
-                lost = self._lost.behind(self.failures.silent(attempt, self.world_size))
-            if lost:
-                self.failures.announce(attempt, self.step, f"it has waited in vain for {' and '.join(map(str, lost))}")
-                raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
-            advance()
-            sleep(_NAP_SECONDS)
-        self.step = max(step for step, _ in said.values())
-        absent = [f"rank {rank}: {reason}" for rank, (_, reason) in said.items() if reason]
-        if absent:
-            error = PeerAbortedError(
-                f"rank {self.rank}: a rank has failed again before the ranks were connected: {'; '.join(absent)}. The "
-                "gradients of this step are not averages: zero them and go on with the next step"
-            )
-            rank, (step, reason) = next((rank, one) for rank, one in said.items() if one[1])
-            error.rank, error.step, error.phase, error.reason = rank, step, "begun", reason
-            raise error
+    def skip_step(self, error: BaseException) -> None:
+        """This rank has failed before it has sent anything of this step, or has made new connections for it."""
+        if not self.is_closed:
+            self.step += 1
+            return
+        with contextlib.suppress(dist.DistError, CommunicationError):  # the store is gone; else the next step does
+            self._end_attempt(error)
+            self._renewals.begin()
+            self._end_attempt(error)
 
     def explained(self, error: Exception, what: str) -> CommunicationError | PeerAbortedError:
         """The error to raise for one of the transport, in ``what``: names the rank that has failed, or those lost."""
@@ -327,7 +387,7 @@ class Groups:
         self.processes.note_closed()
         ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
-        self._releases = close(ours)
+        self._releases |= close(ours)
 
     def end_together(self) -> None:
         """Give back what these have, which no rank uses any more; every rank must call this together.
@@ -337,13 +397,16 @@ class Groups:
         """
         if not self.is_closed:
             self._close()
-        self._release("unused")
+        release_all(self._releases, lambda what, word: exchange(self.parent, f"{self.name}/unused/{what}", word))
         self.failures.forget()
 
-    def _connect_failures(self) -> None:
+    def _store(self) -> BoundedStore:
         # a bare group has no store that could be asked for, and is never closed
-        store = BoundedStore(store_of(self.control) if self.is_duplicate else HashStore())
-        name = self.name + f"/{self.generation}"
+        return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())
+
+    def _connect_failures(self, generation: int) -> None:
+        store = self._store()
+        name = f"{self.name}/{generation}"
         self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
         self.failures = Failures(store, name, self.rank, self._lost, self.timeout_seconds)
 
@@ -397,3 +460,26 @@ class Groups:
 
 def _pool_of(parent: ProcessGroup) -> GroupPool[Groups]:
     return kept_with(parent, GroupPool)
+
+
+def renew_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> None:
+    """Make new duplicates of each where the old ones were closed; every rank must call this together, in this order.
+
+    Raises:
+        PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
+    """
+    errors = []
+    left = list(everyone)
+    while left:
+        try:
+            left[0].renew(progress)
+        except PeerAbortedError as error:
+            errors.append(error)  # the others must be tried all the same, as on the other ranks
+        except BaseException as error:
+            for groups in left[1:]:
+                if groups.is_closed:
+                    groups.skip_step(error)
+            raise
+        del left[0]
+    if errors:
+        raise errors[0]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
+from ppe_ddp.backends.rank_store import Reports
 from ppe_ddp.engine.peer_processes import Activity, Condition, Position
 from ppe_ddp.errors import CommunicationError
 
@@ -74,8 +75,7 @@ class LostRanks:
     """
 
     def __init__(self, store: BoundedStore, name: str, rank: int, world_size: int, processes: PeerProcesses) -> None:
-        self._store = store
-        self._keys = [f"ppe_ddp/present/{name}/{other}" for other in range(world_size)]
+        self._reports = Reports(store, f"ppe_ddp/present/{name}")
         self._rank = rank
         self._processes = processes
         self._elsewhere = set(range(world_size)) - {rank, *processes.on_this_node}
@@ -164,14 +164,12 @@ class LostRanks:
 
     def _tell(self, lost: list[LostRank]) -> None:
         record = {"position": self._processes.position(self._rank), "lost": [asdict(one) for one in lost]}
-        self._store.do(lambda store: store.set(self._keys[self._rank], json.dumps(record)))
+        self._reports.append(json.dumps([self._rank, record]))
 
     def _told(self) -> dict[int, dict[str, Any]]:
-        def read(store: Any) -> dict[int, dict[str, Any]]:
-            present = [rank for rank in self._elsewhere if store.check([self._keys[rank]])]
-            return {rank: json.loads(store.get(self._keys[rank])) for rank in present}
-
-        return self._store.do(read)
+        """What ranks of other nodes have said last."""
+        told: dict[int, dict[str, Any]] = dict(json.loads(text) for text in self._reports.look())
+        return {rank: record for rank, record in told.items() if rank in self._elsewhere}
 
     def _silent(self, told: dict[int, dict[str, Any]]) -> list[LostRank]:
         return [LostRank(rank, _SILENT) for rank in sorted(self._elsewhere - told.keys())]

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import backend_for, device_types, kept_with, store_of, timeout_of
+from ppe_ddp.backends.rank_store import multi_get
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -45,12 +46,16 @@ def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None]
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     store, advance = store_of(group), progress_of(group)
     keys = [f"ppe_ddp/{name}/{other}" for other in range(world_size)]
+    count, joined = f"ppe_ddp/{name}/count", f"ppe_ddp/{name}/all"
     said = kept_with(group, _keys_of_this_rank)
-    said.append(keys[rank])
+    said.append((keys[rank],))
     store.set(keys[rank], json.dumps(word))
+    if store.add(count, 1) == world_size:  # the last to come joins what the others have said: each reads one key
+        said.append((count, joined))
+        store.set(joined, json.dumps([json.loads(text) for text in multi_get(store, keys)]))
     seconds, nap = (timeout_of(group) or default_pg_timeout).total_seconds(), _SHORTEST_NAP
     end = monotonic() + seconds
-    while not store.check(keys):
+    while not store.check([joined]):
         if monotonic() > end:
             absent = tuple(other for other, key in enumerate(keys) if not store.check([key]))
             error = CommunicationError(
@@ -63,14 +68,15 @@ def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None]
         look()
         sleep(nap)
         nap = min(2 * nap, _LONGEST_NAP)
-    words = [json.loads(store.get(key)) for key in keys]
+    words: list[Any] = json.loads(store.get(joined))
     while len(said) > _LAST:
-        with suppress(RuntimeError):  # a store of the user's that cannot delete
-            store.delete_key(said.popleft())
+        for key in said.popleft():
+            with suppress(RuntimeError):  # a store of the user's that cannot delete
+                store.delete_key(key)
     return words
 
 
-def _keys_of_this_rank() -> deque[str]:
+def _keys_of_this_rank() -> deque[tuple[str, ...]]:
     """Those that are still in the store, of one group."""
     return deque()
 

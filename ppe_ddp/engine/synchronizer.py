@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.groups import renew_all
 from ppe_ddp.errors import AbortedError, PeerAbortedError
 
 logger = logging.getLogger("ppe_ddp")
@@ -46,6 +47,7 @@ class Synchronizer(ABC):
 
     def __init__(self) -> None:
         self.knows_of_failure = False
+        self._has_told = False  # whether the other ranks know of an error in renew()
 
     @property
     @abstractmethod
@@ -128,9 +130,10 @@ class Synchronizer(ABC):
             The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
         self.knows_of_failure = True
-        if backward.phase is Phase.BEGUN and not isinstance(error, Exception):
+        has_told, self._has_told = self._has_told, False
+        if backward.phase is Phase.BEGUN and not isinstance(error, Exception) and not has_told:
             for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
-                groups.step += not groups.is_closed
+                groups.skip_step(error)
         phase = backward.fail()
         instead = [groups.fail(error, phase) for groups in self.groups]
         self.put_back(backward)
@@ -153,7 +156,7 @@ class Synchronizer(ABC):
         error = AbortedError(reason)
         if backward.phase is Phase.BEGUN:
             for groups in self.groups:
-                groups.skip_step(str(error))
+                groups.skip_step(error)
         self.fail(backward, error)
         return True
 
@@ -167,15 +170,15 @@ class Synchronizer(ABC):
         Raises:
             PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
         """
-        errors = []
-        for groups in self.groups:
-            try:
-                groups.renew(self.hook_progress)
-            except PeerAbortedError as error:
-                errors.append(error)  # the others must be tried all the same, as on the other ranks
-        if errors:
-            self.knows_of_failure = True
-            raise errors[0]
+        self._has_told = False
+        try:
+            renew_all(self.groups, self.hook_progress)
+        except BaseException as error:
+            self._has_told = True
+            self.knows_of_failure = isinstance(error, PeerAbortedError)
+            for groups in self.groups:
+                groups.step += not groups.is_closed  # those that were renewed lose the step with the others
+            raise
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:
         """Negotiate again at the end of ``backward``, if ``error`` reports a failure in the step before.

@@ -23,7 +23,7 @@ from ppe_ddp.backends.group_internals import flattened_group, kept_with
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import FINALIZE, reason_of
-from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.groups import Groups, renew_all
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
@@ -334,15 +334,9 @@ class ModelParallel:
 
     def _renew(self) -> None:
         """Make new connections where a failure has closed them."""
-        errors = []
         for groups in self._distinct:
             groups.check()
-            try:
-                groups.renew()
-            except PeerAbortedError as error:
-                errors.append(error)  # the others must be tried all the same, as on the other ranks
-        if errors:
-            raise errors[0]
+        renew_all(self._distinct)
 
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""
