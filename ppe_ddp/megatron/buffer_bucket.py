@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_buffers import slots_of
 from ppe_ddp.engine.bucket_plan import Packing, Planner
@@ -296,12 +295,3 @@ class BufferBucket(DenseBucket):
         if is_finite(self._memory):
             return []
         return [name for name, slot in zip(self.names, self.slots, strict=True) if not is_finite(slot)]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in ``tensor``; one pass, without a temporary of its size."""
-    if tensor.numel() == 0:
-        return True
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    low, high = torch.aminmax(plain)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
