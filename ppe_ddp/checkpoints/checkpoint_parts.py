@@ -96,7 +96,7 @@ class AveragedModulePart(_ModulePart):
     """A module of which each rank has saved its own, for another number of ranks: it begins from their average.
 
     Args:
-        name: Of the part.
+        name: The name of the part.
         module: The module.
         saved_by: How many ranks have saved it.
     """

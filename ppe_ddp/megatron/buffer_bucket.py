@@ -49,7 +49,7 @@ class ReductionGroup:
         groups: The wrapper's own duplicates of the user's group.
         module_state: The parameters.
         indices: Their numbers among all parameters of the module.
-        specs: Theirs, with the dtypes of ``main_grad``.
+        specs: The specs of these parameters, with the dtypes of ``main_grad``.
         function: Averages a bucket over the group, or a compressor that does.
         gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
             averaged over fewer; and where losses are summed a token, so are gradients.
@@ -102,7 +102,7 @@ class ReductionGroup:
         """Go on from what :meth:`comm_state_dict` gave.
 
         Raises:
-            ValueError: It is another one's.
+            ValueError: The state is of another rank, number of ranks, module or compressor.
         """
         if isinstance(self.reduction, CompressorReduction):
             devices = {spec.name: spec.device for spec in self.module_state.specs}
@@ -117,7 +117,7 @@ class ReductionGroup:
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer, and the memory that it is all-reduced in, as large as the range and kept from step to step.
+    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step.
 
     Args:
         extent: The range, and the parameters in it.

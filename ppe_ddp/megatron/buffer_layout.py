@@ -73,7 +73,7 @@ class BucketRange:
         plan: Members and their offsets from the start of the range; ``index`` counts all buckets of the module in
             the order in which every rank sends them.
         buffer: The number of the buffer.
-        reduction_group: That of the buffer.
+        reduction_group: 0 for dense parameters, 1 for experts.
         start: The first element in the buffer.
         padded: Elements with padding; divides by the number of ranks.
     """
@@ -90,9 +90,9 @@ class BufferLayout:
     """The buffers of one module.
 
     Attributes:
-        kinds: One a buffer.
-        sizes: Elements of each buffer.
-        buckets: Of all buffers, in the order in which every rank sends them.
+        kinds: The kind of each buffer.
+        sizes: The number of elements of each buffer.
+        buckets: The buckets of all buffers, in the order in which every rank sends them.
         bucket_of: Parameter index to position in ``buckets``.
         launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
     """
