@@ -29,7 +29,7 @@ from torch import nn
 
 import ppe_ddp
 from one_process import assert_gradients, data, mean_gradients, seeded
-from ppe_ddp.checkpoints import checkpointer
+from ppe_ddp.checkpoints import checkpoint_files
 from ppe_ddp.engine import dense_bucket, negotiation
 from ppe_ddp.engine.zero import parameter_gather
 
@@ -176,7 +176,7 @@ class FaultyTraining:
         if fault.phase == "checkpoint":
             parts = {"model": self.model, "optimizer": self.optimizer}
             self.checkpointer = ppe_ddp.Checkpointer(fault.folder / "checkpoints", parts)
-            self.come_to(checkpointer, "sync", "checkpoint")
+            self.come_to(checkpoint_files, "sync", "checkpoint", lambda file: file.name != checkpoint_files.MANIFEST)
 
     def come_to(self, owner, name, phase, is_phase=lambda *_, **__: True):
         """Let the calls of a function be a phase."""

@@ -34,15 +34,21 @@ RANKS = "ranks"
 
 
 class SavedPart(ABC):
-    """A part of a training's state under a name of its own."""
+    """A part of a training's state under a name of its own.
+
+    Args:
+        name: What its entries begin with, followed by a dot.
+        what: The object that has the state.
+    """
 
     is_of_rank = False
     """Whether each rank saves its own, which only as many ranks can load."""
     begins_from_module = False
     """Whether it is loaded after modules."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, what: Any) -> None:
         self.prefix = f"{name}."
+        self._what = what
 
     @abstractmethod
     def entries(self) -> dict[str, Any]:
@@ -77,24 +83,20 @@ class SavedPart(ABC):
 class _ModulePart(SavedPart):
     """A module, or a wrapper of one."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__(name)
-        self._module = module
-
     def entries(self) -> dict[str, Any]:
-        return {self.prefix + key: value for key, value in self._module.state_dict().items()}
+        return {self.prefix + key: value for key, value in self._what.state_dict().items()}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        own = self._module.state_dict()  # which has the versions of modules
+        own = self._what.state_dict()  # which has the versions of modules
         own.update({key: entries[self.prefix + key] for key in own})
-        self._module.load_state_dict(own)
+        self._what.load_state_dict(own)
 
 
 class AveragedModulePart(_ModulePart):
     """A module of which each rank has saved its own, for another number of ranks: it begins from their average.
 
     Args:
-        name: Of the part.
+        name: The name of the part.
         module: The module.
         saved_by: How many ranks have saved it.
     """
@@ -131,12 +133,8 @@ class AveragedModulePart(_ModulePart):
 class _OptimizerPart(SavedPart):
     """An optimizer that has the same state on every rank; parameters that were never updated have none."""
 
-    def __init__(self, name: str, optimizer: Optimizer) -> None:
-        super().__init__(name)
-        self._optimizer = optimizer
-
     def entries(self) -> dict[str, Any]:
-        state_dict = self._optimizer.state_dict()
+        state_dict = self._what.state_dict()
         state = state_dict.pop("state")
         each = {f"state.{number}.{key}": value for number, own in state.items() for key, value in own.items()}
         return {self.prefix + key: value for key, value in {**each, **state_dict}.items()}
@@ -154,24 +152,20 @@ class _OptimizerPart(SavedPart):
                 state.setdefault(int(number), {})[of_state] = value
             else:
                 state_dict[key] = value
-        self._optimizer.load_state_dict(state_dict)
+        self._what.load_state_dict(state_dict)
 
 
 class _ShardedOptimizerPart(SavedPart):
     """A ``DistributedOptimizer``: its state_dict has every entry from the beginning."""
 
-    def __init__(self, name: str, optimizer: DistributedOptimizer) -> None:
-        super().__init__(name)
-        self._optimizer = optimizer
-
     def entries(self) -> dict[str, Any]:
-        return {self.prefix + ".".join(path): table[path[-1]] for path, table in _leaves(self._optimizer.state_dict())}
+        return {self.prefix + ".".join(path): table[path[-1]] for path, table in _leaves(self._what.state_dict())}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        state_dict = self._optimizer.state_dict()
+        state_dict = self._what.state_dict()
         for path, table in list(_leaves(state_dict)):
             table[path[-1]] = entries[self.prefix + ".".join(path)]
-        self._optimizer.load_state_dict(state_dict)
+        self._what.load_state_dict(state_dict)
 
 
 class _OuterPart(SavedPart):
@@ -179,12 +173,8 @@ class _OuterPart(SavedPart):
 
     begins_from_module = True
 
-    def __init__(self, name: str, outer: OuterSteps) -> None:
-        super().__init__(name)
-        self._outer = outer
-
     def entries(self) -> dict[str, Any]:
-        state = self._outer.state_dict()
+        state = self._what.state_dict()
         tables = {f"{key}.{name}": value for key in _TABLES for name, value in state[key].items()}
         return {self.prefix + key: value for key, value in {**tables, "steps": state["steps"]}.items()}
 
@@ -201,7 +191,7 @@ class _OuterPart(SavedPart):
                 state[key][parameter] = value
             else:
                 state[key] = value
-        self._outer.load_state_dict(state)
+        self._what.load_state_dict(state)
 
 
 class _RankPart(SavedPart):
@@ -210,19 +200,26 @@ class _RankPart(SavedPart):
     is_of_rank = True
 
     def __init__(self, name: str, stateful: Any, rank: int) -> None:
-        super().__init__(name)
-        self._stateful = stateful
+        super().__init__(name, stateful)
         self._entry = own_name(name, rank)
 
     def entries(self) -> dict[str, Any]:
-        return {self._entry: self._stateful.state_dict()}
+        return {self._entry: self._what.state_dict()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         self._check_saved(self._entry, saved)
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        self._stateful.load_state_dict(entries[self._entry])
+        self._what.load_state_dict(entries[self._entry])
+
+
+_PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer is an Optimizer too
+    OuterSteps: _OuterPart,
+    nn.Module: _ModulePart,
+    DistributedOptimizer: _ShardedOptimizerPart,
+    Optimizer: _OptimizerPart,
+}
 
 
 def part_of(name: str, what: Any, rank: int) -> SavedPart:
@@ -234,14 +231,9 @@ def part_of(name: str, what: Any, rank: int) -> SavedPart:
     """
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
-    if isinstance(what, OuterSteps):
-        return _OuterPart(name, what)
-    if isinstance(what, nn.Module):
-        return _ModulePart(name, what)
-    if isinstance(what, DistributedOptimizer):
-        return _ShardedOptimizerPart(name, what)
-    if isinstance(what, Optimizer):
-        return _OptimizerPart(name, what)
+    for kind, part in _PARTS.items():
+        if isinstance(what, kind):
+            return part(name, what)
     if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
         return _RankPart(name, what, rank)
     raise TypeError(

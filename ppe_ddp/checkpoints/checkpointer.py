@@ -223,7 +223,7 @@ class Checkpointer:
         warning says so. What each rank has had of a module for itself, between two outer steps, is averaged.
 
         Args:
-            step: That of a certain checkpoint, in place of the newest.
+            step: The step of the checkpoint to load; default: the newest.
 
         Returns:
             None where there is no checkpoint.

@@ -105,8 +105,10 @@ def split(values: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in ``tensor``, real; without a temporary of its size."""
+    """Whether there is neither NaN nor infinity in ``tensor``, dense; without a temporary of its size."""
     if tensor.numel() == 0:
         return True
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     # Two passes: aminmax() takes four times as long on CPUs.
     return bool(torch.isfinite(tensor.amin()) & torch.isfinite(tensor.amax()))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.engine.bucket_allocator import allocator
 from ppe_ddp.engine.bucket_buffers import slots_of
 from ppe_ddp.engine.bucket_plan import Packing, Planner
@@ -50,7 +49,7 @@ class ReductionGroup:
         groups: The wrapper's own duplicates of the user's group.
         module_state: The parameters.
         indices: Their numbers among all parameters of the module.
-        specs: Theirs, with the dtypes of ``main_grad``.
+        specs: The specs of these parameters, with the dtypes of ``main_grad``.
         function: Averages a bucket over the group, or a compressor that does.
         gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
             averaged over fewer; and where losses are summed a token, so are gradients.
@@ -103,7 +102,7 @@ class ReductionGroup:
         """Go on from what :meth:`comm_state_dict` gave.
 
         Raises:
-            ValueError: It is another one's.
+            ValueError: The state is of another rank, number of ranks, module or compressor.
         """
         if isinstance(self.reduction, CompressorReduction):
             devices = {spec.name: spec.device for spec in self.module_state.specs}
@@ -118,7 +117,7 @@ class ReductionGroup:
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer, and the memory that it is all-reduced in, as large as the range and kept from step to step.
+    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step.
 
     Args:
         extent: The range, and the parameters in it.
@@ -296,12 +295,3 @@ class BufferBucket(DenseBucket):
         if is_finite(self._memory):
             return []
         return [name for name, slot in zip(self.names, self.slots, strict=True) if not is_finite(slot)]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in ``tensor``; one pass, without a temporary of its size."""
-    if tensor.numel() == 0:
-        return True
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    low, high = torch.aminmax(plain)
-    return bool(torch.isfinite(low) & torch.isfinite(high))

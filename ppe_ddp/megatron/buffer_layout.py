@@ -11,6 +11,7 @@ parameter, that of the gradient, and the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,9 +53,9 @@ class Item:
     Attributes:
         index: Its number among all parameters of the module.
         numel: Its number of elements.
-        kind: Which buffer it belongs to.
+        kind: The kind of its buffer.
         alone: Whether it needs a bucket of its own, so that other pipeline stages shard it in the same way.
-        row_major: Whether its gradient is.
+        row_major: Whether its gradient is row-major.
     """
 
     index: int
@@ -72,7 +73,7 @@ class BucketRange:
         plan: Members and their offsets from the start of the range; ``index`` counts all buckets of the module in
             the order in which every rank sends them.
         buffer: The number of the buffer.
-        reduction_group: That of the buffer.
+        reduction_group: 0 for dense parameters, 1 for experts.
         start: The first element in the buffer.
         padded: Elements with padding; divides by the number of ranks.
     """
@@ -89,9 +90,9 @@ class BufferLayout:
     """The buffers of one module.
 
     Attributes:
-        kinds: One a buffer.
-        sizes: Elements of each buffer.
-        buckets: Of all buffers, in the order in which every rank sends them.
+        kinds: The kind of each buffer.
+        sizes: The number of elements of each buffer.
+        buckets: The buckets of all buffers, in the order in which every rank sends them.
         bucket_of: Parameter index to position in ``buckets``.
         launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
     """
@@ -119,22 +120,20 @@ def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequenc
     Args:
         items: The trainable parameters in the order of their registration.
         bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
-        divisors: By what the size of a bucket must divide, for each reduction_group.
+        divisors: The numbers that the size of a bucket must divide by, one a reduction group.
     """
     reverse = list(reversed(items))
     kinds = tuple(dict.fromkeys(item.kind for item in reverse))
     sizes: list[int] = []
-    drafts: list[tuple[int, BucketRange]] = []
+    drafts: list[BucketRange] = []
     for number, kind in enumerate(kinds):
         start = 0
         for members in _packed([item for item in reverse if item.kind == kind], bucket_size):
-            draft = _placed(members, number, start, divisors[kind.reduction_group])
-            # In the order in which their last gradients arrive.
-            drafts.append((-members[-1].index, draft))
-            start += draft.padded
+            drafts.append(_placed(members, number, start, divisors[kind.reduction_group]))
+            start += drafts[-1].padded
         sizes.append(start)
-    drafts.sort(key=lambda draft: draft[0])
-    buckets = tuple(replace(draft, plan=replace(draft.plan, index=k)) for k, (_, draft) in enumerate(drafts))
+    drafts.sort(key=lambda draft: -draft.plan.members[-1])  # in the order in which their last gradients arrive
+    buckets = tuple(replace(draft, plan=replace(draft.plan, index=k)) for k, draft in enumerate(drafts))
     bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.plan.members}
     return BufferLayout(kinds, tuple(sizes), buckets, bucket_of, frozenset(_ticks(reverse, buckets)))
 
@@ -156,10 +155,7 @@ def _packed(items: Sequence[Item], bucket_size: int | None) -> Iterator[list[Ite
 
 
 def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> BucketRange:
-    offsets, numel = [], 0
-    for item in members:
-        offsets.append(numel)
-        numel += item.numel
+    *offsets, numel = accumulate((item.numel for item in members), initial=0)
     kind = members[0].kind
     plan = BucketPlan(
         index=0,
@@ -190,11 +186,11 @@ class ParamAndGradBuffer:
     """Contiguous gradients of one kind.
 
     Args:
-        kind: What they have in common.
-        size: Elements, padding included.
+        kind: The properties that they have in common.
+        size: The number of elements, padding included.
         buckets: Its buckets.
         parameters: All parameters of the module.
-        specs: Theirs.
+        specs: The specs of all parameters.
         allocate: Makes the memory of the gradients.
         with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.bucket import BucketContext
 from ppe_ddp.engine.bucket_allocator import allocator
@@ -31,7 +32,6 @@ from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.engine.unused_forwards import pack_status
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
-from ppe_ddp.megatron.buffer_bucket import is_finite
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -218,7 +218,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together.
 
         Raises:
-            ValueError: It is that of another rank, number of ranks, module or compressor.
+            ValueError: A state is of another rank, number of ranks, module or compressor.
         """
         for group, state in zip(self._gradient_buffers.reduction_groups, states, strict=True):
             group.load_comm_state_dict(state)
@@ -358,8 +358,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
 
         Args:
-            zero_buffer: Whether to. Without it ``zero_grad()`` of a distributed optimizer does, for its parameters,
-                before the first backward; what is in the buffers until then counts as accumulated.
+            zero_buffer: Set ``main_grad`` to zero. If False, ``zero_grad()`` of a distributed optimizer does that for
+                its parameters, before the first backward; until then the old values count as accumulated.
         """
         state = self._gradient_buffers
         synchronizer = self._ready().synchronizer
@@ -405,7 +405,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """The interface for a distributed optimizer; the same object at every call.
 
         Args:
-            experts: Whether that of the experts, whose shards lie on the ranks of another group.
+            experts: Give the interface for the experts, whose shards lie on the ranks of another group.
 
         Raises:
             ValueError: The wrapper was made without ``use_distributed_optimizer``, or there are no experts.

@@ -88,7 +88,7 @@ def finalize_model_grads(
         num_tokens: One element, changed in place: the tokens of this rank's micro-batches, as the last pipeline
             stage has counted them. If given, gradients are divided by the total over the data-parallel ranks; meant
             for models whose ``config.calculate_per_token_loss`` is true, so that gradients are sums.
-        groups: Default: those of the first chunk.
+        groups: The groups of the model; default: those of the first chunk.
         force_all_reduce: See :meth:`DistributedDataParallel.finish_grad_sync`.
 
     Raises:

@@ -348,7 +348,7 @@ def _kind(value: Any, weight: Tensor) -> object:
 
 
 def _joined(values: Sequence[Any], like: Tensor) -> Any:
-    """The state of all weights, where those of each are ``values``."""
+    """The state of all weights together; ``values`` are the states of each."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first

@@ -66,8 +66,8 @@ class DistributedOptimizer(Optimizer):
             trainable parameters and with ``defaults``.
         model: A :class:`ppe_ddp.DistributedDataParallel`, or another wrapper that is, or offers by ``sharded()``,
             a ``ShardedModel``.
-        master_dtype: Of the master weights; those of a wider parameter are as wide as it is. Where a parameter has
-            this dtype, its own memory is its master weight.
+        master_dtype: The dtype of the master weights; a wider parameter's is as wide as the parameter. Where a
+            parameter has this dtype, its own memory is its master weight.
         overlap: Gather during the next forward. Without it, a step ends when all parameters are there. With it, each
             is waited for where Python code first uses it, in a module or anywhere else; but code that cannot be
             seen reads old values, unless it calls :meth:`synchronize` before: what has kept a view of a parameter
