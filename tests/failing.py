@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from one_process import assert_gradients, mean_gradients, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, average, broadcast, overlapped
 from ppe_ddp.backends.group_internals import store_of
-from ppe_ddp.engine import dense_bucket
+from ppe_ddp.engine import bucket
 
 SECONDS = 8.0  # for a rank to hear of it, on a machine that may be busy; the groups' timeouts are longer
 
@@ -163,7 +163,7 @@ def interrupted(switch):
 
 
 def in_packing(switch):
-    fill = dense_bucket.fill
+    fill = bucket.fill
 
     def refuse(*arguments):
         switch.refuse()
@@ -255,7 +255,7 @@ def hold(way, *, turns=8, seed=0, after_turn=lambda: None, step=square, **option
     wrapper, expected, patch = wrapped(way, switch, **options)
     with pytest.MonkeyPatch.context() as patches:
         if patch is not None:
-            patches.setattr(dense_bucket, "fill", patch)
+            patches.setattr(bucket, "fill", patch)
         for _ in range(turns):
             culprit = generator.randrange(size)
             call = 0 if way in ONCE_A_STEP else generator.randrange(3)

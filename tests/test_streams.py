@@ -9,7 +9,7 @@ from torch import nn
 
 from one_process import seeded
 from ppe_ddp import DistributedDataParallel, UnusableError
-from ppe_ddp.engine.streams import GradientStreams
+from ppe_ddp.engine.gradients import GradientStreams
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_two_ranks

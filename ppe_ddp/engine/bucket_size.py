@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.bucket_allocator import allocator
+from ppe_ddp.engine.memory import allocator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.trace import Recorder
+    from ppe_ddp.engine.record import Recorder
 
 MEASURED_STEPS = 10
 _FIRST_STEPS = 5  # which make buckets and learn orders

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.bucket_buffers import slots_of
+from ppe_ddp.contracts import probe
+from ppe_ddp.engine.bucket import DenseBucket
 from ppe_ddp.engine.completion import ends_soon
-from ppe_ddp.engine.dense_bucket import DenseBucket
+from ppe_ddp.engine.memory import allocator, slots_of
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
@@ -121,7 +121,7 @@ class BufferBucket(DenseBucket):
         else:
             factor = self._gain * self._reduction.mean_factor
             self._reduced_share = self._scatter.memory_for_share(self._memory)
-            self._pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
+            self.pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         factor = self._gain * self.factor
@@ -147,17 +147,17 @@ class BufferBucket(DenseBucket):
             CommunicationError: The transport failed.
             FunctionError: The user's reduce function broke its contract.
         """
-        if self.is_under_way:
-            yield self.probe()
-        if self._scatter is not None:
-            self._wait_for_share()
-        elif self._sent is not None:
-            self._take_result()
+        if self._scatter is None:
+            yield from super().finish()
+            return
+        if self.pending is not None:
+            yield probe(self.pending)
+        self._wait_for_share()
 
     def _wait_for_share(self) -> None:
         try:
-            if self._pending is not None:
-                self._groups.failures.wait(self._pending, self.plan.device)
+            if self.pending is not None:
+                self._groups.failures.wait(self.pending, self.plan.device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
@@ -165,7 +165,7 @@ class BufferBucket(DenseBucket):
                 f"rank {self._groups.rank}, bucket {self.plan.index} with {self.title}: the reduce-scatter failed: "
                 f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
             ) from error
-        self._pending = None
+        self.pending = None
 
     def averages(self) -> list[Tensor]:
         """The ``main_grad`` of each member, with the averages in it: of a reduce-scatter in this rank's share."""
@@ -189,7 +189,7 @@ class BufferBucket(DenseBucket):
 
         Waits a moment for a reduce-scatter to end, which reads ``main_grad``.
         """
-        is_done = self.probe()
+        is_done = probe(self.pending)
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)
         self.release()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.bucket_plan import BucketPlan, Plan
+from ppe_ddp.engine.plan import BucketPlan, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

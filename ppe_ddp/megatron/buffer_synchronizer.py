@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.bucket import BucketContext
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.bucket_buffers import BucketBuffers
-from ppe_ddp.engine.bucket_cache import BucketCache
+from ppe_ddp.engine.bucket import BucketContext, buckets_of_plans
 from ppe_ddp.engine.completion import Completion
-from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
+from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.megatron.buffer_bucket import is_finite
@@ -38,12 +36,12 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.errors import PpeDdpError
     from ppe_ddp.megatron.buffer_bucket import BufferBucket
     from ppe_ddp.megatron.buffer_layout import BufferLayout
@@ -370,7 +368,7 @@ class BufferSynchronizer(Synchronizer):
         parameters = [self._parameters[i] for i in reduction_group.indices]
         context = BucketContext(reduction_group.repairs.specs, parameters, groups, reduction_group.reduction)
         plan = reduction_group.repairs.plan(agreed)
-        buckets = BucketCache(context, BucketBuffers(allocator(groups.buckets))).buckets(plan)
+        buckets = buckets_of_plans(context, MemoryPool(allocator(groups.buckets)))(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
         pending.backward.recorder.rounds.append(schedule.record)
         return schedule

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.bucket_allocator import Allocator
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.engine.memory import Allocator
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.megatron.buffer_layout import BucketRange, BufferKind
 
 

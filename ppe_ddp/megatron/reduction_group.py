@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.compression.compressor import Compressor
-from ppe_ddp.engine.bucket_plan import Packing, Planner
 from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.plan import Packing, Planner
 from ppe_ddp.engine.reduction import FunctionReduction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.engine.reduction import Reduction
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
-    from ppe_ddp.engine.zero.message_pool import MessagePool
+    from ppe_ddp.engine.memory import MemoryPool
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.megatron.buffer_layout import BucketRange
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
     from ppe_ddp.megatron.copies import CopiesOfParameters
@@ -79,7 +79,7 @@ class ShardedBuffers(ShardedModel):
         specs: Sequence[ParameterSpec],
         parameters: Sequence[nn.Parameter],
         synchronizer: BufferSynchronizer,
-        pool: MessagePool,
+        pool: MemoryPool,
         parallel: CopiesOfParameters,
     ) -> None:
         self._parallel = parallel

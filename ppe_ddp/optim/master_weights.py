@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ppe_ddp.engine.strides import is_non_overlapping_and_dense
+from ppe_ddp.engine.plan import is_non_overlapping_and_dense
 from ppe_ddp.engine.torch_internals import version_of
 
 if TYPE_CHECKING:
