@@ -1,9 +1,7 @@
-"""Calls a broadcast function on tensors, once for each dtype and device, and checks that it keeps its contract.
+"""Broadcasts of parameters and buffers: calls the broadcast function, and holds it to its contract.
 
-Broadcasts a module's buffers after backward, each from a rank that has written it, and spares autograd's graphs.
-
-Where a rank does not use a submodule (a tower, an expert), its buffers are as they were: those of a submodule come from
-the lowest rank that has written any of them since the last broadcast.
+A module's buffers are broadcast after backward. Where a rank does not use a submodule (a tower, an expert), its buffers
+are as they were: those of a submodule come from the lowest rank that has written any of them since the last broadcast.
 
 Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
 or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs

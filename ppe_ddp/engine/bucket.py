@@ -295,7 +295,7 @@ class PackedBucket(DenseBucket):
         if self._is_fused:
             fill(buffer.slots, gradients, factor)
         else:
-            if not concatenate(buffer.runs, self._shapes, gradients):
+            if not (buffer.runs and concatenate(buffer.runs, self._shapes, gradients)):
                 fill(buffer.slots, gradients, 1.0)
             scale(buffer.flat, buffer.flat, factor)
         return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
@@ -324,13 +324,13 @@ def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: fl
 def concatenate(
     runs: Sequence[tuple[int, Tensor]], shapes: list[tuple[int, ...]], gradients: Sequence[Tensor | None]
 ) -> bool:
-    """Put gradients one behind another into ``runs``, if there are any and all exist in ``shapes``; whether that is so.
+    """Put gradients one behind another into ``runs``, if all exist in ``shapes``; whether that is so.
 
     A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
     would move those behind it, without an error.
     """
     present = [gradient for gradient in gradients if gradient is not None]
-    if not runs or [gradient.shape for gradient in present] != shapes:
+    if [gradient.shape for gradient in present] != shapes:
         return False
     start = 0
     for count, run in runs:

@@ -117,7 +117,7 @@ class BucketSynchronizer(Synchronizer):
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
         self._buffer_writes.note_new(self.negotiation.buffers())
-        self._finite = FiniteCheck(self._groups, module_state.names, is_enabled=bool(self._policy.check_finite))
+        self._finite: FiniteCheck | None = None
         self._buckets_of = self._make_buckets()
 
     def _make_buckets(self) -> Callable[[Plan], Sequence[Bucket]]:
@@ -171,7 +171,8 @@ class BucketSynchronizer(Synchronizer):
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
-        self._finite.begin()
+        if self._policy.check_finite:
+            self._finite = FiniteCheck(self._groups, self._module_state.names)
         if self.reduction.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
@@ -232,7 +233,8 @@ class BucketSynchronizer(Synchronizer):
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
             gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
-            self._finite.look(bucket.expected, gradients)
+            if self._finite is not None:
+                self._finite.look(bucket.expected, gradients)
             bucket.hold(gradients, views=views)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
@@ -249,7 +251,7 @@ class BucketSynchronizer(Synchronizer):
         return _nothing()
 
     def _complete_alone(self, backward: Backward) -> None:
-        if not self._finite.is_fine_alone(self._module_state.parameters):
+        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
             return
         if self.sharded_parameters is not None:
@@ -268,7 +270,8 @@ class BucketSynchronizer(Synchronizer):
         backward.late = late = self._take_late(backward)
         recorder = backward.recorder
         recorder.vote_at = perf_counter_ns()
-        self._finite.look(late.keys(), late.values())
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
         vote = self._vote(backward)
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
@@ -277,7 +280,7 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.statuses)
-        if any(status & NON_FINITE for status in statuses):
+        if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, statuses)
             self._drop(backward, error)
             return
@@ -373,7 +376,8 @@ class BucketSynchronizer(Synchronizer):
         mask = bytearray(self._nothing)
         for i in backward.late:
             mask[i] = 1
-        status = pack_status(backward.aborted | self._finite.status, backward.dropped)
+        found = 0 if self._finite is None else self._finite.status
+        status = pack_status(backward.aborted | found, backward.dropped)
         writers = lowest_digits(backward.writers, backward.is_writer, self._groups.rank)
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.negotiation.start(mask, status, is_vote=True, writers=writers)

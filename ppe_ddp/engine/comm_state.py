@@ -2,13 +2,6 @@
 
 It belongs to the step, as ``.grad`` does: what a compressor has stored counts when all ranks have taken the step, and
 is put back when they have dropped it, since what it has sent is dropped as well.
-
-Which slice of a node's ranks each parameter belongs to, where compressors exchange gradients between nodes. Pure.
-
-Whole parameters, and not parts of them: a method does the same with a parameter as it would with one rank a node (a
-matrix that is cut is another matrix to PowerSGD, with more to send), and what it remembers of it lies on one rank of
-each node, by its name. The link is that of the node, as busy whoever feeds it; the arithmetic is balanced over the
-module, not over each bucket.
 """
 
 from __future__ import annotations
@@ -37,6 +30,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.plan import ParameterSpec
 
 _BUCKETS = 1 << 20  # more than a step has
+# Below this part of the mean size a parameter goes with the one before it: every range of a bucket costs some calls.
+_SMALL = 1 / 8
 _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can be added to them
 
 
@@ -241,14 +236,16 @@ def _own(value: Any, device: torch.device) -> Any:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-# Below this part of the mean size a parameter goes with the one before it: every range of a bucket costs some calls.
-_SMALL = 1 / 8
-
-
 class SliceOwners:
-    """The slices of parameters by name: the same on all ranks, as long as they see the same modules in the same order.
+    """The slice of a node's ranks that each parameter belongs to, where compressors exchange gradients between nodes.
 
-    A parameter stays with its slice whatever becomes of the others, since what is remembered of it lies there.
+    The same on all ranks, as long as they see the same modules in the same order. A parameter stays with its slice
+    whatever becomes of the others, since what is remembered of it lies there.
+
+    Whole parameters, and not parts of them: a method does the same with a parameter as it would with one rank a node (a
+    matrix that is cut is another matrix to PowerSGD, with more to send), and what it remembers of it lies on one rank
+    of each node, by its name. The link is that of the node, as busy whoever feeds it; the arithmetic is balanced over
+    the module, not over each bucket.
     """
 
     def __init__(self) -> None:

@@ -1,31 +1,4 @@
-"""Reduces buckets by a compressor: hands it flat gradients with what is remembered of each parameter.
-
-Several exchanges of messages under way, each of several rounds, in an order that is the same on every rank.
-
-A round can start when the one before it has arrived, which is at another moment on every rank; but all ranks must
-start the same collectives in the same order. So the order follows from the number of the bucket alone:
-
-    turn        0       1       2       3       4       5       6
-    bucket 0    start           2nd             end
-    bucket 1            start           2nd             end
-    bucket 2                    start           2nd             end
-
-In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the second
-round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they need; who
-does not want to wait asks first.
-
-Where ranks of a node average different parameters, one rank may be through with a bucket some rounds before another.
-So what an exchange returns, which other ranks of the node have to do their part for, is waited for when nothing is left
-to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others for them, wait for.
-
-Compression between the nodes alone: ranks of a node sum exactly in the memory that they share.
-
-    ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
-    owners of a slice    own parameters                --compressor-->   their averages over the nodes
-    ranks of a node      averages                      --copy-->         flat gradients of all ranks
-
-To the compressor a node is one rank, whose gradient is the mean over the node.
-"""
+"""Reduces buckets by a compressor, in rounds: hands it flat gradients with what is remembered of each parameter."""
 
 from __future__ import annotations
 
@@ -33,10 +6,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -62,7 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
-_LAYOUTS = 256
+Delivered = Generator[Waitable, None, Waitable | None]
+"""An exchange; returns what its result still waits for when nothing more is to be sent, or None."""
+
+_CPU = torch.device("cpu")
+_DISTANCE = 2  # turns from a round to the next of the same bucket
+_LAYOUTS = 256  # that are kept
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -200,29 +178,25 @@ def warn_of_one_machine(compressor: Compressor, groups: Groups) -> None:
         )
 
 
-Delivered = Generator[Waitable, None, Waitable | None]
-"""An exchange; returns what its result still waits for when nothing more is to be sent, or None."""
-
-_DISTANCE = 2  # turns from a round to the next of the same bucket
-
-
-class CountedLink(Protocol):
-    """Where an exchange communicates.
-
-    Attributes:
-        device: Where the tensors are.
-    """
-
-    device: torch.device
-
-    @property
-    def nbytes(self) -> int:
-        """What was sent so far, see :attr:`Link.nbytes`."""
-        ...
-
-
 class ExchangeQueue:
-    """Advances exchanges, turn by turn.
+    """Advances exchanges of several rounds each, turn by turn, in an order that is the same on every rank.
+
+    A round can start when the one before it has arrived, which is at another moment on every rank; but all ranks must
+    start the same collectives in the same order. So the order follows from the number of the bucket alone:
+
+        turn        0       1       2       3       4       5       6
+        bucket 0    start           2nd             end
+        bucket 1            start           2nd             end
+        bucket 2                    start           2nd             end
+
+    In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the
+    second round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they
+    need; who does not want to wait asks first.
+
+    Where ranks of a node average different parameters, one rank may be through with a bucket some rounds before
+    another. So what an exchange returns, which other ranks of the node have to do their part for, is waited for when
+    nothing is left to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others
+    for them, wait for.
 
     Args:
         wait: Waits for something in flight, on a device.
@@ -231,9 +205,9 @@ class ExchangeQueue:
     def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
         self._wait = wait
         self._turn = 0
-        self._running: deque[_Running] = deque()
+        self._running: deque[PendingExchange] = deque()
 
-    def start(self, exchange: Delivered, link: CountedLink, name: str = "") -> PendingExchange:
+    def start(self, exchange: Delivered, link: Link | CrossNodeLinks, name: str = "") -> PendingExchange:
         """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
 
         Args:
@@ -242,11 +216,11 @@ class ExchangeQueue:
             name: What timelines call it.
         """
         self._advance()
-        entry = _Running(exchange, link, name, self._turn)
+        entry = PendingExchange(self, exchange, link, name)
         entry.resume(self._turn)
         if not entry.is_over:
             self._running.append(entry)
-        return PendingExchange(self, entry)
+        return entry
 
     def is_ready(self) -> bool:
         """Whether the next turn would not wait."""
@@ -260,7 +234,7 @@ class ExchangeQueue:
             entry.exchange.close()
         self._running.clear()
 
-    def advance_until(self, entry: _Running, *, may_wait: bool) -> None:
+    def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
         """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
         while not entry.is_over and (may_wait or self.is_ready()):
             self._advance()
@@ -272,7 +246,7 @@ class ExchangeQueue:
             self._wait(entry.delivery, entry.link.device)
             entry.delivery = None
 
-    def _due(self) -> list[_Running]:
+    def _due(self) -> list[PendingExchange]:
         return [entry for entry in self._running if entry.due == self._turn + 1]
 
     def _advance(self) -> None:
@@ -286,27 +260,36 @@ class ExchangeQueue:
                 self._running.remove(entry)
 
 
-@dataclass(eq=False)
-class _Running:
-    """One exchange under way.
+class PendingExchange:
+    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started.
 
-    Attributes:
+    Args:
+        queue: Where it is under way.
         exchange: The generator.
         link: Where it communicates.
         name: What timelines call it.
+
+    Attributes:
         due: The turn in which it goes on.
         pending: What it waits for.
         delivery: What its result still waits for when it has ended.
         is_over: Whether it has ended.
     """
 
-    exchange: Delivered
-    link: CountedLink
-    name: str
-    due: int
-    pending: Waitable | None = field(default=None)
-    delivery: Waitable | None = field(default=None)
-    is_over: bool = False
+    def __init__(self, queue: ExchangeQueue, exchange: Delivered, link: Link | CrossNodeLinks, name: str) -> None:
+        self._queue = queue
+        self.exchange = exchange
+        self.link = link
+        self.name = name
+        self.due = 0
+        self.pending: Waitable | None = None
+        self.delivery: Waitable | None = None
+        self.is_over = False
+
+    @property
+    def nbytes(self) -> int:
+        """What it has sent so far, see :attr:`Link.nbytes`."""
+        return self.link.nbytes
 
     def is_ready(self) -> bool:
         """Whether it can go on without the host waiting: on GPUs a stream waits."""
@@ -327,35 +310,14 @@ class _Running:
             if self.pending is not None:
                 log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.link.nbytes - before)
 
-
-class PendingExchange:
-    """What a bucket waits for. May be asked and waited for only when all buckets of the backward have been started.
-
-    Args:
-        queue: Where it is under way.
-        entry: Its place there.
-    """
-
-    def __init__(self, queue: ExchangeQueue, entry: _Running) -> None:
-        self._queue = queue
-        self._entry = entry
-
-    @property
-    def nbytes(self) -> int:
-        """What it has sent so far, see :attr:`Link.nbytes`."""
-        return self._entry.link.nbytes
-
     def done(self) -> bool:
         """Whether the average is there; takes the turns that need not wait."""
-        self._queue.advance_until(self._entry, may_wait=False)
-        return self._entry.is_over and self._entry.delivery is None
+        self._queue.advance_until(self, may_wait=False)
+        return self.is_over and self.delivery is None
 
     def wait(self) -> None:
         """Take turns until the average is there."""
-        self._queue.advance_until(self._entry, may_wait=True)
-
-
-_CPU = torch.device("cpu")
+        self._queue.advance_until(self, may_wait=True)
 
 
 class CrossNodeLinks:
@@ -417,7 +379,13 @@ class CrossNodeLink(Link):
 def average_between_nodes(
     compressor: Compressor, gradients: FlatGradients, slices: Sequence[int], seeds: Sequence[int], links: CrossNodeLinks
 ) -> Delivered:
-    """Average ``gradients`` over all ranks of the group, in place.
+    """Average ``gradients`` over all ranks of the group, in place; only what goes between nodes is compressed.
+
+        ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
+        owners of a slice    own parameters                --compressor-->   their averages over the nodes
+        ranks of a node      averages                      --copy-->         flat gradients of all ranks
+
+    To the compressor a node is one rank, whose gradient is the mean over the node.
 
     Args:
         compressor: How, between the nodes.

@@ -1,30 +1,4 @@
-"""Reads, takes and sets the ``.grad`` of the parameters.
-
-Parameters that are DTensors, as tensor parallelism makes them: what is averaged are their local tensors.
-
-    parameter    its local tensor stands for it in specs, buckets and broadcasts
-    gradient     redistributed like its parameter when it arrives; its local tensor goes into the bucket
-    average      becomes the local tensor of a DTensor like the parameter
-
-A gradient often has other placements than its parameter: partial sums for the norms of sequence parallelism, all rows
-for a sharded embedding. Redistributing communicates within the parameter's own mesh. All ranks of that mesh go through
-the same graph, so they do it in the same order where autograd accumulates, and in none where a bucket is launched.
-
-The CUDA streams that gradients are accumulated on.
-
-autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
-node was made, and the stream of whoever called ``backward()`` waits for all of these only at the end. In between,
-gradients are read from hooks, on the stream and the thread of whichever parameter happened to be the last. So there
-is one rule: before gradients are read, the reading stream waits for every stream that gradients are accumulated on, and
-their memory is not reused before the reading stream is through with it.
-
-Looks for NaN and infinity in this rank's gradients before they are sent, and names them on all ranks.
-
-A look is a sum of each gradient, or one fused norm of many small ones, while these are in the cache: not finite where
-one of its numbers is not. All the sums are looked at together before the vote, and only where one is not finite each
-gradient, element by element, as a sum can overflow. Whether a rank has found something travels in the vote, so that
-all ranks know of it before any average is handed over. Only where one has, they exchange which parameters these are.
-"""
+"""Reads, takes and sets the ``.grad`` of the parameters."""
 
 from __future__ import annotations
 
@@ -107,25 +81,24 @@ class Gradients:
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
-        parameters = [self._parameters[i] for i in indices]
-        taken = [parameter.grad for parameter in parameters]
+        parameters = self._parameters
+        taken = [parameters[i].grad for i in indices]
         if self._distributed is not None:
             taken = [g if g is None else self._distributed.local(i, g) for i, g in zip(indices, taken, strict=True)]
         if ShardedGradient in set(map(type, taken)):
-            taken = list(map(take_local, parameters))
+            taken = [take_local(parameters[i]) for i in indices]
         else:
-            for parameter in parameters:
-                parameter.grad = None
-        if self.shared:  # averages may differ, and each needs a place of its own
-            pairs = zip(indices, taken, strict=True)
-            taken = [g.clone() if g is not None and i in self.shared else g for i, g in pairs]
+            for i in indices:
+                parameters[i].grad = None
         if self._streams is not None:
             self._streams.wait_for_gradients(taken)
-        if any([gradient is not None and gradient.is_sparse for gradient in taken]):
-            for k, i in enumerate(indices):
-                gradient = taken[k]
-                if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:
-                    taken[k] = gradient.to_dense()
+        for k, gradient in enumerate(taken):
+            if gradient is None:
+                continue
+            if gradient.is_sparse and not self._specs[indices[k]].sparse:
+                taken[k] = gradient.to_dense()
+            elif indices[k] in self.shared:  # averages may differ, and each needs a place of its own
+                taken[k] = gradient.clone()
         return taken
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor], factor: float = 1.0) -> None:
@@ -176,6 +149,15 @@ def _redistributed(placements: Any, gradient: Any) -> Any:
 
 class DistributedGradients:
     """Takes the local tensors of gradients that are DTensors, and makes DTensors of averages.
+
+        parameter    its local tensor stands for it in specs, buckets and broadcasts
+        gradient     redistributed like its parameter when it arrives; its local tensor goes into the bucket
+        average      becomes the local tensor of a DTensor like the parameter
+
+    A gradient often has other placements than its parameter: partial sums for the norms of sequence parallelism, all
+    rows for a sharded embedding. Redistributing communicates within the parameter's own mesh. All ranks of that mesh go
+    through the same graph, so they do it in the same order where autograd accumulates, and in none where a bucket is
+    launched.
 
     Args:
         parameters: The parameters that are DTensors, by their index.
@@ -234,7 +216,17 @@ class DistributedGradients:
 
 
 class GradientStreams:
-    """Knows which stream each gradient is accumulated on, and applies the rule above.
+    """The CUDA streams that gradients are accumulated on.
+
+    autograd accumulates, and in none where a bucket is launched.
+
+    The CUDA streams that gradients are accumulated on.
+
+    autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
+    node was made, and the stream of whoever called ``backward()`` waits for all of these only at the end. In between,
+    gradients are read from hooks, on the stream and the thread of whichever parameter happened to be the last. So there
+    is one rule: before gradients are read, the reading stream waits for every stream that gradients are accumulated on,
+    and their memory is not reused before the reading stream is through with it.
 
     Args:
         parameters: The parameters. Those on CPUs are ignored.
@@ -300,16 +292,20 @@ _NAMED = 5  # parameters of each
 
 
 class FiniteCheck:
-    """What is not finite in the gradients of one backward.
+    """Looks for NaN and infinity in the gradients of one backward before they are sent, and names them on all ranks.
+
+    A look is a sum of each gradient, or one fused norm of many small ones, while these are in the cache: not finite
+    where one of its numbers is not. All the sums are looked at together before the vote, and only where one is not
+    finite each gradient, element by element, as a sum can overflow. Whether a rank has found something travels in the
+    vote, so that all ranks know of it before any average is handed over. Only where one has, they exchange which
+    parameters these are.
 
     Args:
         groups: Where the ranks communicate.
         names: Of all parameters.
-        is_enabled: Whether to look at all.
     """
 
-    def __init__(self, groups: Groups, names: Sequence[str], *, is_enabled: bool) -> None:
-        self._is_enabled = is_enabled
+    def __init__(self, groups: Groups, names: Sequence[str]) -> None:
         self._groups = groups
         self._names = names
         self._found: set[int] = set()
@@ -322,15 +318,8 @@ class FiniteCheck:
         self._decide()
         return NON_FINITE if self._found else 0
 
-    def begin(self) -> None:
-        """Forget the last backward."""
-        self._found.clear()
-        self._forget()
-
     def look(self, indices: Iterable[int], gradients: Iterable[Tensor | None]) -> None:
         """Look at the gradients of these parameters, which stay as they are until the vote. On a GPU the host waits."""
-        if not self._is_enabled:
-            return
         present = {i: _values(gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
         present = {i: values for i, values in present.items() if values.is_floating_point() or values.is_complex()}
         if not present:
@@ -345,9 +334,6 @@ class FiniteCheck:
         """Find out which of the gradients that were looked at are not finite."""
         if self._totals and not bool(torch.stack(self._totals).sum().isfinite()):
             self._found.update(i for i, values in self._looked if not bool(values.isfinite().all()))
-        self._forget()
-
-    def _forget(self) -> None:
         self._looked.clear()
         self._totals.clear()
 

@@ -1,7 +1,7 @@
 """The parameters and buffers of a module by name, and whether the module has changed since they were listed.
 
 The check is repeated before every forward, so it compares identities and addresses and reads further only
-where one differs.
+where one differs. Of a parameter that is a DTensor, its local tensor is what is averaged.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Records when each bucket of a backward was ready, launched and done, for tests, benchmarks and pictures.
+"""Records of what happens when on this rank, for tests, benchmarks and pictures.
 
-The engine writes into a :class:`Recorder` (a few clock readings a bucket); the readable :class:`Trace` is made from it
-on demand.
-
-The log of what happens on this rank while a timeline is made.
-
-Apart from ``trace.py``, which is always on and tells of one backward: a log is there only while somebody has asked for
-a timeline, keeps all backwards, and has what lies outside of them. Everything that could write into it looks first
-whether there is one, which costs some 30 ns.
+A :class:`Recorder` is there for each backward: a few clock readings a bucket, of which the readable :class:`Trace` is
+made on demand. An :class:`EventLog` is there only while somebody makes a timeline: it keeps the recorders of all
+backwards, and what lies outside of them. What could write into it looks first whether there is one, which costs 30 ns.
 """
 
 from __future__ import annotations
@@ -29,6 +24,9 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.plan import Plan
+
+_MOST_SPANS = 400_000
+_MOST_BACKWARDS = 10_000
 
 
 def span(name: str, *, enabled: bool) -> AbstractContextManager[object]:
@@ -188,19 +186,6 @@ class RoundRecord:
         goes_in_turns: Whether its messages are logged one by one, as those of a compressor are.
     """
 
-    __slots__ = (
-        "arrived",
-        "done",
-        "goes_in_turns",
-        "launch",
-        "launched",
-        "nbytes",
-        "packed",
-        "plan",
-        "ready",
-        "repair",
-    )
-
     def __init__(self, plan: Plan, nbytes: list[int], *, repair: bool) -> None:
         count = len(plan.buckets)
         self.plan = plan
@@ -236,10 +221,6 @@ class RoundRecord:
             for k, bucket in enumerate(self.plan.buckets)
             if self.launch[k]
         ]
-
-
-_MOST_SPANS = 400_000
-_MOST_BACKWARDS = 10_000
 
 
 class Span(NamedTuple):
