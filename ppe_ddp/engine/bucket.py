@@ -54,9 +54,9 @@ class BucketContext:
     """The arguments that the buckets of all plans have in common.
 
     Attributes:
-        specs: Of all parameters of the module.
-        parameters: All of them.
-        groups: Where to communicate.
+        specs: The specification of every parameter of the module.
+        parameters: All parameters of the module.
+        groups: The process groups to communicate in.
         reduction: Reduces a bucket.
     """
 
@@ -70,15 +70,15 @@ class Bucket(ABC):
     """A bucket of gradients that are reduced together.
 
     Args:
-        plan: What it is.
+        plan: Its members and layout.
         context: What all buckets have in common.
         present: One byte a parameter: whether some rank has its gradient; None where that is so for all members.
 
     Attributes:
-        plan: The same.
-        specs: Those of the members.
+        plan: The argument.
+        specs: The specification of each member.
         parameters: The members.
-        names: Theirs.
+        names: The name of each member.
         expected: The members of which some rank has a gradient.
         is_exact: Whether those are all members, as in any plan but one of fixed buckets.
         gradients: This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them
@@ -220,13 +220,13 @@ class DenseBucket(Bucket, ABC):
 
     def finish(self) -> Steps:
         """Wait for the result."""
-        flat, sent, pending = self._flat, self._sent, self.pending
-        if pending is not None:
-            yield probe(pending)
+        if self.pending is not None:
+            yield probe(self.pending)
+        flat, sent = self._flat, self._sent  # not before: a generator that nobody resumes would hold them
         if sent is None:
             return
         assert flat is not None
-        sent_nbytes = self._reduction.finish(sent, pending, self._tensors)
+        sent_nbytes = self._reduction.finish(sent, self.pending, self._tensors)
         self.nbytes = self.plan.nbytes if sent_nbytes is None else sent_nbytes
         self.pending = None
         result = sent.buffer()
@@ -272,7 +272,7 @@ class PackedBucket(DenseBucket):
     """Gradients packed into a buffer.
 
     Args:
-        plan: What it is.
+        plan: Its members and layout.
         context: What all buckets have in common.
         present: One byte a parameter: whether some rank has its gradient.
         pool: Lends the buffer.

@@ -274,7 +274,7 @@ class SliceOwners:
         return self._slices.get(name, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """A copy."""
+        """A copy of the slices by name."""
         return dict(self._slices)
 
     def load_state_dict(self, state: dict[str, int]) -> None:

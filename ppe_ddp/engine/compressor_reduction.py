@@ -53,7 +53,7 @@ class CompressorReduction(Reduction):
         groups: Where to communicate.
 
     Attributes:
-        compressor: The same.
+        compressor: The compressor that was passed in.
     """
 
     def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
@@ -124,7 +124,7 @@ class CompressorReduction(Reduction):
         return average_between_nodes(self.compressor, gradients, owners, seeds, links)
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
-        """Those of ``bucket``, in their own dtype."""
+        """The gradients of ``bucket``, in their own dtype."""
         flat = bucket.buffer()
         plain = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         return FlatGradients(
@@ -140,9 +140,6 @@ class CompressorReduction(Reduction):
     def _wait_for(self, pending: Waitable, device: torch.device) -> None:
         for part in pending.parts if isinstance(pending, AllPending) else (pending,):
             self._groups.failures.wait(part, device)
-
-    def _accept(self, bucket: GradBucket, value: object) -> None:
-        """The result is in place."""
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
@@ -327,7 +324,7 @@ class CrossNodeLinks:
         hierarchy: The nodes.
 
     Attributes:
-        hierarchy: The same.
+        hierarchy: The argument.
         links: For each slice of this rank.
         device: Where the tensors are.
     """
@@ -411,7 +408,7 @@ def average_between_nodes(
 
 
 def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Where they lie; those next to one another as one."""
+    """The ranges of the segments; adjacent ones are joined."""
     ranges: list[tuple[int, int]] = []
     for segment in segments:
         if ranges and ranges[-1][1] == segment.start:
@@ -422,7 +419,7 @@ def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 def _packed(segments: Sequence[Segment]) -> Generator[Segment, None, None]:
-    """The same one after another."""
+    """The segments, moved so that each begins where the one before it ends."""
     start = 0
     for segment in segments:
         yield replace(segment, start=start)

@@ -314,7 +314,7 @@ class FiniteCheck:
 
     @property
     def status(self) -> int:
-        """This rank's, for the vote."""
+        """The status of this rank for the vote: :data:`NON_FINITE` if it has found something, else 0."""
         self._decide()
         return NON_FINITE if self._found else 0
 

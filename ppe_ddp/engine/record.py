@@ -119,7 +119,7 @@ class Recorder:
         names: Of all parameters.
         begin: When the backward reached the module.
         local: One byte a parameter: whether it was expected to have a gradient here.
-        agreed: The same for any rank.
+        agreed: One byte a parameter: whether some rank has its gradient.
         asked_at: When the mask was sent.
         agreed_at: When this rank had noticed the agreed mask.
         backward_at: When autograd had finished.
@@ -175,7 +175,7 @@ class RoundRecord:
 
     Attributes:
         plan: The plan.
-        repair: Whether this is a second round.
+        repair: True for a second round.
         ready: When the last gradient of the bucket had arrived.
         launch: When its launch began.
         packed: When its gradients had been packed.
@@ -230,7 +230,7 @@ class Span(NamedTuple):
         kind: What it was; :data:`ppe_ddp.tracing.spans.KINDS` lists them.
         name: Which one.
         begin: By ``perf_counter_ns()``.
-        end: The same.
+        end: By the same clock.
         nbytes: What this rank has sent; 0 where it is no message.
     """
 
@@ -250,7 +250,7 @@ class EventLog:
     Attributes:
         spans: All spans that have ended.
         backwards: The recorders of all backwards that have succeeded.
-        on_groups: The same.
+        on_groups: The argument.
     """
 
     current: ClassVar[EventLog | None] = None

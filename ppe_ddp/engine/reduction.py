@@ -132,8 +132,8 @@ class Reduction(ABC):
     def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable | None:
         raise AssertionError("has not asked for nodes")
 
-    @abstractmethod
-    def _accept(self, bucket: GradBucket, value: object) -> None: ...
+    def _accept(self, bucket: GradBucket, value: object) -> None:  # noqa: B027  # most are in place by then
+        """Put ``value``, which was waited for, into ``bucket``."""
 
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         annotate(error, f"in {self.title} on {self.describe(bucket)}")
@@ -217,9 +217,6 @@ class FunctionReduction(Reduction):
         backend = backend_for(self._groups.buckets, bucket.buffer().device)
         work: Waitable = backend.sum_of_node(bucket.buffer(), node)
         return work
-
-    def _accept(self, bucket: GradBucket, value: object) -> None:
-        """The result is in place, whatever the Work or Future holds."""
 
 
 class HookReduction(Reduction):
