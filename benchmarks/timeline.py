@@ -24,8 +24,7 @@ from ppe_ddp import DistributedDataParallel
 from ppe_ddp.cli.bench_models import WORKLOADS
 from ppe_ddp.cli.command_line import count, fail, output
 from ppe_ddp.compression import BF16, FP16, Compressor, ErrorFeedback, Int8, PowerSGD, TopK
-from ppe_ddp.engine.event_log import EventLog
-from ppe_ddp.engine.trace import Recorder
+from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.testing import NodesError, RankError
 from ppe_ddp.torch_internals import at_end_of_backward
 from ppe_ddp.tracing.pictures import draw_steps

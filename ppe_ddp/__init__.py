@@ -4,7 +4,7 @@ import ppe_ddp.backends  # noqa: F401  # registers our backends; nothing of MPI 
 from ppe_ddp.checkpoints.checkpointer import Checkpointer, Restored
 from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, SyncHook, Waitable
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.engine.trace import BucketTrace, Trace
+from ppe_ddp.engine.record import BucketTrace, Trace
 from ppe_ddp.errors import (
     CheckpointError,
     CommunicationError,

@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.bucket_plan import Packing
 from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
+from ppe_ddp.engine.plan import Packing
 from ppe_ddp.engine.reduction import HookReduction, annotate
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import name_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.reducer import Reducer
     from ppe_ddp.options import Options
 

@@ -14,11 +14,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from ppe_ddp.comm_hooks import HookedWrapper
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
-from ppe_ddp.engine.distributed_tensors import check_meshes
-from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.group_handle import GroupHandle
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.module_state import ModuleState
+from ppe_ddp.engine.module import ModuleState, check_meshes
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction
 from ppe_ddp.engine.sync_check import check_in_sync
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
-    from ppe_ddp.engine.trace import Trace
+    from ppe_ddp.engine.record import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.options import IgnoredByUs
 

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from ppe_ddp.engine.distributed_tensors import local_tensor
+from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ppe_ddp import (
     overlapped,
 )
 from ppe_ddp.backends.group_internals import store_of
-from ppe_ddp.engine import dense_bucket, failures, group_duplicates, groups
+from ppe_ddp.engine import bucket, failures, group_duplicates, groups
 
 SECONDS = 8.0  # for a rank to hear of it, on a machine that may be busy; the groups' timeouts are longer
 
@@ -174,7 +174,7 @@ def interrupted(switch):
 
 
 def in_packing(switch):
-    fill = dense_bucket.fill
+    fill = bucket.fill
 
     def refuse(*arguments):
         switch.refuse()
@@ -266,7 +266,7 @@ def hold(way, *, turns=8, seed=0, after_turn=lambda: None, step=square, **option
     wrapper, expected, patch = wrapped(way, switch, **options)
     with pytest.MonkeyPatch.context() as patches:
         if patch is not None:
-            patches.setattr(dense_bucket, "fill", patch)
+            patches.setattr(bucket, "fill", patch)
         for _ in range(turns):
             culprit = generator.randrange(size)
             call = 0 if way in ONCE_A_STEP else generator.randrange(3)

@@ -30,7 +30,7 @@ from torch import nn
 import ppe_ddp
 from one_process import assert_gradients, data, mean_gradients, seeded
 from ppe_ddp.checkpoints import checkpoint_files
-from ppe_ddp.engine import dense_bucket, negotiation
+from ppe_ddp.engine import bucket, negotiation
 from ppe_ddp.engine.zero import parameter_gather
 
 IMPORTED_FOR_OPTIMIZERS = ["torch._dynamo"]
@@ -266,14 +266,14 @@ def _not_a_number(training, loss, _restored):
 
 
 def _in_packing(training, loss, restored):
-    fill = dense_bucket.fill
+    fill = bucket.fill
 
     def refuse(*_arguments):
-        dense_bucket.fill = fill
+        bucket.fill = fill
         _raise_for_memory()
 
-    dense_bucket.fill = refuse
-    restored.callback(setattr, dense_bucket, "fill", fill)
+    bucket.fill = refuse
+    restored.callback(setattr, bucket, "fill", fill)
     loss.backward()
 
 

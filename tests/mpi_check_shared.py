@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mpi_check_kit import DTYPES, OPS, assert_same, check, data, expected, group_options, op_named, options, reductions
 from mpi_check_torch import assert_trained, model_and_loss, train
-from ppe_ddp.engine.bucket_allocator import allocator
+from ppe_ddp.engine.memory import allocator
 
 CPU = torch.device("cpu")
 SHAPE = (12_001,)

@@ -7,14 +7,11 @@ import torch
 from torch import nn
 
 from ppe_ddp.contracts import Division
-from ppe_ddp.engine.bucket import BucketContext
-from ppe_ddp.engine.bucket_buffers import BucketBuffers
-from ppe_ddp.engine.bucket_cache import BucketCache
-from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, make_plan
+from ppe_ddp.engine.bucket import BucketContext, PackedBucket, SparseBucket, buckets_of_plans
 from ppe_ddp.engine.completion import run
-from ppe_ddp.engine.dense_bucket import PackedBucket
+from ppe_ddp.engine.memory import MemoryPool
+from ppe_ddp.engine.plan import Packing, ParameterSpec, make_plan
 from ppe_ddp.engine.reduction import FunctionReduction
-from ppe_ddp.engine.sparse_bucket import SparseBucket
 from ppe_ddp.functions import takes_divided
 
 CPU = torch.device("cpu")
@@ -40,7 +37,7 @@ class Setting:
         self.packing = packing or Packing(10**9, 10**9)
         context = BucketContext(self.specs, self.parameters, GROUPS, FunctionReduction(function, GROUPS))
         self.allocated = 0
-        self.cache = BucketCache(context, BucketBuffers(self._allocate), capacity=2)
+        self.buckets_of = buckets_of_plans(context, MemoryPool(self._allocate), capacity=2)
 
     def _allocate(self, numel, dtype, device):
         self.allocated += 1
@@ -65,19 +62,19 @@ def used(bucket, gradients, *, views=True):
 def test_a_plan_has_the_same_buckets_for_as_long_as_it_is_kept():
     setting = Setting()
     plan, others = setting.plan(0, 1, 2), [setting.plan(0), setting.plan(1)]
-    (bucket,) = setting.cache.buckets(plan)
+    (bucket,) = setting.buckets_of(plan)
     assert bucket.names == ("p0", "p1", "p2")
     assert all(a is b for a, b in zip(bucket.parameters, setting.parameters, strict=True))
-    assert setting.cache.buckets(plan)[0] is bucket
+    assert setting.buckets_of(plan)[0] is bucket
     for other in others:
-        assert setting.cache.buckets(other)[0] is not bucket
-    assert setting.cache.buckets(plan)[0] is not bucket  # there were two since then
+        assert setting.buckets_of(other)[0] is not bucket
+    assert setting.buckets_of(plan)[0] is not bucket  # there were two since then
 
 
 @pytest.mark.parametrize("views", [True, False])
 def test_averages_stay_while_another_backward_has_the_same_plan(views):
     setting = Setting()
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    (bucket,) = setting.buckets_of(setting.plan(0, 1, 2))
     first = used(bucket, setting.gradients(range(3)), views=views)
     second = used(bucket, setting.gradients(range(3), 2.0), views=views)
     for k in range(3):
@@ -87,7 +84,7 @@ def test_averages_stay_while_another_backward_has_the_same_plan(views):
 
 def test_memory_is_lent_again_when_nobody_holds_averages():
     setting = Setting()
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    (bucket,) = setting.buckets_of(setting.plan(0, 1, 2))
     place = used(bucket, setting.gradients(range(3)))[0].data_ptr()
     assert used(bucket, setting.gradients(range(3)))[0].data_ptr() == place
     held = used(bucket, setting.gradients(range(3)))
@@ -98,7 +95,7 @@ def test_memory_is_lent_again_when_nobody_holds_averages():
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_what_this_rank_has_not_is_zero(missing):
     setting = Setting()
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    (bucket,) = setting.buckets_of(setting.plan(0, 1, 2))
     used(bucket, setting.gradients(range(3), 9.0))
     gradients = setting.gradients(range(3))
     gradients[missing] = None
@@ -109,7 +106,7 @@ def test_what_this_rank_has_not_is_zero(missing):
 @pytest.mark.parametrize("packing", [None, Packing(1, 1)], ids=["packed", "alone"])
 def test_without_views_the_gradients_themselves_become_averages(packing):
     setting = Setting(packing=packing)
-    buckets = setting.cache.buckets(setting.plan(0, 1, 2))
+    buckets = setting.buckets_of(setting.plan(0, 1, 2))
     assert {type(bucket) for bucket in buckets} == {PackedBucket}
     for bucket in buckets:
         gradients = setting.gradients(bucket.plan.members)
@@ -128,7 +125,7 @@ def test_who_takes_divided_gradients_gets_them_divided(packing):
         seen.append((bucket.division(), bucket.buffer().unique().tolist()))
 
     setting = Setting(look, packing)
-    for bucket in setting.cache.buckets(setting.plan(0, 1, 2)):
+    for bucket in setting.buckets_of(setting.plan(0, 1, 2)):
         averages = used(bucket, setting.gradients(bucket.plan.members))
         assert all((average == 0.25).all() for average in averages)
     assert set(map(str, seen)) == {str((Division.DONE, [0.25]))}
@@ -136,7 +133,7 @@ def test_who_takes_divided_gradients_gets_them_divided(packing):
 
 def test_a_bucket_is_held_by_one_backward_at_a_time():
     setting = Setting()
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    (bucket,) = setting.buckets_of(setting.plan(0, 1, 2))
     bucket.hold(setting.gradients(range(3)))
     with pytest.raises(AssertionError, match="under way"):
         bucket.hold(setting.gradients(range(3)))
@@ -148,7 +145,7 @@ def test_a_bucket_is_held_by_one_backward_at_a_time():
 @pytest.mark.parametrize("views", [True, False])
 def test_what_is_put_back_is_what_was_there_also_after_the_reduction(packing, views):
     setting = Setting(packing=packing)
-    for bucket in setting.cache.buckets(setting.plan(0, 1, 2)):
+    for bucket in setting.buckets_of(setting.plan(0, 1, 2)):
         gradients = setting.gradients(bucket.plan.members, 0.1)
         gradients[0] = gradients[0] if packing else None
         bucket.hold(list(gradients), views=views)
@@ -165,8 +162,8 @@ def test_what_is_put_back_is_what_was_there_also_after_the_reduction(packing, vi
 
 def test_gradients_that_are_slots_already_are_packed_into_another_buffer_and_both_are_kept():
     setting = Setting()
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
-    buffers = bucket._buffers
+    (bucket,) = setting.buckets_of(setting.plan(0, 1, 2))
+    buffers = bucket._pool
     averages = used(bucket, setting.gradients(range(3)))
     for turn in range(5):
         buffers.trim()
@@ -179,7 +176,7 @@ def test_gradients_that_are_slots_already_are_packed_into_another_buffer_and_bot
 
 def test_what_is_given_back_is_not_put_back_too():
     setting = Setting()
-    (bucket,) = setting.cache.buckets(setting.plan(0, 1, 2))
+    (bucket,) = setting.buckets_of(setting.plan(0, 1, 2))
     bucket.hold(setting.gradients(range(3)), views=True)
     bucket.launch(is_last=True)
     assert [i for i, _ in bucket.give_back()] == [0, 1, 2]
@@ -189,7 +186,7 @@ def test_what_is_given_back_is_not_put_back_too():
 
 def test_a_fixed_bucket_asks_for_what_some_rank_has():
     setting = Setting(packing=Packing(10**9, 10**9, fixed=True))
-    (bucket,) = setting.cache.buckets(setting.plan(0, 2))
+    (bucket,) = setting.buckets_of(setting.plan(0, 2))
     assert (bucket.expected, bucket.is_exact) == ((0, 2), False)
     averages = used(bucket, setting.gradients(bucket.expected))
     assert [average.unique().tolist() for average in averages] == [[3.0], [0.0], [3.0]]

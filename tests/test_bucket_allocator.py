@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppe_ddp.engine import bucket_allocator
-from ppe_ddp.engine.bucket_allocator import allocator
+from ppe_ddp.engine import memory
+from ppe_ddp.engine.memory import allocator
 
 CPU = torch.device("cpu")
 
@@ -43,8 +43,8 @@ class Has:
 @pytest.fixture
 def allocator_over(monkeypatch):
     def made(backend, kinds=("cpu",)):
-        monkeypatch.setattr(bucket_allocator, "device_types", lambda group: [*kinds])
-        monkeypatch.setattr(bucket_allocator, "backend_for", lambda group, device: backend)
+        monkeypatch.setattr(memory, "device_types", lambda group: [*kinds])
+        monkeypatch.setattr(memory, "backend_for", lambda group, device: backend)
         return allocator(SimpleNamespace())
 
     return made
@@ -83,8 +83,8 @@ def test_a_group_is_not_held(monkeypatch, offers):
     backend.offers = offers
     group, held = Has(backend), weakref.ref(backend)
     of_group = weakref.ref(group)
-    monkeypatch.setattr(bucket_allocator, "device_types", lambda group: ["cpu"])
-    monkeypatch.setattr(bucket_allocator, "backend_for", lambda group, device: group.backend)
+    monkeypatch.setattr(memory, "device_types", lambda group: ["cpu"])
+    monkeypatch.setattr(memory, "backend_for", lambda group, device: group.backend)
     allocate = allocator(group)
     del group, backend
     gc.collect()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from ppe_ddp.engine.bucket_buffers import BucketBuffers, sole_owner
-from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, make_plan
-from ppe_ddp.engine.dense_bucket import concatenate
+from ppe_ddp.engine.bucket import concatenate
+from ppe_ddp.engine.memory import MemoryPool, sole_owner
+from ppe_ddp.engine.plan import Packing, ParameterSpec, make_plan
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 3), (5,), (2, 3, 2, 2)]
@@ -26,7 +26,7 @@ class World:
         self.specs = [ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), dtype, CPU) for i, p in self.numbered()]
         self.bucket = self.bucket_of(range(len(shapes)))
         self.sizes = []
-        self.buffers = BucketBuffers(self._allocate)
+        self.buffers = MemoryPool(self._allocate)
 
     def numbered(self):
         return enumerate(self.parameters)

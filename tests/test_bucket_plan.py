@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, Planner, fingerprint, make_plan
+from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner, fingerprint, make_plan
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -11,8 +11,8 @@ from torch import nn
 
 import ppe_ddp
 from node_worlds import in_own_world, worlds
-from ppe_ddp.engine.bucket_plan import Packing
 from ppe_ddp.engine.bucket_size import MEASURED_STEPS, BucketSizeMeasurement, MeasuredSpeed
+from ppe_ddp.engine.plan import Packing
 
 MIB = 1 << 20
 DEFAULT = 4 * MIB

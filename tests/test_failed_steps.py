@@ -14,7 +14,7 @@ import failing_shards
 from failing import LATE, WAYS, FailingNet, Refused, Switch
 from one_process import assert_gradients, data, gradients, mean_gradients, mean_of, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, average
-from ppe_ddp.engine import dense_bucket
+from ppe_ddp.engine import bucket
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -90,7 +90,7 @@ def test_gradients_are_as_they_were(options):
         wrapper = DistributedDataParallel(module, **plugs)
         with pytest.MonkeyPatch.context() as patches:
             if patch is not None:
-                patches.setattr(dense_bucket, "fill", patch)
+                patches.setattr(bucket, "fill", patch)
             PREPARATIONS[before](wrapper, rank)
             if rank == culprit:
                 switch.left = 0 if way == "in_the_broadcast" else 1

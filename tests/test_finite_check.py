@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from library_warnings import library_warnings
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, NonFiniteGradientError
-from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ppe_ddp.engine.bucket_plan import Packing, ParameterSpec, make_plan
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
+from ppe_ddp.engine.plan import Packing, ParameterSpec, make_plan
 
 CPU = torch.device("cpu")
 
@@ -25,12 +25,12 @@ class Written:
         self.under_way = True
         self.log.append(f"launch {self.plan.index}" + (" last" if is_last else ""))
 
-    @property
-    def is_under_way(self):
-        return self.under_way
+    def done(self):
+        return not self.under_way
 
-    def probe(self):
-        return lambda: not self.under_way
+    @property
+    def pending(self):
+        return self if self.under_way else None
 
     def is_complete(self):
         return not self.under_way
@@ -40,7 +40,7 @@ class Written:
         self.under_way = False
 
     def finish(self):
-        yield self.probe()
+        yield self.done
         self.log.append(f"finish {self.plan.index}")
 
     def averages(self):

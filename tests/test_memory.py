@@ -11,7 +11,7 @@ import torch.distributed as dist
 from one_process import Routes, data, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
-from ppe_ddp.engine.bucket_plan import Plan
+from ppe_ddp.engine.plan import Plan
 from rank_tests import on_two_ranks
 
 CAP_MB = 0.25

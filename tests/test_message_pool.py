@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ppe_ddp.engine.zero.message_pool import MessagePool
+from ppe_ddp.engine.memory import MemoryPool
 
 CPU = torch.device("cpu")
 UNIT = 1 << 14  # elements of float32
 
 
-class Counted(MessagePool):
+class Counted(MemoryPool):
     def __init__(self):
         self.sizes = []
         super().__init__(self._made)

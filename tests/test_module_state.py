@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppe_ddp.engine.module_state import ModuleState
+from ppe_ddp.engine.module import ModuleState
 
 
 class Net(nn.Module):

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppe_ddp.engine.node_masks import NodeMasks, node_masks
+from ppe_ddp.engine.plan import NodeMasks
+from ppe_ddp.engine.reduction import node_masks
 
 BYTE = st.integers(0, 1)
 

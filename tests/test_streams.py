@@ -1,6 +1,7 @@
 """CUDA streams: a read of gradients waits for every stream that they are computed on. On a stand-in of CUDA."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from one_process import seeded
 from ppe_ddp import DistributedDataParallel, UnusableError
-from ppe_ddp.engine.streams import GradientStreams
+from ppe_ddp.engine.gradients import Gradients, GradientStreams
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_two_ranks
@@ -170,3 +172,16 @@ def test_a_cuda_graph_is_not_captured():
         model.zero_grad()
         model(torch.ones(2, 8)).sum().backward()
         assert module[5].bias.grad.tolist() == [2.0] * 8
+
+
+def test_gradients_of_one_memory_are_copied_after_their_streams_were_waited_for():
+    module = nn.Linear(2, 2, bias=False)
+    module.other = nn.Parameter(torch.zeros(2, 2))
+    module.weight.grad = module.other.grad = torch.zeros(2, 2)
+    streams = SimpleNamespace(wait_for_gradients=lambda taken: taken[0].fill_(5.0))  # what had not come to its end
+    gradients = Gradients(ModuleState(module), torch.empty, streams)
+    gradients.existing(bytes(2))
+    assert gradients.shared == [0, 1]
+    taken = gradients.take([0, 1])
+    assert [gradient.unique().tolist() for gradient in taken] == [[5.0], [5.0]]
+    assert taken[0].data_ptr() != taken[1].data_ptr()

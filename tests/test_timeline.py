@@ -18,7 +18,7 @@ from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.backends.work import Work
 from ppe_ddp.cli import main
 from ppe_ddp.compression import Int8
-from ppe_ddp.engine.event_log import EventLog, Span
+from ppe_ddp.engine.record import EventLog, Span
 from ppe_ddp.testing import Ranks
 from ppe_ddp.tracing import rank_record
 from ppe_ddp.tracing.pictures import group_names

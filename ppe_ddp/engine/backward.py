@@ -6,9 +6,8 @@ import enum
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.engine.shared_parameters import Turn
-from ppe_ddp.engine.trace import Recorder
 from ppe_ddp.torch_internals import uncompiled_hook
 
 if TYPE_CHECKING:

@@ -1,27 +1,49 @@
-"""Calls a broadcast function on tensors, once for each dtype and device, and checks that it keeps its contract."""
+"""Broadcasts of parameters and buffers: calls the broadcast function, and holds it to its contract.
+
+A module's buffers are broadcast after backward. Where a rank does not use a submodule (a tower, an expert), its buffers
+are as they were: those of a submodule come from the lowest rank that has written any of them since the last broadcast.
+
+Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
+or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
+may differ from rank to rank: every rank broadcasts the same list, with a copy in the place of such a buffer.
+"""
 
 from __future__ import annotations
 
+import weakref
+from sys import getrefcount
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import run
-from ppe_ddp.engine.distributed_tensors import local_tensor
 from ppe_ddp.engine.failures import START, awaited_once
+from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
+from ppe_ddp.torch_internals import (
+    buffer_table,
+    only_writes_buffers,
+    preserve_versions,
+    storage_users,
+    tensor_users,
+    version_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module import ModuleState
+
+    Place = tuple[nn.Module, str]
 
 
 def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups) -> None:
@@ -94,3 +116,110 @@ def _by_kind(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[in
         local = local_tensor(tensor).detach()
         kinds.setdefault((source, local.dtype, local.device), []).append(local)
     return [(source, kind) for (source, _, _), kind in kinds.items()]
+
+
+class BufferWrites:
+    """Finds out which submodules' buffers this rank has written since they were last broadcast.
+
+    A write in place shows in torch's version of a tensor; one through ``.data`` does not.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Tensor | None, int]] = {}
+
+    def note(self, buffers: Mapping[str, Tensor]) -> None:
+        """These are the same on all ranks now: what is written from here on counts."""
+        self._known = {name: (buffer, _version(buffer)) for name, buffer in buffers.items()}
+
+    def note_new(self, buffers: Mapping[str, Tensor]) -> None:
+        """The module has these buffers now: note those that it did not have."""
+        known = self._known
+        self.note(buffers)
+        self._known |= {name: known[name] for name in known.keys() & buffers.keys()}
+
+    def release(self) -> None:
+        """Let go of the buffers themselves, as a broadcast looks at who refers to them."""
+        self._known = {name: (None, version) for name, (_, version) in self._known.items()}
+
+    def of(self, buffers: Mapping[str, Tensor]) -> list[bool]:
+        """Of each submodule that has some of ``buffers``, whether one was written or replaced."""
+        is_writer = dict.fromkeys(map(owner_of, buffers), False)
+        for name, buffer in buffers.items():
+            known, version = self._known.get(name, (None, -1))
+            if version != _version(buffer) or (known is not None and known is not buffer):
+                is_writer[owner_of(name)] = True
+        return list(is_writer.values())
+
+
+def owner_of(name: str) -> str:
+    """The name of the submodule that has the buffer ``name``."""
+    return name.rpartition(".")[0]
+
+
+def sources_of(names: Iterable[str], writers: Sequence[int]) -> list[int]:
+    """The rank that sends each buffer, by those that send each submodule's, in the order of the names."""
+    owners = [*map(owner_of, names)]
+    by_owner = dict(zip(dict.fromkeys(owners), writers, strict=True))
+    return [by_owner[owner] for owner in owners]
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else version_of(buffer)
+
+
+def broadcasting_buffers(
+    function: BroadcastFunction, module_state: ModuleState, groups: Groups, *, sources: Sequence[int]
+) -> Steps:
+    """Give the buffers of ``module_state`` the values of other ranks, step by step. All ranks must do this together.
+
+    Args:
+        function: How to broadcast.
+        module_state: Whose buffers.
+        groups: The process groups to communicate in.
+        sources: Of each buffer, the rank of the group whose values it gets.
+
+    Raises:
+        FunctionError: See :func:`broadcast_all`.
+        CommunicationError: Our own function failed to communicate.
+    """
+    buffers = list(module_state.buffers().values())
+    received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
+    yield from broadcasting(function, received, groups, sources=sources)
+    needed = [k for k, values in enumerate(received) if values is not buffers[k]]
+    for k in needed:
+        if not torch.equal(local_tensor(buffers[k]), local_tensor(received[k])):
+            _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
+
+
+def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
+    """Replace ``buffer``, whose values an autograd graph needs, by ``values`` in the modules at ``places``.
+
+    Args:
+        buffer: The tensor that they have.
+        values: The tensor, or the values, that they get.
+        places: Modules, each with its name for the buffer.
+        references: How many references to ``buffer`` the caller has.
+    """
+    if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
+        for owner, key in places:
+            buffer_table(owner)[key] = values  # only the graph has the old one from now on
+    elif all(only_writes_buffers(owner) for owner, _ in places):
+        with preserve_versions([buffer]):
+            buffer.copy_(values)
+    else:
+        buffer.copy_(values)  # autograd refuses the graph by name; wrong numbers would be worse
+
+
+def _references(buffer: Tensor) -> int:
+    """The number of Python references to a tensor that torch holds, the caller's among them."""
+    with torch.enable_grad():
+        sample = torch.zeros(())
+        _graph = torch.zeros((), requires_grad=True) * sample
+    # Versions of torch differ in whether its own count as one. Both have one name here.
+    return getrefcount(buffer) - getrefcount(sample)
+
+
+def _is_special(buffer: Tensor) -> bool:
+    """Whether a plain copy cannot replace it: it has more than values, or others refer to it or share its memory."""
+    has_more = type(buffer) is not torch.Tensor or bool(buffer.__dict__) or buffer.requires_grad
+    return storage_users(buffer) > 1 or has_more or weakref.getweakrefcount(buffer) > 0

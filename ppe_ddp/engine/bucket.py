@@ -1,4 +1,4 @@
-"""One bucket of a plan, kept as long as the plan, and its states in one backward.
+"""The buckets of a plan, kept as long as the plan, and their states in one backward.
 
     hold        takes this rank's gradients; .grad is None meanwhile
     launch      packs them into other memory, and starts the reduction of that
@@ -11,27 +11,42 @@ Names, parameters and layout are computed once. Buffers are borrowed for one bac
 views of them: another backward may use the same plan while the averages of the first are alive.
 
 A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that arrives in the
-meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is under way.
+meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is under way. What this rank
+has computed stays as it is until all has succeeded, so that nothing is lost by a failure.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from ppe_ddp.contracts import probe
+import torch
+from torch import distributed as dist
+
+from ppe_ddp.contracts import Division, GradBucket, probe
+from ppe_ddp.engine.memory import sole_owner
+from ppe_ddp.scaling import scale
+from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Probe, Waitable
-    from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.memory import MemoryPool
+    from ppe_ddp.engine.plan import BucketPlan, ParameterSpec, Plan
     from ppe_ddp.engine.reduction import Reduction
+
+_PLANS = 32  # whose buckets are kept
+# From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
+_LARGE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +54,9 @@ class BucketContext:
     """The arguments that the buckets of all plans have in common.
 
     Attributes:
-        specs: Of all parameters of the module.
-        parameters: All of them.
-        groups: Where to communicate.
+        specs: The specification of every parameter of the module.
+        parameters: All parameters of the module.
+        groups: The process groups to communicate in.
         reduction: Reduces a bucket.
     """
 
@@ -55,20 +70,21 @@ class Bucket(ABC):
     """A bucket of gradients that are reduced together.
 
     Args:
-        plan: What it is.
+        plan: Its members and layout.
         context: What all buckets have in common.
         present: One byte a parameter: whether some rank has its gradient; None where that is so for all members.
 
     Attributes:
-        plan: The same.
-        specs: Those of the members.
+        plan: The argument.
+        specs: The specification of each member.
         parameters: The members.
-        names: Theirs.
+        names: The name of each member.
         expected: The members of which some rank has a gradient.
         is_exact: Whether those are all members, as in any plan but one of fixed buckets.
         gradients: This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them
             before :meth:`averages`.
         nbytes: What this rank sends.
+        pending: The reduction that was started and not waited for.
         packed_at: When the gradients of the last launch had been packed, by ``perf_counter_ns()``; 0 if nothing is.
     """
 
@@ -83,8 +99,8 @@ class Bucket(ABC):
         self.expected = members if present is None else tuple(i for i in members if present[i])
         self.is_exact = len(self.expected) == len(members)
         self.gradients: list[Tensor | None] = []
+        self.pending: Waitable | None = None
         self._views = False
-        self._pending: Waitable | None = None
 
     def hold(self, gradients: list[Tensor | None], *, views: bool = False) -> None:
         """Take this rank's gradients, to be reduced by :meth:`launch`.
@@ -121,24 +137,10 @@ class Bucket(ABC):
     def averages(self) -> list[Tensor]:
         """One average a member, each the tensor that ``.grad`` is set to: perhaps this rank's own gradient."""
 
-    @property
-    def pending(self) -> Waitable | None:
-        """The reduction that was started and not waited for."""
-        return self._pending
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a reduction was started that was not waited for."""
-        return self._pending is not None
-
-    def probe(self) -> Probe | None:
-        """A probe of the pending reduction; None where it cannot be asked without waiting."""
-        return probe(self._pending)
-
     def is_complete(self) -> bool:
         """Whether no reduction of it is under way any more."""
-        is_done = self.probe()
-        return not self.is_under_way or (is_done is not None and bool(is_done()))
+        is_done = probe(self.pending)
+        return self.pending is None or (is_done is not None and bool(is_done()))
 
     def check(self) -> None:  # noqa: B027  # most cannot know
         """Raise the error of the reduction, if it is known to have failed."""
@@ -162,4 +164,311 @@ class Bucket(ABC):
     def release(self) -> None:
         """Drop what belongs to one backward."""
         self.gradients = []
-        self._pending = None
+        self.pending = None
+
+
+class DenseBucket(Bucket, ABC):
+    """Dense gradients in one flat tensor, reduced by a function or hook; subclasses decide where it lies.
+
+    Attributes:
+        factor: What gradients are multiplied by as they are packed.
+    """
+
+    def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
+        super().__init__(plan, context, present)
+        self._reduction = context.reduction
+        self._division = context.reduction.division(plan.device)
+        self.factor = context.reduction.mean_factor if self._division is Division.DONE else 1.0
+        self._sent: GradBucket | None = None
+        self._flat: Tensor | None = None
+        self._tensors: list[Tensor] = []
+
+    @abstractmethod
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
+        """The flat tensor, and views of it, one a member, that hold the gradients times :attr:`factor`."""
+
+    def launch(self, *, is_last: bool) -> None:
+        """Pack the gradients and pass them to the function or hook."""
+        self._flat, self._tensors = self._pack()
+        self.packed_at = perf_counter_ns()
+        if self.plan.numel == 0:
+            return
+        reduction = self._reduction
+        if reduction.is_plain_average:
+            tensors, flat = self._tensors, self._flat
+        else:
+            tensors, flat = self._tensors_for_user(self._flat)
+        self._sent = GradBucket.of(
+            tensors,
+            flat,
+            parameters=self.parameters,
+            names=self.names,
+            index=self.plan.index,
+            is_last=is_last,
+            division=self._division,
+        )
+        self.pending = reduction.start(self._sent, self.plan.node)
+
+    def _tensors_for_user(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Aliases or copies of the tensors for a function of the user's, which may change their shapes."""
+        if not self._reduction.may_resize:
+            return [tensor.detach() for tensor in self._tensors], flat.detach()
+        copy = flat.clone()  # what grows here must not grow into the memory behind it
+        base = flat.storage_offset()
+        views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
+        return views, copy
+
+    def finish(self) -> Steps:
+        """Wait for the result."""
+        if self.pending is not None:
+            yield probe(self.pending)
+        flat, sent = self._flat, self._sent  # not before: a generator that nobody resumes would hold them
+        if sent is None:
+            return
+        assert flat is not None
+        sent_nbytes = self._reduction.finish(sent, self.pending, self._tensors)
+        self.nbytes = self.plan.nbytes if sent_nbytes is None else sent_nbytes
+        self.pending = None
+        result = sent.buffer()
+        if result is not flat and (result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype):
+            flat.copy_(result)
+
+    def check(self) -> None:
+        """Raise the error of the reduction, if it is known to have failed."""
+        pending, sent = self.pending, self._sent
+        if sent is None or not is_future(pending) or self.plan.device.type != "cpu":
+            return
+        if pending.done():
+            self._reduction.wait(sent, pending)
+
+    def wait(self) -> None:
+        """Wait for the pending reduction."""
+        if self.pending is not None and self._sent is not None:
+            self._reduction.wait(self._sent, self.pending)
+
+    def release(self) -> None:
+        """Drop what belongs to one backward; references to the slots of a buffer would mark it as in use."""
+        self.gradients = []
+        self.pending = self._sent = self._flat = None
+        self._tensors = []
+
+    def _copy_to_gradients(self) -> list[Tensor]:
+        """Copy the averages into this rank's own gradient tensors, where these can hold them."""
+        results: list[Tensor] = []
+        moved_to, moved_from = [], []
+        for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
+            if gradient is None or not _can_hold(gradient, tensor):
+                results.append(tensor.clone())  # the buffer is used again
+                continue
+            results.append(gradient)
+            moved_to.append(gradient)
+            moved_from.append(tensor)
+        if moved_to:
+            torch._foreach_copy_(moved_to, moved_from)
+        return results
+
+
+class PackedBucket(DenseBucket):
+    """Gradients packed into a buffer.
+
+    Args:
+        plan: Its members and layout.
+        context: What all buckets have in common.
+        present: One byte a parameter: whether some rank has its gradient.
+        pool: Lends the buffer.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, context: BucketContext, present: bytes | None = None, *, pool: MemoryPool
+    ) -> None:
+        super().__init__(plan, context, present)
+        self._pool = pool
+        self._shapes = [spec.shape for spec in self.specs]
+        self._is_fused = plan.nbytes >= _LARGE_BYTES * len(plan.members)
+
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
+        """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
+        gradients, factor = self.gradients, self.factor
+        if self._views and True in [gradient is not None and gradient.requires_grad for gradient in gradients]:
+            self._views = False  # a gradient with a graph of its own (create_graph) keeps it
+        buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
+        if self._is_fused:
+            fill(buffer.slots, gradients, factor)
+        else:
+            if not (buffer.runs and concatenate(buffer.runs, self._shapes, gradients)):
+                fill(buffer.slots, gradients, 1.0)
+            scale(buffer.flat, buffer.flat, factor)
+        return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
+
+    def averages(self) -> list[Tensor]:
+        """One average a member: the slots, or without views this rank's own gradient tensors."""
+        return self._tensors if self._views else self._copy_to_gradients()
+
+
+def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:
+    """Set each slot to ``factor`` times its gradient; to zero where there is none."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) == len(slots):
+        filled = list(slots)
+    else:
+        pairs = list(zip(slots, gradients, strict=True))
+        filled = [slot for slot, gradient in pairs if gradient is not None]
+        torch._foreach_zero_([slot for slot, gradient in pairs if gradient is None])
+    if factor != 1.0:
+        for slot, gradient in zip(filled, present, strict=True):
+            scale(slot, gradient, factor)
+    elif present:
+        torch._foreach_copy_(filled, present)
+
+
+def concatenate(
+    runs: Sequence[tuple[int, Tensor]], shapes: list[tuple[int, ...]], gradients: Sequence[Tensor | None]
+) -> bool:
+    """Put gradients one behind another into ``runs``, if all exist in ``shapes``; whether that is so.
+
+    A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
+    would move those behind it, without an error.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    if [gradient.shape for gradient in present] != shapes:
+        return False
+    start = 0
+    for count, run in runs:
+        torch.cat(present[start : start + count], out=run)
+        start += count
+    return True
+
+
+def _can_hold(gradient: Tensor, average: Tensor) -> bool:
+    """Whether ``average`` can be put where ``gradient`` is, which the user may have made (``.grad.data = …``)."""
+    same = gradient.dtype is average.dtype and gradient.device == average.device
+    return same and (gradient.is_contiguous() or 0 not in gradient.stride())
+
+
+def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
+    """Whether the memory of ``gradient`` may be handed to the transport as it is.
+
+    Autograd can hand out views of one memory as the gradients of two parameters, or go on computing with it;
+    so the storage must have no other user.
+    """
+    return (
+        gradient.shape == spec.shape
+        and gradient.dtype == spec.dtype
+        and gradient.device == spec.device
+        and gradient.stride() == spec.stride
+        and not gradient.requires_grad
+        and not gradient.is_neg()
+        and not gradient.is_conj()
+        and sole_owner(gradient)
+    )
+
+
+class SparseBucket(Bucket):
+    """A sparse gradient. It communicates in :meth:`finish`, and not before: no function of the user's runs then.
+
+    The average is a coalesced sparse tensor over the rows that exist on any rank.
+    """
+
+    def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
+        super().__init__(plan, context, present)
+        self._groups = context.groups
+        self._reduction = context.reduction
+        self._spec = self.specs[0]
+        self._average: list[Tensor] = []
+
+    def launch(self, *, is_last: bool) -> None:
+        """Do nothing: see :meth:`finish`."""
+
+    def finish(self) -> Steps:
+        """All-gather indices and values over the ranks, and average."""
+        self._reduction.warn_of_sparse(self._spec.name)
+        groups = self._groups
+        local = self._local()
+        indices, values = local.indices(), local.values()
+        self.nbytes = indices.nbytes + values.nbytes
+        if groups.world_size == 1:
+            self._average = [self._of(indices, values)]
+            return
+        # On CPUs, so that no GPU is waited for.
+        parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control, groups)
+        counts = [int(part) for part in parts]
+        longest = max(counts)
+        if longest:
+            rows = yield from _gathered_rows(indices.t().contiguous(), counts, longest, groups)
+            indices = rows.t()
+            values = yield from _gathered_rows(values.contiguous(), counts, longest, groups)
+        average = self._of(indices, values)
+        scale(average.values(), average.values(), self._reduction.mean_factor)
+        self._average = [average]
+
+    def averages(self) -> list[Tensor]:
+        """The average."""
+        return self._average
+
+    def release(self) -> None:
+        """Forget what belongs to one backward."""
+        super().release()
+        self._average = []
+
+    def _of(self, indices: Tensor, values: Tensor) -> Tensor:
+        """A coalesced gradient; each rank's indices are those of a tensor that was checked, if any was."""
+        return torch.sparse_coo_tensor(indices, values, self._spec.shape, check_invariants=False).coalesce()
+
+    def _local(self) -> Tensor:
+        gradient = self.gradients[0]
+        spec = self._spec
+        if gradient is None:
+            rows = (0, *spec.shape[1:])
+            return torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=spec.device),
+                torch.empty(rows, dtype=spec.dtype, device=spec.device),
+                spec.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        if not gradient.is_sparse:  # the weight was used densely as well
+            return gradient.to_sparse(1).coalesce()
+        return gradient.coalesce()
+
+
+def _gathered(tensor: Tensor, group: ProcessGroup, groups: Groups) -> Generator[Probe | None, None, list[Tensor]]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(parts, tensor, group=group, async_op=True)
+    yield probe(work)
+    groups.failures.wait(work, tensor.device)
+    return parts
+
+
+def _gathered_rows(
+    rows: Tensor, counts: list[int], longest: int, groups: Groups
+) -> Generator[Probe | None, None, Tensor]:
+    """All-gather tensors of different lengths along dimension 0."""
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    parts = yield from _gathered(padded, groups.buckets, groups)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def buckets_of_plans(
+    context: BucketContext,
+    pool: MemoryPool,
+    scattered: Callable[[BucketPlan, BucketContext, bytes], Bucket] | None = None,
+    capacity: int = _PLANS,
+) -> Callable[[Plan], Sequence[Bucket]]:
+    """A function that makes the buckets of a plan, and gives the same objects while the plan is one of the latest.
+
+    Args:
+        context: What all buckets have in common.
+        pool: Memory for those that are packed.
+        scattered: Makes a bucket of dense gradients that is reduce-scattered; None to all-reduce.
+        capacity: The number of plans.
+    """
+
+    def made(plan: BucketPlan, present: bytes) -> Bucket:
+        if plan.sparse:
+            return SparseBucket(plan, context, present)
+        if scattered is not None:
+            return scattered(plan, context, present)
+        return PackedBucket(plan, context, present, pool=pool)
+
+    return lru_cache(capacity)(lambda plan: [made(bucket, plan.present) for bucket in plan.buckets])

@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.bucket_allocator import allocator
+from ppe_ddp.engine.memory import allocator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.trace import Recorder
+    from ppe_ddp.engine.record import Recorder
 
 MEASURED_STEPS = 10
 _FIRST_STEPS = 5  # which make buckets and learn orders
@@ -84,23 +84,21 @@ class BucketSizeMeasurement:
 
     Attributes:
         speed: What was measured, the same on every rank; None before.
+        count: The number of steps that were noted.
     """
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._backwards: list[tuple[int, int]] = []
         self.speed: MeasuredSpeed | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of steps that were noted."""
-        return len(self._backwards)
+        self.count = 0
 
     def after_step(self, recorder: Recorder) -> Steps:
         """Note one step; after the last of them measure the group, and agree. Every rank must run it to its end."""
         nbytes = sum(sum(one.nbytes) for one in recorder.rounds)
         self._backwards.append((recorder.backward_at - recorder.begin, nbytes))
-        if len(self._backwards) != MEASURED_STEPS:
+        self.count += 1
+        if self.count != MEASURED_STEPS:
             return
         found = [int(statistics.median(column)) for column in zip(*self._backwards[_FIRST_STEPS:], strict=True)]
         for size in (_SMALL, _LARGE):

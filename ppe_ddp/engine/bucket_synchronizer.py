@@ -11,23 +11,19 @@ from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.broadcasting import broadcasting
-from ppe_ddp.engine.bucket import BucketContext
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.bucket_cache import BucketCache
-from ppe_ddp.engine.distributed_tensors import refuse_distributed
-from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.broadcasting import BufferWrites, broadcasting, broadcasting_buffers, sources_of
+from ppe_ddp.engine.bucket import BucketContext, buckets_of_plans
 from ppe_ddp.engine.failures import aborted_error
-from ppe_ddp.engine.finite_check import NON_FINITE, FiniteCheck
-from ppe_ddp.engine.gradients import Gradients
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.mask_layout import highest_digits, lowest_digits, ranks_named
-from ppe_ddp.engine.module_buffers import BufferWrites, broadcasting_buffers, sources_of
+from ppe_ddp.engine.memory import allocator
+from ppe_ddp.engine.module import refuse_distributed
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.shared_parameters import TOGETHER
 from ppe_ddp.engine.synchronizer import Synchronizer, logger
-from ppe_ddp.engine.trace import span
 from ppe_ddp.engine.unused_forwards import DroppedForwards, pack_status
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 
@@ -38,14 +34,14 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.bucket_plan import Packing, Plan
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.failures import HookProgress
+    from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.engine.streams import GradientStreams
     from ppe_ddp.engine.sync_policy import Policy
     from ppe_ddp.errors import NonFiniteGradientError
 
@@ -123,17 +119,17 @@ class BucketSynchronizer(Synchronizer):
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
         self._buffer_writes.note_new(self.negotiation.buffers())
-        self._finite = FiniteCheck(self._groups, module_state.names, is_enabled=bool(self._policy.check_finite))
-        self._buckets = self._bucket_cache()
+        self._finite: FiniteCheck | None = None
+        self._buckets_of = self._make_buckets()
 
-    def _bucket_cache(self) -> BucketCache:
+    def _make_buckets(self) -> Callable[[Plan], Sequence[Bucket]]:
         context = BucketContext(
             self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction
         )
         # A function of the user's makes whole averages.
         shards = self.sharded_parameters if self.reduction.is_plain_average else None
         self.negotiation.node_masks = self.reduction.node_masks() if shards is None else None
-        return BucketCache(context, self.gradients.buffers, None if shards is None else shards.bucket)
+        return buckets_of_plans(context, self.gradients.buffers, None if shards is None else shards.bucket)
 
     def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
         """Reduce by ``reduction`` from the next backward on. All ranks must call this together."""
@@ -141,7 +137,7 @@ class BucketSynchronizer(Synchronizer):
         own = packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
         self.negotiation.repack(own)
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
-        self._buckets = self._bucket_cache()
+        self._buckets_of = self._make_buckets()
 
     def use_buffer_hook(self, finishing: Callable[[Groups], Steps], title: str) -> None:
         """Let a hook change buffers in place of the broadcast, if there is one. All ranks must call this together."""
@@ -177,7 +173,8 @@ class BucketSynchronizer(Synchronizer):
         """
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
-        self._finite.begin()
+        if self._policy.check_finite:
+            self._finite = FiniteCheck(self._groups, self._module_state.names)
         if self.reduction.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
@@ -240,7 +237,8 @@ class BucketSynchronizer(Synchronizer):
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
             gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
-            self._finite.look(bucket.expected, gradients)
+            if self._finite is not None:
+                self._finite.look(bucket.expected, gradients)
             bucket.hold(gradients, views=views)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
@@ -257,7 +255,7 @@ class BucketSynchronizer(Synchronizer):
         return _nothing()
 
     def _complete_alone(self, backward: Backward) -> None:
-        if not self._finite.is_fine_alone(self._module_state.parameters):
+        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
             return
         if self.sharded_parameters is not None:
@@ -276,7 +274,8 @@ class BucketSynchronizer(Synchronizer):
         backward.late = late = self._take_late(backward)
         recorder = backward.recorder
         recorder.vote_at = perf_counter_ns()
-        self._finite.look(late.keys(), late.values())
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
         vote = self._vote(backward)
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
@@ -285,7 +284,7 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.statuses)
-        if any(status & NON_FINITE for status in statuses):
+        if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, statuses)
             self._drop(backward, error)
             return
@@ -360,7 +359,7 @@ class BucketSynchronizer(Synchronizer):
     ) -> LaunchSchedule[Bucket]:
         return LaunchSchedule(
             plan,
-            self._buckets.buckets(plan),
+            self._buckets_of(plan),
             waiting,
             prepare,
             one_at_a_time=self.reduction.one_at_a_time,
@@ -381,7 +380,8 @@ class BucketSynchronizer(Synchronizer):
         mask = bytearray(self._nothing)
         for i in backward.late:
             mask[i] = 1
-        status = pack_status(backward.aborted | self._finite.status, backward.dropped)
+        found = 0 if self._finite is None else self._finite.status
+        status = pack_status(backward.aborted | found, backward.dropped)
         writers = lowest_digits(backward.writers, backward.is_writer, self._groups.rank)
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.negotiation.start(mask, status, is_vote=True, writers=writers)

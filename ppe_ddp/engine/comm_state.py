@@ -11,24 +11,27 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ppe_ddp.engine.node_compression import hierarchy_of
-from ppe_ddp.engine.slice_owners import SliceOwners
+from ppe_ddp.backends.group_internals import backend_for, device_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
+    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
     from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.plan import ParameterSpec
 
 _BUCKETS = 1 << 20  # more than a step has
+# Below this part of the mean size a parameter goes with the one before it: every range of a bucket costs some calls.
+_SMALL = 1 / 8
 _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can be added to them
 
 
@@ -206,6 +209,15 @@ def _note_step(owner: weakref.ref[_Stepped], optimizer: Optimizer, *_: object) -
         self.note(optimizer)
 
 
+def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:
+    """What joins the nodes of ``group`` where ranks of several nodes share memory; the same answer on all ranks."""
+    cpu = torch.device("cpu")
+    if cpu.type not in device_types(group):
+        return None
+    hierarchy: Hierarchy | None = getattr(backend_for(group, cpu), "hierarchy", None)
+    return hierarchy
+
+
 def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
     hierarchy = hierarchy_of(groups.buckets)
     nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
@@ -222,3 +234,49 @@ def _copy(value: Any) -> Any:
 
 def _own(value: Any, device: torch.device) -> Any:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+class SliceOwners:
+    """The slice of a node's ranks that each parameter belongs to, where compressors exchange gradients between nodes.
+
+    The same on all ranks, as long as they see the same modules in the same order. A parameter stays with its slice
+    whatever becomes of the others, since what is remembered of it lies there.
+
+    Whole parameters, and not parts of them: a method does the same with a parameter as it would with one rank a node (a
+    matrix that is cut is another matrix to PowerSGD, with more to send), and what it remembers of it lies on one rank
+    of each node, by its name. The link is that of the node, as busy whoever feeds it; the arithmetic is balanced over
+    the module, not over each bucket.
+    """
+
+    def __init__(self) -> None:
+        self._slices: dict[str, int] = {}
+        self._numels: dict[str, int] = {}
+
+    def add(self, specs: Sequence[ParameterSpec], slices: int) -> None:
+        """Give each parameter that has no slice yet the one with the fewest elements, of so many slices."""
+        loads = [0] * slices
+        for name, index in self._slices.items():
+            if index < slices:
+                loads[index] += self._numels.get(name, 0)
+        small = _SMALL * sum(spec.numel for spec in specs) / max(1, len(specs))
+        before = 0
+        for spec in specs:
+            known = self._slices.get(spec.name)
+            if known is None or known >= slices:
+                known = before if spec.numel < small else loads.index(min(loads))
+                self._slices[spec.name] = known
+                loads[known] += spec.numel
+            self._numels[spec.name] = spec.numel
+            before = known
+
+    def of(self, name: str) -> int:
+        """The slice of a parameter."""
+        return self._slices.get(name, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """A copy of the slices by name."""
+        return dict(self._slices)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self._slices = dict(state)

@@ -1,34 +1,46 @@
-"""Reduces buckets by a compressor: hands it flat gradients with what is remembered of each parameter."""
+"""Reduces buckets by a compressor, in rounds: hands it flat gradients with what is remembered of each parameter."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import math
+from collections import deque
+from collections.abc import Generator
 from dataclasses import replace
+from functools import lru_cache, partial
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.all_pending import AllPending
+from ppe_ddp.compression.all_pending import AllPending, is_completed
+from ppe_ddp.compression.compressor import together
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
-from ppe_ddp.compression.link import Link
-from ppe_ddp.engine.exchange_queue import Delivered, ExchangeQueue, PendingExchange
-from ppe_ddp.engine.node_compression import CrossNodeLinks, average_between_nodes, hierarchy_of
+from ppe_ddp.compression.link import Exchange, Link
+from ppe_ddp.contracts import Waitable
+from ppe_ddp.engine.comm_state import hierarchy_of
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
     from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.contracts import GradBucket, Probe, Waitable
+    from ppe_ddp.contracts import GradBucket
     from ppe_ddp.engine.comm_state import CommState
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
 
-_LAYOUTS = 256
+Delivered = Generator[Waitable, None, Waitable | None]
+"""An exchange; returns what its result still waits for when nothing more is to be sent, or None."""
+
+_CPU = torch.device("cpu")
+_DISTANCE = 2  # turns from a round to the next of the same bucket
+_LAYOUTS = 256  # that are kept
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -41,31 +53,24 @@ class CompressorReduction(Reduction):
         groups: Where to communicate.
 
     Attributes:
-        compressor: The same.
+        compressor: The compressor that was passed in.
     """
 
     def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
         super().__init__(groups)
         self.compressor = compressor
         self._state = state
-        self._layouts: OrderedDict[tuple[object, ...], tuple[Segment, ...]] = OrderedDict()
+        # By names, and the shape and strides of each: what is made once is used as long as the same layout comes along.
+        self._segments = lru_cache(_LAYOUTS)(partial(_segments, state))
         self._queue = ExchangeQueue(self._wait_for)
         self._started: list[GradBucket] = []
+        self.may_launch = self._queue.is_ready
+        self.agreed = self.title
 
     @property
     def title(self) -> str:
         """The compressor."""
         return f"compressor {self.compressor!r}"
-
-    @property
-    def agreed(self) -> str:
-        """The compressor."""
-        return self.title
-
-    @property
-    def may_launch(self) -> Probe:
-        """Whether the next bucket can be launched without waiting for those ahead of it."""
-        return self._queue.is_ready
 
     def abandon(self) -> None:
         """Leave what is under way, and what it has changed of the state: the step is dropped."""
@@ -87,8 +92,9 @@ class CompressorReduction(Reduction):
         wrong = {name for name, _, average in members if not _are_finite([average])}
         self._state.put_back_unless_stepped({name: one for name, one, _ in members if name not in wrong})
 
-    def nbytes(self, pending: Waitable | None) -> int | None:
-        """What this rank has sent by ``pending``, in bytes of an all-reduce."""
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
+        """Wait for ``pending``; what this rank has sent by it, in bytes of an all-reduce."""
+        super().finish(bucket, pending, memory)
         return pending.nbytes if isinstance(pending, PendingExchange) else None
 
     def _call(self, bucket: GradBucket) -> PendingExchange:
@@ -118,47 +124,22 @@ class CompressorReduction(Reduction):
         return average_between_nodes(self.compressor, gradients, owners, seeds, links)
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
-        """Those of ``bucket``, in their own dtype."""
+        """The gradients of ``bucket``, in their own dtype."""
         flat = bucket.buffer()
         plain = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         return FlatGradients(
             given=plain,
             average=plain,
-            segments=self._segments(bucket),
+            segments=self._segments(bucket.names(), tuple((t.shape, t.stride(), t.is_complex()) for t in bucket)),
             keeps=False,
             dtype=plain.dtype,
             step=self._state.step(self._groups),
             seed=self._state.seed(self._groups, bucket.index()),
         )
 
-    def _segments(self, bucket: GradBucket) -> tuple[Segment, ...]:
-        """Those of the members of ``bucket``; made once, as long as the same layout comes along."""
-        layout = (bucket.names(), *((tensor.shape, tensor.stride()) for tensor in bucket))
-        segments = self._layouts.get(layout)
-        if segments is None:
-            segments = self._layouts[layout] = tuple(self._cut(bucket))
-            if len(self._layouts) > _LAYOUTS:
-                self._layouts.popitem(last=False)
-        else:
-            self._layouts.move_to_end(layout)
-        return segments
-
-    def _cut(self, bucket: GradBucket) -> Generator[Segment, None, None]:
-        start = 0
-        for name, tensor in zip(bucket.names(), bucket, strict=True):
-            numel = tensor.numel() * (2 if tensor.is_complex() else 1)
-            yield Segment(name, start, numel, _rows(tensor), self._state.of(name))
-            start += numel
-
     def _wait_for(self, pending: Waitable, device: torch.device) -> None:
         for part in pending.parts if isinstance(pending, AllPending) else (pending,):
             self._groups.failures.wait(part, device)
-
-    def _wait(self, bucket: GradBucket, pending: Waitable) -> None:
-        pending.wait()
-
-    def _accept(self, bucket: GradBucket, value: object) -> None:
-        """The result is in place."""
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
@@ -169,11 +150,19 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum can overflow
 
 
-def _rows(tensor: Tensor) -> int:
-    """The size of the dimension that is the outermost in memory: of a matrix the rows as they lie."""
-    if tensor.dim() < 2 or not tensor.numel():
-        return 1
-    return max(zip(tensor.stride(), tensor.shape, strict=True))[1]
+def _segments(
+    state: CommState, names: Sequence[str], forms: Sequence[tuple[tuple[int, ...], tuple[int, ...], bool]]
+) -> tuple[Segment, ...]:
+    """A segment for each tensor of a bucket, by its name and its shape, strides, and whether it is complex."""
+    segments, start = [], 0
+    for name, (shape, stride, is_complex) in zip(names, forms, strict=True):
+        numel = math.prod(shape)
+        # The outermost dimension in memory: of a matrix the rows as they lie.
+        rows = max(zip(stride, shape, strict=True))[1] if len(shape) > 1 and numel else 1
+        numel *= 2 if is_complex else 1
+        segments.append(Segment(name, start, numel, rows, state.of(name)))
+        start += numel
+    return tuple(segments)
 
 
 def warn_of_one_machine(compressor: Compressor, groups: Groups) -> None:
@@ -184,3 +173,259 @@ def warn_of_one_machine(compressor: Compressor, groups: Groups) -> None:
             "links between machines",
             compressor,
         )
+
+
+class ExchangeQueue:
+    """Advances exchanges of several rounds each, turn by turn, in an order that is the same on every rank.
+
+    A round can start when the one before it has arrived, which is at another moment on every rank; but all ranks must
+    start the same collectives in the same order. So the order follows from the number of the bucket alone:
+
+        turn        0       1       2       3       4       5       6
+        bucket 0    start           2nd             end
+        bucket 1            start           2nd             end
+        bucket 2                    start           2nd             end
+
+    In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the
+    second round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they
+    need; who does not want to wait asks first.
+
+    Where ranks of a node average different parameters, one rank may be through with a bucket some rounds before
+    another. So what an exchange returns, which other ranks of the node have to do their part for, is waited for when
+    nothing is left to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others
+    for them, wait for.
+
+    Args:
+        wait: Waits for something in flight, on a device.
+    """
+
+    def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
+        self._wait = wait
+        self._turn = 0
+        self._running: deque[PendingExchange] = deque()
+
+    def start(self, exchange: Delivered, link: Link | CrossNodeLinks, name: str = "") -> PendingExchange:
+        """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
+
+        Args:
+            exchange: Yields what it waits for.
+            link: Where it communicates.
+            name: What timelines call it.
+        """
+        self._advance()
+        entry = PendingExchange(self, exchange, link, name)
+        entry.resume(self._turn)
+        if not entry.is_over:
+            self._running.append(entry)
+        return entry
+
+    def is_ready(self) -> bool:
+        """Whether the next turn would not wait."""
+        return all(entry.is_ready() for entry in self._due())
+
+    def abandon(self) -> None:
+        """Nothing of what is under way will be waited for any more."""
+        for entry in self._running:
+            entry.is_over = True
+            entry.pending = None
+            entry.exchange.close()
+        self._running.clear()
+
+    def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
+        """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
+        while not entry.is_over and (may_wait or self.is_ready()):
+            self._advance()
+        if entry.delivery is None:
+            return
+        while self._running and (may_wait or self.is_ready()):
+            self._advance()
+        if not self._running and (may_wait or is_completed(entry.delivery)):
+            self._wait(entry.delivery, entry.link.device)
+            entry.delivery = None
+
+    def _due(self) -> list[PendingExchange]:
+        return [entry for entry in self._running if entry.due == self._turn + 1]
+
+    def _advance(self) -> None:
+        due = self._due()
+        self._turn += 1
+        for entry in due:
+            if entry.pending is not None:
+                self._wait(entry.pending, entry.link.device)
+            entry.resume(self._turn)
+            if entry.is_over:
+                self._running.remove(entry)
+
+
+class PendingExchange:
+    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started.
+
+    Args:
+        queue: Where it is under way.
+        exchange: The generator.
+        link: Where it communicates.
+        name: What timelines call it.
+
+    Attributes:
+        due: The turn in which it goes on.
+        pending: What it waits for.
+        delivery: What its result still waits for when it has ended.
+        is_over: Whether it has ended.
+    """
+
+    def __init__(self, queue: ExchangeQueue, exchange: Delivered, link: Link | CrossNodeLinks, name: str) -> None:
+        self._queue = queue
+        self.exchange = exchange
+        self.link = link
+        self.name = name
+        self.due = 0
+        self.pending: Waitable | None = None
+        self.delivery: Waitable | None = None
+        self.is_over = False
+
+    @property
+    def nbytes(self) -> int:
+        """What it has sent so far, see :attr:`Link.nbytes`."""
+        return self.link.nbytes
+
+    def is_ready(self) -> bool:
+        """Whether it can go on without the host waiting: on GPUs a stream waits."""
+        return self.pending is None or self.link.device.type != "cpu" or is_completed(self.pending)
+
+    def resume(self, turn: int) -> None:
+        """Go on to the next round, or to the end; what is pending was waited for."""
+        self.pending = None
+        self.due = turn + _DISTANCE
+        begin, before = perf_counter_ns(), self.link.nbytes
+        try:
+            self.pending = next(self.exchange)
+        except StopIteration as end:
+            self.delivery = end.value
+            self.is_over = True
+        if (log := EventLog.current) is not None:
+            log.add("decode" if before else "encode", self.name, begin)
+            if self.pending is not None:
+                log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.link.nbytes - before)
+
+    def done(self) -> bool:
+        """Whether the average is there; takes the turns that need not wait."""
+        self._queue.advance_until(self, may_wait=False)
+        return self.is_over and self.delivery is None
+
+    def wait(self) -> None:
+        """Take turns until the average is there."""
+        self._queue.advance_until(self, may_wait=True)
+
+
+class CrossNodeLinks:
+    """What this rank has under way between nodes, for one bucket.
+
+    Args:
+        hierarchy: The nodes.
+
+    Attributes:
+        hierarchy: The argument.
+        links: For each slice of this rank.
+        device: Where the tensors are.
+    """
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self.hierarchy = hierarchy
+        self.links = [CrossNodeLink(link) for link in hierarchy.links]
+        self.device = _CPU
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank has sent, see :attr:`Link.nbytes`: the other ranks of its node send the rest."""
+        return sum(link.nbytes for link in self.links)
+
+
+class CrossNodeLink(Link):
+    """The owners of one slice on all nodes, as compressors see them."""
+
+    def __init__(self, link: SliceLink) -> None:
+        super().__init__(None, link.rank, link.size, _CPU)
+        self._link = link
+
+    def all_reduce(self, tensor: Tensor) -> Exchange:
+        """See :meth:`Link.all_reduce`."""
+        if tensor.numel():
+            self.nbytes += tensor.nbytes
+            yield self._link.all_reduce(tensor.view(-1))
+
+    def all_gather(self, message: Tensor) -> Generator[Waitable, None, Tensor]:
+        """See :meth:`Link.all_gather`."""
+        rows = message.new_empty((self.size, *message.shape))
+        if message.numel():
+            self.nbytes += message.nbytes * self.size // 2
+            own = _as_bytes(message)
+            counts = [len(own)] * self.size
+            yield self._link.all_to_all(_as_bytes(rows), own.repeat(self.size), counts, counts)
+        return rows
+
+    def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
+        """See :meth:`Link.all_to_all`."""
+        received = torch.empty_like(rows)
+        if rows.numel():
+            self.nbytes += rows.nbytes // 2
+            counts = [rows[0].nbytes] * self.size
+            yield self._link.all_to_all(_as_bytes(received), _as_bytes(rows), counts, counts)
+        return received
+
+
+def average_between_nodes(
+    compressor: Compressor, gradients: FlatGradients, slices: Sequence[int], seeds: Sequence[int], links: CrossNodeLinks
+) -> Delivered:
+    """Average ``gradients`` over all ranks of the group, in place; only what goes between nodes is compressed.
+
+        ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
+        owners of a slice    own parameters                --compressor-->   their averages over the nodes
+        ranks of a node      averages                      --copy-->         flat gradients of all ranks
+
+    To the compressor a node is one rank, whose gradient is the mean over the node.
+
+    Args:
+        compressor: How, between the nodes.
+        gradients: Those of this rank, in their own dtype; all elements are in segments.
+        slices: The slice of each segment.
+        seeds: One for each slice.
+        links: Between the nodes.
+    """
+    hierarchy, layout = links.hierarchy, links.hierarchy.layout
+    parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
+    for segment, index in zip(gradients.segments, slices, strict=True):
+        parts[index].append(segment)
+    reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
+    yield reduction.summed
+    exchanges = []
+    for index, link, total in zip(layout.own_slices, links.links, reduction.sums, strict=True):
+        total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
+        segments, seed = tuple(_packed(parts[index])), seeds[index]
+        own = replace(gradients, given=total, average=total, segments=segments, seed=seed)
+        exchanges.append(compressor.average(own, link))
+    yield from together(exchanges)
+    return reduction.deliver()
+
+
+def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """The ranges of the segments; adjacent ones are joined."""
+    ranges: list[tuple[int, int]] = []
+    for segment in segments:
+        if ranges and ranges[-1][1] == segment.start:
+            ranges[-1] = (ranges[-1][0], segment.stop)
+        elif segment.numel:
+            ranges.append((segment.start, segment.stop))
+    return ranges
+
+
+def _packed(segments: Sequence[Segment]) -> Generator[Segment, None, None]:
+    """The segments, moved so that each begins where the one before it ends."""
+    start = 0
+    for segment in segments:
+        yield replace(segment, start=start)
+        start += segment.numel
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, 1-D."""
+    return tensor.view(-1).view(torch.uint8)

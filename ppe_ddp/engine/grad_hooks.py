@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ppe_ddp.engine.distributed_tensors import is_distributed, redistribute_gradients
+from ppe_ddp.engine.gradients import redistribute_gradients
+from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.torch_internals import (
     in_backward_optimizers,
     post_accumulate_hooks,

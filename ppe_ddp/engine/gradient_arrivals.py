@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.engine.grad_hooks import GradHooks
+from ppe_ddp.engine.gradients import GradientStreams
 from ppe_ddp.engine.reached_parameters import ReachedParameters
-from ppe_ddp.engine.streams import GradientStreams
 from ppe_ddp.errors import UnusableError
 
 if TYPE_CHECKING:

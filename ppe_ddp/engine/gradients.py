@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.engine.bucket_buffers import BucketBuffers
-from ppe_ddp.engine.distributed_tensors import DistributedGradients, local_tensor
+from ppe_ddp.backends.cuda_device import CudaDevice
+from ppe_ddp.engine.memory import MemoryPool
+from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
+from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.scaling import scale
-from ppe_ddp.torch_internals import storage_users
+from ppe_ddp.torch_internals import storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
-    from ppe_ddp.engine.bucket_allocator import Allocator
-    from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.backends.cuda_device import Device
+    from ppe_ddp.contracts import Probe
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.memory import Allocator
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.negotiation import Negotiation
 
 
 class Gradients:
@@ -40,7 +48,7 @@ class Gradients:
         distributed = DistributedGradients(module_state.distributed, module_state.names)
         # None where there are none: asked for every gradient
         self._distributed = distributed if distributed else None
-        self.buffers = BucketBuffers(allocate)
+        self.buffers = MemoryPool(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients were one piece of memory when the last backward began."""
         self.stays_in_place = False
@@ -73,25 +81,24 @@ class Gradients:
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
-        parameters = [self._parameters[i] for i in indices]
-        taken = [parameter.grad for parameter in parameters]
+        parameters = self._parameters
+        taken = [parameters[i].grad for i in indices]
         if self._distributed is not None:
             taken = [g if g is None else self._distributed.local(i, g) for i, g in zip(indices, taken, strict=True)]
         if ShardedGradient in set(map(type, taken)):
-            taken = list(map(take_local, parameters))
+            taken = [take_local(parameters[i]) for i in indices]
         else:
-            for parameter in parameters:
-                parameter.grad = None
-        if self.shared:  # averages may differ, and each needs a place of its own
-            pairs = zip(indices, taken, strict=True)
-            taken = [g.clone() if g is not None and i in self.shared else g for i, g in pairs]
+            for i in indices:
+                parameters[i].grad = None
         if self._streams is not None:
             self._streams.wait_for_gradients(taken)
-        if any([gradient is not None and gradient.is_sparse for gradient in taken]):
-            for k, i in enumerate(indices):
-                gradient = taken[k]
-                if gradient is not None and gradient.is_sparse and not self._specs[i].sparse:
-                    taken[k] = gradient.to_dense()
+        for k, gradient in enumerate(taken):
+            if gradient is None:
+                continue
+            if gradient.is_sparse and not self._specs[indices[k]].sparse:
+                taken[k] = gradient.to_dense()
+            elif indices[k] in self.shared:  # averages may differ, and each needs a place of its own
+                taken[k] = gradient.clone()
         return taken
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor], factor: float = 1.0) -> None:
@@ -126,3 +133,265 @@ class Gradients:
                 parameter.grad = there + gradient
             else:
                 parameter.grad = gradient + there
+
+
+def redistribute_gradients(parameter: Any) -> RemovableHandle:
+    """Give each gradient that arrives for ``parameter``, a DTensor, its mesh and placements."""
+    handle: RemovableHandle = parameter.register_hook(partial(_redistributed, parameter.placements))
+    return handle
+
+
+@uncompiled_hook
+def _redistributed(placements: Any, gradient: Any) -> Any:
+    if not is_distributed(gradient) or tuple(gradient.placements) == tuple(placements):
+        return None
+    return gradient.redistribute(placements=placements)
+
+
+class DistributedGradients:
+    """Takes the local tensors of gradients that are DTensors, and makes DTensors of averages.
+
+        parameter    its local tensor stands for it in specs, buckets and broadcasts
+        gradient     redistributed like its parameter when it arrives; its local tensor goes into the bucket
+        average      becomes the local tensor of a DTensor like the parameter
+
+    A gradient often has other placements than its parameter: partial sums for the norms of sequence parallelism, all
+    rows for a sharded embedding. Redistributing communicates within the parameter's own mesh. All ranks of that mesh go
+    through the same graph, so they do it in the same order where autograd accumulates, and in none where a bucket is
+    launched.
+
+    Args:
+        parameters: The parameters that are DTensors, by their index.
+        names: Of all parameters.
+    """
+
+    def __init__(self, parameters: Mapping[int, Any], names: Sequence[str]) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._with_graph: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is any DTensor among the parameters."""
+        return bool(self._parameters)
+
+    def local(self, index: int, gradient: Any) -> Tensor:
+        """The local tensor of the gradient of parameter ``index``.
+
+        Raises:
+            ValueError: Somebody has set a gradient that is no DTensor of the parameter's mesh and placements.
+        """
+        parameter = self._parameters.get(index)
+        if parameter is None:
+            return gradient  # type: ignore[no-any-return]
+        if not is_distributed(gradient) or tuple(gradient.placements) != tuple(parameter.placements):
+            found = getattr(gradient, "placements", "no placements")
+            raise ValueError(
+                f"the gradient of parameter {self._names[index]!r} has {found}, and the parameter "
+                f"{parameter.placements}: set .grad to a DTensor like its parameter, by "
+                "gradient.redistribute(placements=parameter.placements)"
+            )
+        if not gradient.requires_grad:
+            return local_tensor(gradient)
+        self._with_graph[index] = gradient
+        with torch.enable_grad():
+            return gradient.to_local()  # type: ignore[no-any-return]
+
+    def whole(self, index: int, gradient: Tensor) -> Tensor:
+        """A DTensor like parameter ``index`` whose local tensor is ``gradient``; the very one that had a graph."""
+        parameter = self._parameters.get(index)
+        if parameter is None:
+            return gradient
+        before = self._with_graph.pop(index, None)
+        if before is not None and local_tensor(before).data_ptr() == gradient.data_ptr():
+            return before  # type: ignore[no-any-return]
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+class GradientStreams:
+    """The CUDA streams that gradients are accumulated on.
+
+    autograd accumulates, and in none where a bucket is launched.
+
+    The CUDA streams that gradients are accumulated on.
+
+    autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
+    node was made, and the stream of whoever called ``backward()`` waits for all of these only at the end. In between,
+    gradients are read from hooks, on the stream and the thread of whichever parameter happened to be the last. So there
+    is one rule: before gradients are read, the reading stream waits for every stream that gradients are accumulated on,
+    and their memory is not reused before the reading stream is through with it.
+
+    Args:
+        parameters: The parameters. Those on CPUs are ignored.
+        device: The functions of CUDA; tests pass a stand-in.
+        kind: The type of its devices.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], device: Device | None = None, kind: str = "cuda") -> None:
+        self._api: Device = device or CudaDevice()
+        self._devices = [parameter.device if parameter.device.type == kind else None for parameter in parameters]
+        self._stream_of: dict[int, Any] = {}
+        self._seen: dict[torch.device, list[Any]] = {each: [] for each in self._devices if each is not None}
+
+    @staticmethod
+    def of(parameters: Sequence[Tensor]) -> GradientStreams | None:
+        """The streams of ``parameters``; None where all of them are on CPUs, which have no streams."""
+        return GradientStreams(parameters) if any(parameter.is_cuda for parameter in parameters) else None
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self._api.is_capturing()
+
+    def note_stream(self, index: int) -> None:
+        """Note the current stream as that of parameter ``index``; called where and when its gradient arrives.
+
+        It stays the same until the parameter gets another node, see :meth:`forget_streams`.
+        """
+        device = self._devices[index]
+        if device is None or index in self._stream_of:
+            return
+        stream = self._stream_of[index] = self._api.current_stream(device)
+        if stream not in self._seen[device]:
+            self._seen[device].append(stream)
+
+    def knows_stream(self, index: int) -> bool:
+        """Whether the stream of parameter ``index`` is known, or there is none."""
+        return self._devices[index] is None or index in self._stream_of
+
+    def forget_streams(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters may arrive on other streams from now on."""
+        for i in indices:
+            self._stream_of.pop(i, None)
+
+    def wait_for_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let this thread's current streams wait for the streams of gradients, before they read ``gradients``."""
+        for device, seen in self._seen.items():
+            current = self._api.current_stream(device)
+            others = [stream for stream in seen if stream != current]
+            if not others:
+                continue
+            for stream in others:
+                current.wait_stream(stream)
+            for gradient in gradients:
+                if gradient is not None and gradient.device == device:
+                    self._api.record_stream(gradient, current)
+
+
+NON_FINITE = 2
+"""The bit of a rank's status in the vote."""
+_LARGE_BYTES = 16 << 10  # from this mean size on, sums are faster than the fused norm
+_NAMED_RANKS = 4  # one exchange each
+_NAMED = 5  # parameters of each
+
+
+class FiniteCheck:
+    """Looks for NaN and infinity in the gradients of one backward before they are sent, and names them on all ranks.
+
+    A look is a sum of each gradient, or one fused norm of many small ones, while these are in the cache: not finite
+    where one of its numbers is not. All the sums are looked at together before the vote, and only where one is not
+    finite each gradient, element by element, as a sum can overflow. Whether a rank has found something travels in the
+    vote, so that all ranks know of it before any average is handed over. Only where one has, they exchange which
+    parameters these are.
+
+    Args:
+        groups: Where the ranks communicate.
+        names: Of all parameters.
+    """
+
+    def __init__(self, groups: Groups, names: Sequence[str]) -> None:
+        self._groups = groups
+        self._names = names
+        self._found: set[int] = set()
+        self._looked: list[tuple[int, Tensor]] = []
+        self._totals: list[Tensor] = []
+
+    @property
+    def status(self) -> int:
+        """The status of this rank for the vote: :data:`NON_FINITE` if it has found something, else 0."""
+        self._decide()
+        return NON_FINITE if self._found else 0
+
+    def look(self, indices: Iterable[int], gradients: Iterable[Tensor | None]) -> None:
+        """Look at the gradients of these parameters, which stay as they are until the vote. On a GPU the host waits."""
+        present = {i: _values(gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
+        present = {i: values for i, values in present.items() if values.is_floating_point() or values.is_complex()}
+        if not present:
+            return
+        self._looked += present.items()
+        totals = _totals(list(present.values()))
+        self._totals += totals
+        if any(total.device.type != "cpu" for total in totals):  # the vote may be on another stream
+            self._decide()
+
+    def _decide(self) -> None:
+        """Find out which of the gradients that were looked at are not finite."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for total in self._totals:
+            by_device.setdefault(total.device, []).append(total)
+        if not all(bool(torch.stack(totals).sum().isfinite()) for totals in by_device.values()):
+            self._found.update(i for i, values in self._looked if not bool(values.isfinite().all()))
+        self._looked.clear()
+        self._totals.clear()
+
+    def is_fine_alone(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Look at ``.grad`` of all parameters of one rank alone; whether all is finite."""
+        self.look(range(len(parameters)), [parameter.grad for parameter in parameters])
+        return self.status == 0
+
+    def error(
+        self, negotiation: Negotiation, statuses: Sequence[int]
+    ) -> Generator[Probe | None, None, NonFiniteGradientError]:
+        """Exchange the names, as steps on all ranks, and make the error for them.
+
+        Args:
+            negotiation: Of the ranks.
+            statuses: Of the ranks, as they have voted; one at least has :data:`NON_FINITE`.
+        """
+        ranks = [rank for rank, status in enumerate(statuses) if status & NON_FINITE]
+        places = []
+        for rank in ranks[:_NAMED_RANKS]:
+            mask = bytearray(len(self._names))
+            for i in self._found if rank == self._groups.rank else ():
+                mask[i] = 1
+            exchange = negotiation.start(mask, 0, is_vote=True)
+            yield exchange.done
+            places.append(self._place(rank, negotiation.finish(exchange, b"").mask))
+        return self._error("; ".join(places), len(ranks) - len(places))
+
+    def error_alone(self) -> NonFiniteGradientError:
+        """The error of one rank alone, which has no others to exchange names with."""
+        mask = bytes(i in self._found for i in range(len(self._names)))
+        return self._error(self._place(0, mask), 0)
+
+    def _place(self, rank: int, mask: bytes) -> str:
+        names = [repr(name) for name, is_found in zip(self._names, mask, strict=True) if is_found]
+        more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
+        return f"rank {rank} in {', '.join(names[:_NAMED])}{more}"
+
+    def _error(self, places: str, more: int) -> NonFiniteGradientError:
+        others = f", and {more} more ranks" if more else ""
+        return NonFiniteGradientError(
+            f"NaN or infinity in local gradients, before they were averaged: {places}{others} (ranks of the "
+            f"{self._groups.world_size} that average them). The gradients of this step are of no use: zero them, and "
+            "look at the data, the learning rate or the loss scale of that rank"
+        )
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Numbers of which one is not finite where one of a gradient is not, or where these are large."""
+    with torch.no_grad():
+        if sum(gradient.nbytes for gradient in gradients) >= _LARGE_BYTES * len(gradients):
+            return [gradient.sum() for gradient in gradients]
+        return torch._foreach_norm(gradients, 2.0)

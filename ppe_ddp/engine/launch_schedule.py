@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket import Bucket
-from ppe_ddp.engine.event_log import EventLog, watch
-from ppe_ddp.engine.exchange_queue import PendingExchange
-from ppe_ddp.engine.trace import RoundRecord, span
+from ppe_ddp.engine.compressor_reduction import PendingExchange
+from ppe_ddp.engine.record import EventLog, RoundRecord, span, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.contracts import Probe
-    from ppe_ddp.engine.bucket_plan import Plan
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.plan import Plan
 
 B = TypeVar("B", bound=Bucket)
 
@@ -90,8 +90,8 @@ class LaunchSchedule(Generic[B]):
         while self._gone < len(self.buckets):
             previous = self._previous
             if self._one_at_a_time and previous is not None:
-                if previous.is_under_way:
-                    yield previous.probe()
+                if previous.pending is not None:
+                    yield probe(previous.pending)
                 previous.wait()
             if self._may_launch is not None and not self._may_launch():
                 yield self._may_launch

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.event_log import watch
 from ppe_ddp.engine.mask_layout import is_same, with_complement
+from ppe_ddp.engine.memory import allocator
+from ppe_ddp.engine.record import watch
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
     field      bytes          mask, before the first bucket              vote, beside the last bucket
     present    a parameter    this rank has its gradient                 its gradient came late
-    nodes      a parameter    on which node it exists, on several nodes  as in the mask (node_masks.py)
+    nodes      a parameter    on which node it exists, on several nodes  as in the mask (plan.py)
     statuses   a rank         whether it contributes                     what went wrong (unused_forwards.py)
     writers    a module       whether, and by which rank, its buffers were written (:func:`highest_digits` ...)
     apart      16             what is not ended together (shared_parameters.py)

@@ -9,13 +9,13 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.bucket_plan import Planner, fingerprint
 from ppe_ddp.engine.bucket_size import BucketSizeMeasurement
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.engine.mask_layout import by_rank, is_same, with_complement
+from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.plan import Planner, fingerprint
 from ppe_ddp.engine.shared_parameters import APART
 from ppe_ddp.errors import DisagreementError
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.engine.bucket_plan import Packing
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.node_masks import NodeMasks
-    from ppe_ddp.engine.trace import Recorder
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import NodeMasks, Packing
+    from ppe_ddp.engine.record import Recorder
 
 _POSITIONS = 1_000_000
 

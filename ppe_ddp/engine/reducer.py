@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import SyncHook
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.trace import Recorder, Trace
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.record import Recorder, Trace
 
 C = TypeVar("C", bound=Synchronizer)
 

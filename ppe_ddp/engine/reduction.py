@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.backends.group_internals import backend_for, default_group
+from ppe_ddp.backends.group_internals import backend_for, default_group, device_types
 from ppe_ddp.contracts import Division, is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress, awaited_once
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
-from ppe_ddp.engine.node_masks import node_masks
+from ppe_ddp.engine.plan import MOST_NODES, NodeMasks
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import is_plain_average, name_of
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.node_masks import NodeMasks
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -34,35 +34,33 @@ _AVERAGING = ("nccl", "cupy_nccl")  # backends that divide before they add up: n
 
 
 class Reduction(ABC):
-    """Starts and finishes the reduction of buckets, by a function or a hook."""
+    """Starts and finishes the reduction of buckets, by a function or a hook.
+
+    Attributes:
+        mean_factor: What gradients are multiplied by so that their sum over the ranks is their mean.
+        keeps_state_by_index: Whether a bucket index has to mean the same parameters in every step.
+        may_resize: Whether the flat buffer may be made larger meanwhile.
+        one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
+        is_plain_average: Whether anything else that averages may take the place of what is called, and nothing of it
+            is checked.
+        sends_nothing: Whether nothing is sent at all: one rank alone has its averages already.
+        may_launch: Tells whether the next bucket can be launched without waiting for those ahead of it; None where it
+            always can.
+        agreed: What of it has to be the same on all ranks; empty for a function, which may be another object on each.
+    """
 
     keeps_state_by_index = False
-    """Whether a bucket index has to mean the same parameters in every step."""
-
     may_resize = False
-    """Whether the flat buffer may be made larger meanwhile."""
     one_at_a_time = False
-    """Whether a bucket must not be launched before the previous one is complete."""
+    is_plain_average = False
+    sends_nothing = False
+    may_launch: Probe | None = None
+    agreed = ""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._has_warned = False
         self.mean_factor = 1.0 / groups.world_size
-        """What gradients are multiplied by so that their sum over the ranks is their mean."""
-
-    is_plain_average = False
-    """Whether anything else that averages may take the place of what is called, and nothing of it is checked."""
-    sends_nothing = False
-    """Whether nothing is sent at all: one rank alone has its averages already."""
-
-    @property
-    def may_launch(self) -> Probe | None:
-        """Whether the next bucket can be launched without waiting for those ahead of it; None where it always can."""
-        return None
-
-    def nbytes(self, pending: Waitable | None) -> int | None:
-        """What this rank has sent by ``pending``, in bytes of an all-reduce; None where that is the whole bucket."""
-        return None
 
     @property
     def progress(self) -> HookProgress | None:
@@ -77,11 +75,6 @@ class Reduction(ABC):
     @abstractmethod
     def title(self) -> str:
         """Its name, for messages."""
-
-    @property
-    def agreed(self) -> str:
-        """What of it has to be the same on all ranks; empty for a function, which may be another object on each."""
-        return ""
 
     def node_masks(self) -> NodeMasks | None:
         """Finds out which gradients exist on one node only; None where that makes no difference."""
@@ -108,13 +101,16 @@ class Reduction(ABC):
             self._annotate(error, bucket)
             raise
 
-    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending`` and see that the result is in ``bucket.buffer()``.
 
         Args:
             bucket: What was sent.
             pending: What :meth:`start` returned.
             memory: What the tensors of the bucket are aliases of.
+
+        Returns:
+            What this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
         """
         try:
             value = None if pending is None else self._groups.failures.wait(pending, bucket.buffer().device)
@@ -128,6 +124,7 @@ class Reduction(ABC):
         except Exception as error:
             self._annotate(error, bucket)
             raise
+        return None
 
     @abstractmethod
     def _call(self, bucket: GradBucket) -> Waitable | None: ...
@@ -135,8 +132,8 @@ class Reduction(ABC):
     def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable | None:
         raise AssertionError("has not asked for nodes")
 
-    @abstractmethod
-    def _accept(self, bucket: GradBucket, value: object) -> None: ...
+    def _accept(self, bucket: GradBucket, value: object) -> None:  # noqa: B027  # most are in place by then
+        """Put ``value``, which was waited for, into ``bucket``."""
 
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         annotate(error, f"in {self.title} on {self.describe(bucket)}")
@@ -188,11 +185,10 @@ class FunctionReduction(Reduction):
         """The function's name."""
         return f"reduce_function {name_of(self._function)}"
 
-    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> None:
+    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending``; what goes wrong in a plain average is the transport's."""
         if not self.is_plain_average:
-            super().finish(bucket, pending, memory)
-            return
+            return super().finish(bucket, pending, memory)
         try:
             if pending is not None:
                 self._groups.failures.wait(pending, bucket.buffer().device)
@@ -203,6 +199,7 @@ class FunctionReduction(Reduction):
                 f"{self.describe(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
                 "here: look for the first traceback of all ranks."
             ) from error
+        return None
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)
@@ -221,9 +218,6 @@ class FunctionReduction(Reduction):
         work: Waitable = backend.sum_of_node(bucket.buffer(), node)
         return work
 
-    def _accept(self, bucket: GradBucket, value: object) -> None:
-        """The result is in place, whatever the Work or Future holds."""
-
 
 class HookReduction(Reduction):
     """Calls a communication hook of torch."""
@@ -241,17 +235,13 @@ class HookReduction(Reduction):
         self._last: Waitable | None = None
         self._is_unfinished = False
         # None or a process group is all the state of a hook that keeps none.
+        self.agreed = self.title
         self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
 
     @property
     def title(self) -> str:
         """The hook's name."""
         return f"communication hook {name_of(self._hook)}"
-
-    @property
-    def agreed(self) -> str:
-        """The hook's name."""
-        return self.title
 
     @property
     def progress(self) -> HookProgress:
@@ -321,3 +311,12 @@ def annotate(error: Exception, note: str) -> None:
     """Have ``note`` follow the traceback of ``error``, where Python can do it."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
+
+
+def node_masks(group: ProcessGroup, rank: int) -> NodeMasks | None:
+    """The masks for the nodes of ``group``; None where it sums all alike. The same on all ranks."""
+    backend: Any = backend_for(group, torch.device("cpu")) if "cpu" in device_types(group) else None
+    nodes: Sequence[Sequence[int]] = backend.nodes if hasattr(backend, "sum_of_node") else ()
+    if not 1 < len(nodes) <= MOST_NODES:
+        return None
+    return NodeMasks(next(number for number, ranks in enumerate(nodes) if rank in ranks), len(nodes))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
 
 # Two wrappers of one slot are taken for one another only where the ranks end others together.
 _SLOTS = 16

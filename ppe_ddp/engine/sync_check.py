@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.engine.distributed_tensors import local_tensor
+from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Negotiation
 
 _NAMED = 5  # of those that differ, in a message

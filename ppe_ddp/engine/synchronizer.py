@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.failures import HookProgress
+    from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.launch_schedule import LaunchSchedule
-    from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.errors import PpeDdpError
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.flat_gradients import is_finite
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.bucket_buffers import slots_of
-from ppe_ddp.engine.bucket_plan import Packing, Planner
+from ppe_ddp.contracts import probe
+from ppe_ddp.engine.bucket import DenseBucket
 from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.engine.dense_bucket import DenseBucket
+from ppe_ddp.engine.memory import allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.plan import Packing, Planner
 from ppe_ddp.engine.reduction import FunctionReduction
 from ppe_ddp.engine.unused_forwards import DroppedForwards
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import ReduceFunction
     from ppe_ddp.engine.bucket import BucketContext
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
     from ppe_ddp.megatron.buffer_layout import BucketRange
@@ -210,7 +210,7 @@ class BufferBucket(DenseBucket):
         else:
             factor = self._gain * self._reduction.mean_factor
             self._reduced_share = self._scatter.memory_for_share(self._memory)
-            self._pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
+            self.pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         factor = self._gain * self.factor
@@ -236,17 +236,17 @@ class BufferBucket(DenseBucket):
             CommunicationError: The transport failed.
             FunctionError: The user's reduce function broke its contract.
         """
-        if self.is_under_way:
-            yield self.probe()
-        if self._scatter is not None:
-            self._wait_for_share()
-        elif self._sent is not None:
-            self._take_result()
+        if self._scatter is None:
+            yield from super().finish()
+            return
+        if self.pending is not None:
+            yield probe(self.pending)
+        self._wait_for_share()
 
     def _wait_for_share(self) -> None:
         try:
-            if self._pending is not None:
-                self._groups.failures.wait(self._pending, self.plan.device)
+            if self.pending is not None:
+                self._groups.failures.wait(self.pending, self.plan.device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
@@ -254,7 +254,7 @@ class BufferBucket(DenseBucket):
                 f"rank {self._groups.rank}, bucket {self.plan.index} with {self.title}: the reduce-scatter failed: "
                 f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
             ) from error
-        self._pending = None
+        self.pending = None
 
     def averages(self) -> list[Tensor]:
         """Write the averages into ``main_grad``, of a reduce-scatter into this rank's share; one view a member."""
@@ -277,7 +277,7 @@ class BufferBucket(DenseBucket):
 
         Waits a moment for a reduce-scatter to end, which reads ``main_grad``.
         """
-        is_done = self.probe()
+        is_done = probe(self.pending)
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)
         self.release()

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.bucket_plan import BucketPlan, Plan
+from ppe_ddp.engine.plan import BucketPlan, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.bucket_allocator import Allocator
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.engine.memory import Allocator
+    from ppe_ddp.engine.plan import ParameterSpec
 
 _TICK_ELEMENTS = 1 << 14
 

@@ -18,17 +18,15 @@ import torch
 
 from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.bucket import BucketContext
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.bucket_buffers import BucketBuffers
-from ppe_ddp.engine.bucket_cache import BucketCache
+from ppe_ddp.engine.bucket import BucketContext, buckets_of_plans
 from ppe_ddp.engine.completion import Completion
-from ppe_ddp.engine.event_log import EventLog
 from ppe_ddp.engine.failures import aborted_error, reason_of
-from ppe_ddp.engine.finite_check import NON_FINITE
+from ppe_ddp.engine.gradients import NON_FINITE
 from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.launch_schedule import LaunchSchedule
+from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.engine.unused_forwards import pack_status
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
@@ -40,12 +38,12 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module_state import ModuleState
-    from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.errors import PpeDdpError
     from ppe_ddp.megatron.buffer_bucket import BufferBucket, ReductionGroup
     from ppe_ddp.megatron.buffer_layout import BufferLayout
@@ -348,7 +346,7 @@ class BufferSynchronizer(Synchronizer):
         parameters = [self._parameters[i] for i in group.indices]
         context = BucketContext(group.repairs.specs, parameters, group.groups, group.reduction)
         plan = group.repairs.plan(agreed)
-        buckets = BucketCache(context, BucketBuffers(allocator(group.groups.buckets))).buckets(plan)
+        buckets = buckets_of_plans(context, MemoryPool(allocator(group.groups.buckets)))(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
         backward.recorder.rounds.append(schedule.record)
         return schedule

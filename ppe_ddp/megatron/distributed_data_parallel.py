@@ -14,8 +14,8 @@ from typing_extensions import overload  # typing's remembers what it has seen fr
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.broadcasting import broadcast_all
-from ppe_ddp.engine.event_log import EventLog
-from ppe_ddp.engine.module_state import ModuleState
+from ppe_ddp.engine.module import ModuleState
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.trace import Trace
+    from ppe_ddp.engine.record import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
     from ppe_ddp.megatron.main_gradients import MainGradients

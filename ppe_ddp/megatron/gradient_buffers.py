@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.engine.bucket import BucketContext
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.distributed_tensors import refuse_distributed
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.module_state import ModuleState
-from ppe_ddp.engine.zero.message_pool import MessagePool
+from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_bucket import BufferBucket, ReductionGroup
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.engine.bucket_allocator import Allocator
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.engine.memory import Allocator
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.megatron.config import Setup
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -78,7 +76,7 @@ class GradientBuffers:
             )
             for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
         ]
-        self.pool = MessagePool(allocator(self.groups[0].buckets))
+        self.pool = MemoryPool(allocator(self.groups[0].buckets))
         buckets = self._buckets(scatter=config.use_distributed_optimizer)
         main = {i: slot for b in buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(parameters, main)

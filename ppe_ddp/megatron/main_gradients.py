@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ppe_ddp.engine.streams import GradientStreams
+    from ppe_ddp.engine.gradients import GradientStreams
 
 
 class MainGradients:

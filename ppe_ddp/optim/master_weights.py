@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ppe_ddp.engine.strides import is_non_overlapping_and_dense
+from ppe_ddp.engine.plan import is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import step_hooks, version_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from ppe_ddp.engine.event_log import Span
+    from ppe_ddp.engine.record import Span
     from ppe_ddp.tracing.rank_record import Presence, RankRecord
     from ppe_ddp.tracing.spans import Interval
 

@@ -24,8 +24,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from ppe_ddp.backends.group_internals import default_group, device_types
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
-from ppe_ddp.engine.event_log import EventLog, Span
 from ppe_ddp.engine.json_collectives import all_gather_json
+from ppe_ddp.engine.record import EventLog, Span
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.trace import Recorder, RoundRecord
+    from ppe_ddp.engine.record import Recorder, RoundRecord
 
 _ROUND_TRIPS = 16
 _FORMAT = "ppe_ddp timeline, version 1"

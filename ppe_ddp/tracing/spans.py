@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ppe_ddp.engine.event_log import Span
+    from ppe_ddp.engine.record import Span
     from ppe_ddp.tracing.rank_record import RankRecord
 
 COMPUTES = ("forward", "backward", "optimizer", "wait")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Generator, Iterator, Sequence
 
-    from ppe_ddp.engine.event_log import Span
+    from ppe_ddp.engine.record import Span
     from ppe_ddp.tracing.rank_record import ClockOffset, Recording
     from ppe_ddp.tracing.spans import TimelineSummary
 

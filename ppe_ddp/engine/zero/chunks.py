@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
+    from ppe_ddp.engine.plan import ParameterSpec
 
 
 def chunk_of(numel: int, world_size: int) -> int:

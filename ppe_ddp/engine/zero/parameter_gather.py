@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.event_log import EventLog
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.errors import CommunicationError, UnusableError
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bucket_plan import ParameterSpec
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.zero.message_pool import MessagePool
+    from ppe_ddp.engine.memory import MemoryPool
+    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.engine.zero.shards import ShardedModel
 
     Unit = tuple[int, int]  # of which model, and its number there
@@ -321,7 +321,7 @@ class UnitGather:
         parameters: Sequence[nn.Parameter],
         specs: Sequence[ParameterSpec],
         groups: Groups,
-        pool: MessagePool,
+        pool: MemoryPool,
     ) -> None:
         self.members = list(members)
         self._parameters = parameters
@@ -334,7 +334,7 @@ class UnitGather:
         self._flats = [flattened(p.detach(), spec) for p, spec in zip(parameters, specs, strict=True)]
         self._own = [flat[slice(*bounds_of(flat.numel(), rank, world_size))] for flat in self._flats]
         self._rows: Tensor | None = None
-        self._pool: MessagePool | None = pool
+        self._pool: MemoryPool | None = pool
         if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:
             self._message = (self._flats[0], self._own[0])
             return

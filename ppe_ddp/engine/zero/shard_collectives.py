@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.engine.bucket_allocator import offers_memory
 from ppe_ddp.engine.group_duplicates import backends_of
+from ppe_ddp.engine.memory import offers_memory
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.zero.message_pool import MessagePool
+    from ppe_ddp.engine.memory import MemoryPool
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -38,7 +38,7 @@ class ReduceScatter:
         from_pool: The argument.
     """
 
-    def __init__(self, groups: Groups, pool: MessagePool, *, from_pool: bool, by_all_to_all: bool) -> None:
+    def __init__(self, groups: Groups, pool: MemoryPool, *, from_pool: bool, by_all_to_all: bool) -> None:
         self._groups = groups
         self._pool = pool
         self._world_size = groups.world_size
@@ -46,7 +46,7 @@ class ReduceScatter:
         self.from_pool = from_pool
 
     @classmethod
-    def fastest(cls, groups: Groups, pool: MessagePool, device: torch.device) -> ReduceScatter:
+    def fastest(cls, groups: Groups, pool: MemoryPool, device: torch.device) -> ReduceScatter:
         """The fastest reduce-scatter for tensors on ``device`` over the backend of ``groups``.
 
         gloo's reduce-scatter takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an
@@ -143,7 +143,7 @@ class _Then:
                 finish()
 
 
-def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MessagePool | None = None) -> Waitable | None:
+def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable | None:
     """All-gather the shares of all ranks into ``flat``, one after another; ``share`` may be this rank's part of it.
 
     Args:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.bucket import Bucket
-from ppe_ddp.engine.bucket_allocator import allocator
-from ppe_ddp.engine.dense_bucket import reducible_in_place
+from ppe_ddp.contracts import probe
+from ppe_ddp.engine.bucket import Bucket, reducible_in_place
+from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
-from ppe_ddp.engine.zero.message_pool import MessagePool
 from ppe_ddp.engine.zero.parameter_gather import UnitGather
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.bucket import BucketContext
-    from ppe_ddp.engine.bucket_plan import BucketPlan, Packing, ParameterSpec
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module_state import ModuleState
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -61,7 +60,7 @@ class ShardedParameters(ShardedModel):
 
     def __init__(self, groups: Groups, module_state: ModuleState) -> None:
         self._groups = groups
-        self._pool = MessagePool(allocator(groups.buckets))
+        self._pool = MemoryPool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
         pairs = zip(module_state.parameters, module_state.specs, strict=True)
         trainable = [(parameter, spec) for parameter, spec in pairs if parameter.requires_grad]
@@ -342,7 +341,7 @@ class ReduceScatterBucket(Bucket):
         context: BucketContext,
         present: bytes,
         *,
-        pool: MessagePool,
+        pool: MemoryPool,
         transport: ReduceScatter,
         rows: Rows,
     ) -> None:
@@ -373,7 +372,7 @@ class ReduceScatterBucket(Bucket):
         self._row = self._pool.take(self._rows.width, wide, rows.device)
         self.packed_at = perf_counter_ns()
         try:
-            self._pending = self._transport.start(self._row, rows.view(-1), factor=self._factor, spare=ours)
+            self.pending = self._transport.start(self._row, rows.view(-1), factor=self._factor, spare=ours)
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -404,14 +403,14 @@ class ReduceScatterBucket(Bucket):
     def finish(self) -> Steps:
         """Wait for the result."""
         try:
-            if self._pending is not None:
-                yield self.probe()
-                self._groups.failures.wait(self._pending, self.plan.device)
+            if self.pending is not None:
+                yield probe(self.pending)
+                self._groups.failures.wait(self.pending, self.plan.device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
             raise self._failure(error) from error
-        self._pending = self._message = None
+        self.pending = self._message = None
 
     def averages(self) -> list[Tensor]:
         """This rank's chunk of each member's average, 1-D."""

@@ -1,28 +1,29 @@
 """The parameters and buffers of a module by name, and whether the module has changed since they were listed.
 
 The check is repeated before every forward, so it compares identities and addresses and reads further only
-where one differs.
+where one differs. Of a parameter that is a DTensor, its local tensor is what is averaged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ppe_ddp.engine.bucket_plan import ParameterSpec
-from ppe_ddp.engine.distributed_tensors import is_distributed, local_tensor, placements_of
-from ppe_ddp.engine.strides import is_non_overlapping_and_dense
+from ppe_ddp.engine.plan import ParameterSpec, is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 class ModuleState:
@@ -175,3 +176,62 @@ def _is_expanded(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor; asked by its attributes, since importing the class takes a while."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """What this rank has of ``tensor`` in memory: the tensor itself, if it is no DTensor."""
+    if not is_distributed(tensor):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        local: Any = tensor.to_local()
+    wait = getattr(local, "wait", None)  # of a tensor that a collective is still writing
+    return local if wait is None else wait()  # type: ignore[no-any-return]
+
+
+def placements_of(tensor: Any) -> str:
+    """The placements of a DTensor and the shape of its mesh, as text; empty for any other tensor."""
+    if not is_distributed(tensor):
+        return ""
+    return f"{tensor.placements} on {tuple(tensor.device_mesh.shape)} of {tuple(tensor.shape)}"
+
+
+def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: ProcessGroup) -> None:
+    """Refuse DTensors that are distributed over ranks which average with one another, or that FSDP2 keeps.
+
+    Args:
+        module: The wrapped module.
+        distributed: Its parameters and buffers that are DTensors, by what they are called in messages.
+        group: The ranks that gradients are averaged over.
+
+    Raises:
+        ValueError: Names the parameter or buffer.
+    """
+    if not distributed:
+        return
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in module.modules()):
+        raise ValueError(
+            f"rank {rank}: the module was sharded by fully_shard(), which keeps gradients from autograd's hooks and "
+            "averages them itself: use it without this wrapper, over replicas too (mesh=mesh['replicate', 'shard'])"
+        )
+    for name, tensor in distributed.items():
+        mesh = sorted(tensor.device_mesh.mesh.flatten().tolist())
+        both = [other for other in mesh if other in ranks and other != rank]
+        if both:
+            raise ValueError(
+                f"rank {rank}: {name} is a DTensor over ranks {mesh}, and would be averaged with ranks {both}, which "
+                "have other parts of it: pass the data-parallel part of the mesh, as device_mesh=mesh['dp']"
+            )
+
+
+def refuse_distributed(distributed: Iterable[str], who: str, remedy: str) -> None:
+    """Raise a ValueError that names the first of these DTensors, if there is any: ``who`` cannot take it."""
+    for name in distributed:
+        raise ValueError(f"{name} is a DTensor, which {who} does not take: {remedy}")

@@ -1,4 +1,4 @@
-"""Flat buffers for buckets, reused as soon as nothing refers to their slots any more.
+"""Memory for buckets and messages: the backend's own where it offers some, as shared memory, else torch's.
 
 Fresh memory costs page faults, and where parameters are small, making views of it costs more than copying into them;
 so buffers and their views are kept from step to step. A ``.grad`` may be one of these views: its buffer is not reused
@@ -7,21 +7,28 @@ for as long as anything refers to that view, whatever the next plan looks like.
 
 from __future__ import annotations
 
-from itertools import groupby
+import contextlib
+from collections.abc import Callable
+from itertools import chain, groupby
 from sys import getrefcount
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from ppe_ddp.backends.group_internals import backend_for, device_types
 from ppe_ddp.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
+    from torch.distributed import ProcessGroup
 
-    from ppe_ddp.engine.bucket_allocator import Allocator
-    from ppe_ddp.engine.bucket_plan import BucketPlan, ParameterSpec
+    from ppe_ddp.engine.plan import BucketPlan, ParameterSpec
+
+Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Makes a 1-D tensor of so many elements, with arbitrary contents."""
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
@@ -30,16 +37,44 @@ _SHORTEST_RUN = 3  # members; to concatenate fewer takes as long as to copy them
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
 
+def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has memory of its own for messages on ``device``, as torch's contract has it.
+
+    CPU only: what NCCL's own memory pool gains was not measured.
+    """
+    offers = getattr(backend_for(group, device), "supports_tensor_alloc", None)
+    return device.type == "cpu" and offers is not None and bool(offers(device))
+
+
+def allocator(group: ProcessGroup) -> Allocator:
+    """Makes memory for ``group``: the backend's own, as long as it offers some."""
+    cpu = torch.device("cpu")
+    is_offered = cpu.type in device_types(group) and offers_memory(group, cpu)
+    # Of a group without memory, as of gloo, nothing is held: its connections end with the last reference to it.
+    backend: Any = backend_for(group, cpu) if is_offered else None
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Asked each time: ranks on several nodes, or where memory is short, may have found out that they share none.
+        if backend is not None and device.type == "cpu" and backend.supports_tensor_alloc(device):
+            # A backend may refuse with whatever error it likes; any memory will do.
+            with contextlib.suppress(MemoryError, ValueError, RuntimeError):
+                memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+                return memory
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate
+
+
 def sole_owner(tensor: Tensor) -> bool:
     """Whether ``tensor`` has only Python references, and no other tensor uses its memory."""
     return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
 
 
-class BucketBuffer:
-    """A flat buffer, laid out for one bucket.
+class PooledBuffer:
+    """A flat buffer: for messages, or laid out for one bucket.
 
     Attributes:
-        bucket: What it is laid out for.
+        bucket: The bucket it is laid out for; None in a buffer for messages.
         flat: 1-D, of the bucket's size.
         slots: Views of it, one a member, in its shape and strides.
         runs: Views of it, one for each run of members that one call can concatenate there, with its length; none where
@@ -64,20 +99,18 @@ class BucketBuffer:
         self.bucket = bucket
         self._originals = slots_of(self.flat, bucket, specs, parameters)
         self.runs = _runs_of(self.flat, self.slots) if bucket.row_major else []
-        self._at_rest = self._state()
+        self._at_rest = self._users()
 
     def is_free(self) -> bool:
-        """Whether nothing outside refers to a slot or a view of one, and no slot was changed into something else."""
-        return self._state() == self._at_rest and self.is_intact()
-
-    def is_intact(self) -> bool:
-        """Whether every slot has its memory, shape and dtype as laid out, which setting ``.data`` changes."""
+        """Whether nothing outside refers to the memory, and no slot was made into something else, as by ``.data``."""
+        if self.bucket is None:
+            return sole_owner(self.memory)
         slots = self.slots
-        if not all(map(_LIES_AS, slots, self._originals)):  # of these properties one call a slot is the quickest
-            return False
+        if self._users() != self._at_rest or not all(map(_LIES_AS, slots, self._originals)):
+            return False  # of memory, shape and strides one call a slot is the quickest
         return self._itemsizes == set(map(_ITEMSIZE, slots))
 
-    def _state(self) -> tuple[object, ...]:
+    def _users(self) -> tuple[object, ...]:
         slots = self.slots
         return (
             storage_users(self.memory),
@@ -87,8 +120,8 @@ class BucketBuffer:
         )
 
 
-class BucketBuffers:
-    """Owns the buffers, and lends each for one backward at a time.
+class MemoryPool:
+    """Owns buffers for buckets and messages, and lends each until nothing refers to it; no call returns it.
 
     Args:
         allocate: Makes the memory of a buffer.
@@ -96,17 +129,26 @@ class BucketBuffers:
 
     def __init__(self, allocate: Allocator) -> None:
         self._allocate = allocate
-        self._held: dict[tuple[torch.dtype, torch.device], list[BucketBuffer]] = {}
+        self._held: dict[tuple[torch.dtype, torch.device], list[PooledBuffer]] = {}
         self._used: set[int] = set()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.memory.nbytes for held in self._held.values() for buffer in held)
+        return sum(buffer.memory.nbytes for buffer in chain.from_iterable(self._held.values()))
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message of ``numel`` elements with arbitrary contents; in use as long as a view of it is."""
+        held = self._held.setdefault((dtype, device), [])
+        most = 2 * numel + max(1, _UNIT_BYTES // dtype.itemsize)
+        fitting = [b for b in held if b.bucket is None and numel <= b.memory.numel() <= most and b.is_free()]
+        buffer = min(fitting, key=lambda b: b.memory.numel()) if fitting else self._allocated(numel, dtype, device)
+        self._used.add(id(buffer))
+        return buffer.memory.narrow(0, 0, numel)
 
     def buffer(
         self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
-    ) -> BucketBuffer:
+    ) -> PooledBuffer:
         """A free buffer, laid out for ``bucket`` with these members; its contents are arbitrary."""
         held = self._held.setdefault((bucket.dtype, bucket.device), [])
         found = None
@@ -118,38 +160,34 @@ class BucketBuffers:
             elif found is None:
                 found = buffer
         if found is None:
-            found = self._laid_out(held, bucket, specs, parameters)
+            laid_out = (b for b in held if b.bucket is not None and b.memory.numel() >= bucket.numel)
+            fitting = sorted(laid_out, key=lambda b: b.memory.numel())
+            found = next(filter(PooledBuffer.is_free, fitting), None)
+            found = found or self._allocated(bucket.numel, bucket.dtype, bucket.device)
+            found.lay_out(bucket, specs, parameters)
         self._used.add(id(found))
         return found
 
-    def _laid_out(
-        self,
-        held: list[BucketBuffer],
-        bucket: BucketPlan,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[nn.Parameter],
-    ) -> BucketBuffer:
-        """One of ``held`` that was laid out for another bucket, or a new one."""
-        fitting = sorted((b for b in held if b.memory.numel() >= bucket.numel), key=lambda b: b.memory.numel())
-        buffer = next(filter(BucketBuffer.is_free, fitting), None)
-        if buffer is None:
-            unit = max(1, _UNIT_BYTES // bucket.dtype.itemsize)
-            capacity = -(-bucket.numel // unit) * unit
-            buffer = BucketBuffer(self._allocate(capacity, bucket.dtype, bucket.device))
-            held.append(buffer)
-        buffer.lay_out(bucket, specs, parameters)
+    def _allocated(self, numel: int, dtype: torch.dtype, device: torch.device) -> PooledBuffer:
+        unit = max(1, _UNIT_BYTES // dtype.itemsize)
+        buffer = PooledBuffer(self._allocate(-(-max(numel, 1) // unit) * unit, dtype, device))
+        self._held[dtype, device].append(buffer)
         return buffer
 
     def bounds(self) -> list[int]:
         """The addresses at which buffers begin and end, sorted."""
-        memories = [buffer.memory for held in self._held.values() for buffer in held]
+        memories = [buffer.memory for buffer in chain.from_iterable(self._held.values())]
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 
     def trim(self) -> None:
-        """Drop the buffers that were not used since the last trim; gradients that are views keep their memory alive."""
+        """Drop the buffers that were not used since the last trim.
+
+        Messages that are still there keep theirs; gradients that are views keep their memory alive by themselves.
+        """
+        used = self._used
         for key, held in self._held.items():
-            self._held[key] = [buffer for buffer in held if id(buffer) in self._used]
-        self._used.clear()
+            self._held[key] = [b for b in held if id(b) in used or (b.bucket is None and not b.is_free())]
+        used.clear()
 
 
 def slots_of(

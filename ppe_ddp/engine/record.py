@@ -1,22 +1,32 @@
-"""Records when each bucket of a backward was ready, launched and done, for tests, benchmarks and pictures.
+"""Records of what happens when on this rank, for tests, benchmarks and pictures.
 
-The engine writes into a :class:`Recorder` (a few clock readings a bucket); the readable :class:`Trace` is made from it
-on demand.
+A :class:`Recorder` is there for each backward: a few clock readings a bucket, of which the readable :class:`Trace` is
+made on demand. An :class:`EventLog` is there only while somebody makes a timeline: it keeps the recorders of all
+backwards, and what lies outside of them. What could write into it looks first whether there is one, which costs 30 ns.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch.profiler import record_function
 
+from ppe_ddp.backends.work import Work
+from ppe_ddp.torch_internals import is_future
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from ppe_ddp.engine.bucket_plan import Plan
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.plan import Plan
+
+_MOST_SPANS = 400_000
+_MOST_BACKWARDS = 10_000
 
 
 def span(name: str, *, enabled: bool) -> AbstractContextManager[object]:
@@ -109,7 +119,7 @@ class Recorder:
         names: Of all parameters.
         begin: When the backward reached the module.
         local: One byte a parameter: whether it was expected to have a gradient here.
-        agreed: The same for any rank.
+        agreed: One byte a parameter: whether some rank has its gradient.
         asked_at: When the mask was sent.
         agreed_at: When this rank had noticed the agreed mask.
         backward_at: When autograd had finished.
@@ -165,7 +175,7 @@ class RoundRecord:
 
     Attributes:
         plan: The plan.
-        repair: Whether this is a second round.
+        repair: True for a second round.
         ready: When the last gradient of the bucket had arrived.
         launch: When its launch began.
         packed: When its gradients had been packed.
@@ -175,19 +185,6 @@ class RoundRecord:
         nbytes: What this rank has sent.
         goes_in_turns: Whether its messages are logged one by one, as those of a compressor are.
     """
-
-    __slots__ = (
-        "arrived",
-        "done",
-        "goes_in_turns",
-        "launch",
-        "launched",
-        "nbytes",
-        "packed",
-        "plan",
-        "ready",
-        "repair",
-    )
 
     def __init__(self, plan: Plan, nbytes: list[int], *, repair: bool) -> None:
         count = len(plan.buckets)
@@ -224,3 +221,75 @@ class RoundRecord:
             for k, bucket in enumerate(self.plan.buckets)
             if self.launch[k]
         ]
+
+
+class Span(NamedTuple):
+    """Something that took a while.
+
+    Attributes:
+        kind: What it was; :data:`ppe_ddp.tracing.spans.KINDS` lists them.
+        name: Which one.
+        begin: By ``perf_counter_ns()``.
+        end: By the same clock.
+        nbytes: What this rank has sent; 0 where it is no message.
+    """
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+    nbytes: int = 0
+
+
+class EventLog:
+    """Collects spans, and the recorders of backwards. The newest are kept, where it gets too long.
+
+    Args:
+        on_groups: Called when a wrapper has made its groups, on all of their ranks together.
+
+    Attributes:
+        spans: All spans that have ended.
+        backwards: The recorders of all backwards that have succeeded.
+        on_groups: The argument.
+    """
+
+    current: ClassVar[EventLog | None] = None
+    """The one to write into; None while no timeline is made."""
+
+    def __init__(self, on_groups: Callable[[Groups], None]) -> None:
+        self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)
+        self.backwards: deque[Recorder] = deque(maxlen=_MOST_BACKWARDS)
+        self.on_groups = on_groups
+        self._begun: dict[tuple[str, int], int] = {}
+
+    def begin(self, kind: str, owner: object) -> None:
+        """Something of this kind begins, of which each ``owner`` has one at a time."""
+        self._begun[kind, id(owner)] = perf_counter_ns()
+
+    def end(self, kind: str, owner: object, name: str) -> None:
+        """What ``owner`` has begun has ended."""
+        begin = self._begun.pop((kind, id(owner)), None)
+        if begin is not None:
+            self.add(kind, name, begin)
+
+    def add(self, kind: str, name: str, begin: int, nbytes: int = 0) -> None:
+        """Something has taken from ``begin`` until now."""
+        self.spans.append(Span(kind, name, begin, perf_counter_ns(), nbytes))
+
+    def add_message(self, kind: str, name: str, begin: int, pending: Any, nbytes: int = 0) -> None:
+        """A message is under way since ``begin``; it is added when it has arrived."""
+        watch(pending, lambda: self.add(kind, name, begin, nbytes))
+
+
+def watch(pending: Any, arrived: Callable[[], None]) -> bool:
+    """Have ``arrived`` called when ``pending`` has, in whatever thread that is noticed; False if nobody can tell."""
+    pending = getattr(pending, "work", pending)
+    if isinstance(pending, Work):  # its future would wait for it, and take the time that is to be measured
+        pending.when_ended(arrived)
+        return True
+    try:
+        future = pending if is_future(pending) else pending.get_future()
+        future.add_done_callback(lambda _: arrived())
+    except (AttributeError, NotImplementedError, RuntimeError):  # a Work need not have one
+        return False
+    return True

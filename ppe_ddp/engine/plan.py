@@ -8,6 +8,16 @@ On several nodes, gradients that exist on one of them only have buckets of their
 
 A plan depends on the mask, the nodes, the order, the parameters' specifications and the packing, and on nothing else;
 so ranks that agree on these compute the same plan and issue the same collectives.
+
+Masks tell on which node each gradient exists, where that is one only, by the same MAX over the ranks:
+
+    a rank of node k, of n nodes, sends     1 + k, n - k    for a gradient that it has
+                                            0, 0            for one that it lacks
+    the maxima of all ranks are             0, 0            no rank has it
+                                            1 + k, n - k    only ranks of node k have it
+                                            a, b            several nodes have it: a + b > n + 1
+
+Such a gradient need not be summed over the nodes: its own sends it, which is half the traffic.
 """
 
 from __future__ import annotations
@@ -16,16 +26,15 @@ import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING
 
-from ppe_ddp.engine.strides import is_packed
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
-
+    from torch import Tensor
 
 _TRIGGER_BYTES = 1 << 16  # of a gradient that takes longer to compute than to ask after the buckets
 _TRIGGERS = 16  # for each bucket, which is launched so much of its size late at most
@@ -154,15 +163,15 @@ class BucketPlan:
     row_major: bool
     node: int | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The size of the message in bytes."""
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """The buckets of one backward, in launch order.
+    """The buckets of one backward, in launch order. Plans are kept, and told apart by which object they are.
 
     Attributes:
         present: One byte a parameter: whether some rank has its gradient.
@@ -272,22 +281,13 @@ class Planner:
         self.specs = tuple(specs)
         self.packing = packing
         self._capacity = capacity
-        self._plans: OrderedDict[bytes, Plan] = OrderedDict()
         self._learned: set[int] = set()
         # Backward reaches parameters roughly in the reverse of their registration, until we know better.
         self._set_order(list(range(len(self.specs)))[::-1])
 
     def plan(self, present: bytes, nodes: bytes = b"") -> Plan:
         """The plan for ``present`` and ``nodes`` (:func:`make_plan`), the same object as long as it is kept."""
-        key = present + nodes
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make_plan(present, self.specs, self.order, self.packing, nodes)
-            if len(self._plans) > self._capacity:
-                self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(key)
-        return plan
+        return self._made(present, nodes)
 
     def repack(self, packing: Packing) -> None:
         """Plan by ``packing`` from now on."""
@@ -296,7 +296,7 @@ class Planner:
 
     def __len__(self) -> int:
         """The number of plans kept."""
-        return len(self._plans)
+        return self._made.cache_info().currsize
 
     def has_unlearned(self, present: bytes) -> bool:
         """Whether ``present`` has a parameter whose place in the order is still a guess.
@@ -328,7 +328,8 @@ class Planner:
 
     def _set_order(self, order: list[int]) -> None:
         self.order = order
-        self._plans.clear()
+        specs, packing = self.specs, self.packing
+        self._made = lru_cache(self._capacity)(lambda present, nodes: make_plan(present, specs, order, packing, nodes))
         self.learned_digest = fingerprint([f"{order} {self.learned}"]).hex()
         """Tells of the order, and of what in it was learned."""
         self.launch_triggers: set[int] = set()
@@ -350,3 +351,64 @@ def fingerprint(lines: Sequence[str]) -> bytes:
         digest.update(line.encode())
         digest.update(b"\n")
     return digest.digest()
+
+
+MOST_NODES = 254  # that a byte can tell from one another
+_IS_PRESENT = bytes([0, *[1] * 255])
+
+
+@dataclass(frozen=True)
+class NodeMasks:
+    """How the ranks of one node write masks, and all ranks read them.
+
+    Attributes:
+        node: The number of this rank's node.
+        count: How many nodes there are.
+    """
+
+    node: int
+    count: int
+
+    def written(self, local: bytes | bytearray) -> tuple[bytes, bytes]:
+        """The two messages for a mask of one byte a parameter, non-zero where this rank has the gradient."""
+        numbers = (1 + self.node, self.count - self.node)
+        first, second = (local.translate(bytes([0, *[number] * 255])) for number in numbers)
+        return bytes(first), bytes(second)
+
+    def read(self, first: bytes, second: bytes, sizes: Sequence[int]) -> tuple[bytes, bytes]:
+        """The agreed mask, and of each parameter 1 + the only node that has its gradient, else 0.
+
+        Args:
+            first: The maxima of the first message.
+            second: Those of the second.
+            sizes: Of the gradients, in bytes; 0 where the node makes no difference.
+        """
+        present = first.translate(_IS_PRESENT)
+        only = self.count + 1
+        nodes = bytes(a if a + b == only and size else 0 for a, b, size in zip(first, second, sizes, strict=True))
+        return present, nodes if self._gains(nodes, sizes) else bytes(len(nodes))
+
+    def _gains(self, nodes: bytes, sizes: Sequence[int]) -> bool:
+        """Whether the links are done sooner than with sums: a broadcast is a tree, whose root sends several times."""
+        each = [sum(compress(sizes, nodes.translate(_only(number)))) for number in range(1, self.count + 1)]
+        times = (self.count - 1).bit_length()
+        return 0 < max(each) * times * self.count <= 2 * (self.count - 1) * sum(each)
+
+
+def _only(number: int) -> bytes:
+    return bytes(int(value == number) for value in range(256))
+
+
+def is_packed(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether (stride, size) of dimensions, the innermost first, leave neither holes nor overlap."""
+    expected = 1
+    for stride, size in dimensions:
+        if size != 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills its memory without holes or overlap, in some order of its dimensions."""
+    return is_packed(sorted(zip(tensor.stride(), tensor.shape, strict=True)))
