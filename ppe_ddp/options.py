@@ -79,7 +79,7 @@ class Options:
             On a GPU the host waits for the gradients.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
         shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo. Where
-            that cannot be, all ranks go by gloo alone, as without it; each says why at debug level.
+            that cannot be, all ranks go by gloo alone, as without it; each warns once of the reason.
 
     Raises:
         ValueError: A value that cannot be meant.

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ppe_ddp.backends.rank_store import BoundedStore
-from ppe_ddp.engine.failures import Failure, Failures
+from ppe_ddp.engine.failures import Decision, Failure, Failures, Renewals
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
@@ -204,6 +204,54 @@ def test_ranks_elsewhere_are_asked_by_the_store(peer):
     other._tell([other._lost(2, "has died", Position(5, Activity.VOTE, 0), is_gone=True)])
     (dead,) = lost_ranks(peer, 3, store).find()
     assert str(dead) == "rank 2, which has died (it had sent all buckets of step 5)"
+
+
+class CountingStore(dist.Store):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.store = dist.HashStore()
+
+    def _count(name):
+        def call(self, *arguments):
+            self.calls += 1
+            return getattr(self.store, name)(*arguments)
+
+        return call
+
+    set, get, add, check = map(_count, ("set", "get", "add", "check"))
+    multi_get, compare_set, delete_key = map(_count, ("multi_get", "compare_set", "delete_key"))
+
+    def has_extended_api(self):
+        return True
+
+    def calls_of(self, function):
+        self.calls = 0
+        function()
+        return self.calls
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_a_look_at_the_store_costs_the_same_however_many_ranks_there_are(size):
+    store = CountingStore()
+    bounded = BoundedStore(store)
+    everyone = [LostRanks(bounded, "one", rank, size, PeerProcesses(rank)) for rank in range(size)]
+    failures = Failures(bounded, "one", 0, everyone[0], 1.0)
+    assert store.calls_of(everyone[0].gone) == store.calls_of(failures.check) == 1
+    for one in everyone[1:]:
+        one._tell([])
+    bounded.do(lambda keys: keys.add("ppe_ddp/present/one/count", 1))  # one that has died before it has written
+    assert store.calls_of(everyone[0].gone) < 5 + size
+    assert store.calls_of(everyone[0].gone) < 5
+    assert sorted(everyone[0]._told()) == [*range(1, size)]
+    attempts = [Renewals(lambda: bounded, "one", rank, size) for rank in range(size)]
+    for one in attempts:
+        one.begin()
+        assert one.decision() is None
+        assert store.calls_of(one.decision) == 1
+        assert store.calls_of(lambda one=one: one.come(one._rank)) < 5
+    assert {one.decision() for one in attempts} == {Decision(size - 1, size - 1, "")}
+    assert store.calls_of(attempts[0].decision) == 2
 
 
 def serve(pipe):

@@ -1,4 +1,4 @@
-"""Where ranks cannot share memory, the wrapper goes by messages: all agree on it, and each says why at debug level.
+"""Where ranks cannot share memory, the wrapper goes by messages: all agree on it, and each warns once of the reason.
 
 The rank that cannot is made so for real, by what systems do to processes; its processes serve one test alone.
 """
@@ -85,7 +85,7 @@ def train(rank, port, spoil):
         DistributedDataParallel(torch.nn.Linear(3, 1), shared_memory=False)(torch.ones(1, 3)).sum().backward()
     told = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: told.append((record.levelname, record.getMessage()))
     logger = logging.getLogger("ppe_ddp")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
@@ -94,7 +94,7 @@ def train(rank, port, spoil):
         model.zero_grad()
         model(torch.full((1, 3), 1.0 + rank)).sum().backward()
         assert model.module.weight.grad.tolist() == [[1.5] * 3]
-    return [line for line in told if "shared memory" in line]
+    return [line for line in told if "shared memory" in line[1]]
 
 
 @pytest.mark.parametrize("spoil", WAYS, ids=lambda spoil: spoil.__name__)
@@ -106,5 +106,6 @@ def test_all_ranks_go_by_messages(spoil):
         told = ranks.run_each(train, [(rank, store.port, spoil) for rank in range(2)], timeout=90)
     for rank, lines in enumerate(told):
         assert len(lines) == 2, lines  # for each of the wrapper's two groups
-        for line in lines:
+        assert [level for level, _ in lines] == ["WARNING", "DEBUG"]
+        for _, line in lines:
             assert re.search(f"rank {rank} of 2, .*: no shared memory, so all goes by messages: {WAYS[spoil]}", line)

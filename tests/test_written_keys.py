@@ -52,6 +52,15 @@ def test_the_words_of_exchanges_that_are_over_are_deleted():
     assert sum(store.check([f"ppe_ddp/of a test/{turn}/{rank}"]) for turn in range(60) for rank in range(2)) < 60
 
 
+def test_many_keys_are_read_from_stores_that_can_do_so_at_once_and_from_others(tmp_path):
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1)):
+        keys = WrittenKeys(store).under("part")
+        for turn in range(3):
+            keys.set(f"{turn}", f"word {turn}")
+        assert keys.multi_get(["2", "0"]) == [b"word 2", b"word 0"]
+        assert keys.multi_get([]) == []
+
+
 def test_a_comparison_of_collectives_leaves_none_behind():
     store, waits = dist.HashStore(), SimpleNamespace(at_failure=[], progress=lambda: None, is_over=bool)
     comparison = CollectiveComparison(WrittenKeys(store), 0, 1, waits, progress_engine(os.getpid()))

@@ -8,7 +8,10 @@ tensor alive, and what is allocated there later may use them.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +24,11 @@ from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import (
     ADDRESS_BYTES,
+    TOKEN_BYTES,
     Address,
     ControlPage,
     control_pages,
+    node_name,
     shared_memory,
 )
 from ppe_ddp.backends.shared_memory.shared_steps import supports
@@ -31,7 +36,7 @@ from ppe_ddp.backends.shared_memory.step_queue import Peers, SharedLink, StepQue
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
@@ -282,7 +287,7 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
 
     Returns:
         Without memory on all ranks where one does not reach those of its node, or where no node has several ranks, or
-        nodes cannot be joined; each says why at debug level.
+        nodes cannot be joined. Each says why: the first time as a warning, if ranks of one node could share memory.
     """
     own: SharedMemory | None = None
     position, packed, reason = -1, bytes(ADDRESS_BYTES), ""
@@ -292,6 +297,7 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
         packed = own.address.packed(position)
     except (OSError, MemoryError) as error:
         reason = f"it has none: {type(error).__name__}: {error}"
+        packed = _without_memory()
     addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
     layout = NodeLayout.of([address.node for address, _ in addresses], link.rank)
     local = [addresses[rank] for rank in layout.local]
@@ -301,12 +307,14 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
         spaces, controls, reason = _attach(own, layout.local, local)
     reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
     nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
+    known = {address.node for address, _ in addresses} - {bytes(TOKEN_BYTES)}
+    is_expected = not reasons or len(known) == link.size
     if not layout.shares_memory:
         reasons.append("every rank is alone on its node")
     elif len(layout.nodes) > 1 and link.join is None:
         reasons.append("the ranks are on several nodes")
     if own is None or reasons:
-        logger.debug("%s: no shared memory, so all goes by messages: %s", link.waits.place, "; ".join(reasons))
+        _log_reasons(link.waits.place, reasons, is_expected=is_expected)
         if position >= 0:
             control_pages().give_back(position)
         return _Connection(() if layout.shares_memory else nodes)
@@ -321,6 +329,28 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
     control_pages().leave_with(queue, layout.local_rank, controls)
     hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
     return _Connection(nodes, own, queue, hierarchy)
+
+
+def _without_memory() -> bytes:
+    """The packed address of a rank that has no reservation: its node alone, if it can see that."""
+    node = b""
+    with suppress(OSError):
+        node = node_name()
+    return Address(os.getpid(), -1, 0, b"", node).packed(-1)
+
+
+def _log_reasons(place: str, reasons: Sequence[str], *, is_expected: bool) -> None:
+    text = f"{place}: no shared memory, so all goes by messages: {'; '.join(reasons)}"
+    if is_expected or next(_is_told(os.getpid()), True):
+        logger.debug("%s", text)
+    else:
+        logger.warning("%s. That is right, but slower; with shared_memory=False it is not tried", text)
+
+
+@functools.cache
+def _is_told(_pid: int) -> Iterator[bool]:
+    """Whether this process has warned already: False once."""
+    return iter([False])
 
 
 def _attach(

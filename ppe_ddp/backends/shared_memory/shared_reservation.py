@@ -1,7 +1,7 @@
 """Shared memory of one node: one reservation a process, which the other processes map as a whole.
 
-    rank 0   |== bucket ==|      |== control ==|     ...     a memfd as large as the machine's memory, and sparse:
-    rank 1   |== control ==|  |==== bucket ====|     ...     only what is touched takes memory
+    rank 0   |== bucket ==|      |== control ==|     ...     a memfd as large as the machine's memory if all ranks' fit
+    rank 1   |== control ==|  |==== bucket ====|     ...     into one process, and sparse: what is touched takes memory
 
 A peer maps the reservation once, so a tensor in it is known to all by its position alone, and making one needs no
 agreement. The file has no name and is opened by process number and descriptor, so that nothing is left of a process
@@ -43,6 +43,7 @@ TOKEN_BYTES = 16
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _ADDRESS = struct.Struct(f"<qqqq{TOKEN_BYTES}s{TOKEN_BYTES}s")
 ADDRESS_BYTES = _ADDRESS.size
+_ADDRESS_SPACE = 1 << 46  # half of what a process has on x86-64
 _LIFE_WORDS = 8  # a cache line of its own
 
 
@@ -89,7 +90,7 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        nbytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        nbytes = reservation_bytes()
         node = node_name()
         descriptor, self._map = new_memory_file(nbytes)
         self._lock = threading.Lock()  # a reduce function's thread allocates beside the main thread
@@ -166,6 +167,13 @@ class SharedMemory:
             return  # a forked child has no say in it
         self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
         self._given_back.append((start, start + nbytes))
+
+
+def reservation_bytes() -> int:
+    """As much as the machine has, or less where the reservations of all ranks here would not fit into one process."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(told) if told.isdecimal() and int(told) else os.cpu_count() or 1
+    return min(os.sysconf("SC_PHYS_PAGES"), _ADDRESS_SPACE // ranks // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def shared_memory() -> SharedMemory:

@@ -74,7 +74,7 @@ class ShmProcessGroup(PendingGroup):
     Ranks of one node do all-reduces (sums, means and maxima), and with ``ShmOptions.shared_parts`` reduce-scatters and
     all-gathers, in memory that they share. All else goes by gloo, as does everything where memory cannot be shared: on
     several nodes, in containers that see nothing of one another, under some limits. The ranks agree on it when the
-    group is made, and log the reason at debug level.
+    group is made; where ranks of one node fail to, each warns once of the reason.
 
     Attributes:
         pg_options: What it was made with, for groups that shall be like it.
