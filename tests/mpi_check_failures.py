@@ -55,7 +55,7 @@ def what_megatron_has_accumulated_is_as_it_was(way):
 
 @check(ranks=2)
 def ranks_join_with_no_sync_around_backward_alone():
-    torch_join.test_no_sync_around_backward_alone.__wrapped__((7, 4), {})
+    torch_join.test_no_sync_around_backward_alone.__wrapped__((7, 4, 6), {})
 
 
 @check(ranks=2)

@@ -336,7 +336,6 @@ class Collectives:
         def poll() -> bool:
             try:
                 if message.done():
-                    work.source = message.source
                     return True
             except RuntimeError as error:
                 waits.look_now()
@@ -345,7 +344,7 @@ class Collectives:
                 raise waits.error(what, waits.failure)
             return False
 
-        work = Work(what, waits, poll, block=message.block, is_message=True)
+        work = Work(what, waits, poll, block=message.block, message=message)
         work.outputs = [tensor]
         return work
 
@@ -423,8 +422,9 @@ class _WireCall:
         self._error, self._current = error, None
         self._steps.close()
         self.is_over = True
-        if self._at_end is not None:
-            self._at_end()
+        call, self._at_end = self._at_end, None
+        if call is not None:
+            call()
 
 
 class CallSet:

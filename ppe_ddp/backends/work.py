@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from ppe_ddp.backends.wire import MessageInFlight
+
 _LOOK_SECONDS = 0.1  # between looks for processes that have ended
 _TOLD_SECONDS = 0.3  # in which ranks whose timeouts are over at the same time have said so
 _ASK_SECONDS = 0.01
@@ -206,12 +208,11 @@ class Work(PythonWork):
         poll: Whether it has ended well; raises where it has failed.
         absent: The ranks that it waits for, as far as is known.
         block: Gives the core away for a moment, where threads of a transport move it.
-        is_message: Whether the group stays good if nobody comes within its timeout.
+        message: Of a message: what is in flight. The group stays good if nobody comes within its timeout.
 
     Attributes:
         at_arrival: Called once when it has ended well: brings what came to where it belongs.
         ask_transport: Has a function called when the transport sees the end; None where only this process looks.
-        source: Who has sent a message; -1 before it has arrived.
     """
 
     def __init__(
@@ -222,18 +223,17 @@ class Work(PythonWork):
         *,
         absent: Callable[[], Sequence[int]] = tuple,
         block: Callable[[], None] | None = None,
-        is_message: bool = False,
+        message: MessageInFlight | None = None,
     ) -> None:
         super().__init__()
         self.at_arrival: Callable[[], None] | None = None
         self.ask_transport: Callable[[Callable[[], None]], None] | None = None
-        self.source = -1
         self._what = what
         self._waits = waits
         self._poll = poll
         self._absent = absent
         self._block = block
-        self._is_message = is_message
+        self._message = message
         self._lock = threading.Lock()
         self._is_settled = False
         self._error: BaseException | None = None
@@ -256,7 +256,7 @@ class Work(PythonWork):
         """
         if not self.done():
             seconds = max(0.0, timeout.total_seconds()) if timeout is not None else 0.0
-            if self._is_message:
+            if self._message is not None:
                 seconds = seconds or self._waits.timeout
             try:
                 self._waits.until(self._arrived, self._what, self._absent, seconds)
@@ -293,10 +293,10 @@ class Work(PythonWork):
 
     def source_rank(self) -> int:
         """Who sent a message, as a rank of the group; -1 before it has arrived."""
-        return self.source
+        return -1 if self._message is None else self._message.source
 
     def _source_rank(self) -> int:  # torch's name for it
-        return self.source
+        return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``: complete after a short wait, or later by a thread.
@@ -368,7 +368,8 @@ def combined(works: Sequence[Work], waits: Waits) -> Work:
     def absent() -> list[int]:
         return sorted({rank for work in works for rank in work._absent()})
 
-    what, is_message = " and ".join(work._what for work in works), any(work._is_message for work in works)
-    whole = Work(what, waits, poll, absent=absent, is_message=is_message)
+    what = " and ".join(work._what for work in works)
+    messages = [work._message for work in works if work._message is not None]
+    whole = Work(what, waits, poll, absent=absent, message=messages[0] if messages else None)
     whole.outputs = [work.result() for work in works]
     return whole

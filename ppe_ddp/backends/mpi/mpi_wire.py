@@ -88,13 +88,13 @@ class MpiMessage:
 
     Args:
         start: Returns MPI's handle of it; None while it cannot be started yet, and is asked again.
-        memory: What MPI reads or writes; kept alive.
+        memory: What MPI reads or writes; kept alive until it is done.
     """
 
     def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
         self.source = -1
-        self.memory = memory
-        self._start = start
+        self.memory: Tensor | None = memory
+        self._start: Callable[[], MPI.Request | None] | None = start  # which has the memory, too
         self._request = start()
         self._is_over = False
 
@@ -105,12 +105,13 @@ class MpiMessage:
 
     def done(self) -> bool:
         """See :meth:`InFlight.done`."""
-        if self._request is None:
+        if self._request is None and self._start is not None:
             self._request = self._start()
         status = MPI.Status()
         if not self._is_over and self._request is not None and self._request.Test(status):
             self.source = status.Get_source()
             self._is_over = True
+            self.memory = self._start = None
         return self._is_over
 
     def block(self) -> None:
