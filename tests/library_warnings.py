@@ -12,7 +12,12 @@ def library_warnings():
     handler.emit = lambda record: texts.append(record.getMessage())
     logger = logging.getLogger("ppe_ddp")
     logger.addHandler(handler)
+    level, is_disabled = logger.level, logger.disabled
+    logger.setLevel(logging.WARNING)
+    logger.disabled = False  # as a library does that configures logging
     try:
         yield texts
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.disabled = is_disabled

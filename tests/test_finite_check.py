@@ -202,8 +202,7 @@ def test_gradients_on_two_devices(broken, together, size):
     if broken is not None:
         values[broken][1] = float("inf")
     gradients = [values[0], Elsewhere(values[1])]
-    check = FiniteCheck(SimpleNamespace(rank=0, world_size=1), ["here", "there"], is_enabled=True)
-    check.begin()
+    check = FiniteCheck(SimpleNamespace(rank=0, world_size=1), ["here", "there"])
     if together:
         check.look([0, 1], gradients)
     else:
