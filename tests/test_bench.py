@@ -103,8 +103,8 @@ def test_what_is_sent_is_what_exists_and_presence_costs_less_than_ppes(report):
         assert sent == {"ppe_ddp": exist, "torch": everything, "ppe": exist, "bare": 0}
         control = {result["name"]: result["control_nbytes"] for result in model["contestants"]}
         assert control["ppe"] == 8 * model["parameters"]
-        # The mask has a head of its own, which a model of few parameters does not make up for.
-        assert 0 < control["ppe_ddp"] < max(control["ppe"], 1024)
+        # The fields of the mask beside presence are more than ppe's 512 bytes for the supernet's 64 parameters.
+        assert 0 < control["ppe_ddp"] < max(control["ppe"], 600)
 
 
 def rank_result(seconds, present=(1, 0, 0), skipped=()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.compression.all_pending import AllPending
 from ppe_ddp.contracts import Waitable
@@ -68,7 +69,7 @@ class Link:
             yield AllPending(self._gather_in_pieces(rows, message))
             return rows
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        yield gather(_as_bytes(rows), _as_bytes(message), group=self._group, async_op=True)
+        yield gather(as_bytes(rows), as_bytes(message), group=self._group, async_op=True)
         return rows
 
     def _gather_in_pieces(self, rows: Tensor, message: Tensor) -> list[Waitable]:
@@ -77,7 +78,7 @@ class Link:
         Long messages in both directions of a link hold up each other's acknowledgements, and gloo, which sends and
         receives all at once, takes half as long again as for an all-reduce. Pieces go in turns, and take as long.
         """
-        sent, received = _as_bytes(message), rows.view(self.size, -1).view(torch.uint8)
+        sent, received = as_bytes(message), rows.view(self.size, -1).view(torch.uint8)
         started = []
         for begin in range(0, sent.numel(), _PIECE_NBYTES):
             piece = slice(begin, begin + _PIECE_NBYTES)
@@ -97,10 +98,5 @@ class Link:
             return rows
         self.nbytes += rows.nbytes // 2
         received = torch.empty_like(rows)
-        yield dist.all_to_all_single(_as_bytes(received), _as_bytes(rows), group=self._group, async_op=True)
+        yield dist.all_to_all_single(as_bytes(received), as_bytes(rows), group=self._group, async_op=True)
         return received
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, 1-D: no backend knows every dtype."""
-    return tensor.view(-1).view(torch.uint8)

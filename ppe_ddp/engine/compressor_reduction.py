@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.compression.all_pending import AllPending, is_completed
 from ppe_ddp.compression.compressor import together
 from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
@@ -358,9 +359,9 @@ class CrossNodeLink(Link):
         rows = message.new_empty((self.size, *message.shape))
         if message.numel():
             self.nbytes += message.nbytes * self.size // 2
-            own = _as_bytes(message)
+            own = as_bytes(message)
             counts = [len(own)] * self.size
-            yield self._link.all_to_all(_as_bytes(rows), own.repeat(self.size), counts, counts)
+            yield self._link.all_to_all(as_bytes(rows), own.repeat(self.size), counts, counts)
         return rows
 
     def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
@@ -369,7 +370,7 @@ class CrossNodeLink(Link):
         if rows.numel():
             self.nbytes += rows.nbytes // 2
             counts = [rows[0].nbytes] * self.size
-            yield self._link.all_to_all(_as_bytes(received), _as_bytes(rows), counts, counts)
+            yield self._link.all_to_all(as_bytes(received), as_bytes(rows), counts, counts)
         return received
 
 
@@ -424,8 +425,3 @@ def _packed(segments: Sequence[Segment]) -> Generator[Segment, None, None]:
     for segment in segments:
         yield replace(segment, start=start)
         start += segment.numel
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, 1-D."""
-    return tensor.view(-1).view(torch.uint8)
