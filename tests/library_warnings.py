@@ -1,4 +1,4 @@
-"""Records what the library warns of on this rank."""
+"""What the library warns of on this rank: recorded, or not logged."""
 
 import logging
 from contextlib import contextmanager
@@ -12,12 +12,24 @@ def library_warnings():
     handler.emit = lambda record: texts.append(record.getMessage())
     logger = logging.getLogger("ppe_ddp")
     logger.addHandler(handler)
-    level, is_disabled = logger.level, logger.disabled
-    logger.setLevel(logging.WARNING)
-    logger.disabled = False  # as a library does that configures logging
     try:
-        yield texts
+        with _level(logging.WARNING):
+            yield texts
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.disabled = is_disabled
+
+
+def without_warnings():
+    """A context in which the library warns of nothing on this rank, which serves other tests after this one."""
+    return _level(logging.ERROR)
+
+
+@contextmanager
+def _level(level):
+    logger = logging.getLogger("ppe_ddp")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,7 +1,6 @@
 """What compressors remember belongs to the step: over any sequence with dropped steps, sent + kept = given."""
 
 import copy
-import logging
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from library_warnings import without_warnings
 from node_worlds import in_own_world, worlds
 from one_process import Routes, assert_same_on_all_ranks, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PpeDdpError
@@ -151,11 +151,11 @@ def _boom(_gradient):
 
 
 def nothing_is_lost(name, options, fates):
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
-    training = Training(METHODS[name], options)
-    for number, fate in enumerate(fates):
-        training.step(number, fate)
-    training.check()
+    with without_warnings():
+        training = Training(METHODS[name], options)
+        for number, fate in enumerate(fates):
+            training.step(number, fate)
+        training.check()
 
 
 class Towers(nn.Module):

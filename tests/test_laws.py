@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import re
 import time
 from unittest import mock
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
 from law_scenarios import check_case, every_variant
+from library_warnings import without_warnings
 from ppe_ddp.engine.mask_exchange import MaskExchanger
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe, observe_all
@@ -63,13 +63,8 @@ laws_hold = functools.partial(
 
 
 def observed(case, plugs, variants):
-    logger = logging.getLogger("ppe_ddp")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with without_warnings():
         seen = observe_all(case, variants, plugs)
-    finally:
-        logger.setLevel(before)
     for observation in seen:
         observation.gradients = {}
     return seen

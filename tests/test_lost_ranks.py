@@ -166,12 +166,13 @@ def test_one_that_computes_is_late_if_it_is_behind(peer, activity, is_late):
     assert [one.rank for one in lost_ranks(peer).find()] == ([1] if is_late else [])
 
 
-def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer):
+@pytest.mark.parametrize("other", ["note_wait", "note_closed"])
+def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer, other):
     peer.processes.note(3, Activity.MASK)
     peer.processes.note_wait()
     peer.tell("note", 3, Activity.MASK)
     assert [one.condition for one in lost_ranks(peer).find()] == ["has not come"]
-    peer.tell("note_wait")
+    peer.tell(other)
     assert lost_ranks(peer).find() == []
 
 

@@ -5,7 +5,6 @@ Every world is started once; `make test` has the smallest ones and a few scenari
 
 import itertools
 import json
-import logging
 import socket
 import sys
 import time
@@ -21,6 +20,7 @@ import mpi_megatron
 import ppe_ddp
 import sharding_checks
 from law_scenarios import every_variant, scenario
+from library_warnings import without_warnings
 from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
 from node_worlds import BACKENDS, in_own_world, long_on_nodes, some, worlds
 from optimizing import OPTIMIZERS, hold_to_one_process
@@ -54,10 +54,10 @@ over_mpi = pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"
 
 def observed(seed, options):
     """What this rank sees of a scenario, in a group with these options."""
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     case, plugs = scenario(seed)
     group = group_with(options) if options is not None else None
-    seen = observe_all(case, every_variant()[seed % 4 :: 4], plugs, group=group)
+    with without_warnings():
+        seen = observe_all(case, every_variant()[seed % 4 :: 4], plugs, group=group)
     for observation in seen:
         observation.gradients = {}
     dist.barrier()

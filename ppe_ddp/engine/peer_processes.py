@@ -80,7 +80,7 @@ class Position(NamedTuple):
         step: Which synchronized backward, from 1.
         activity: How far it has come in it.
         bucket: The number of the bucket, from 0.
-        waits: Whether it waits for others there.
+        waits: Whether it waits for others there, or has given that up.
     """
 
     step: int
@@ -309,7 +309,7 @@ def own_address() -> ProcessAddress | None:
 
 def _position(page: mmap.mmap, record: int) -> Position:
     step, activity, bucket, state = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
-    return Position(step, Activity(activity), bucket, state == _RecordState.WAITS)
+    return Position(step, Activity(activity), bucket, state != _RecordState.WORKS)
 
 
 def _state(page: mmap.mmap, record: int) -> _RecordState:
