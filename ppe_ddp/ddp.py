@@ -14,8 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from ppe_ddp.comm_hooks import HookedWrapper
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
-from ppe_ddp.engine.group_handle import GroupHandle
-from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reducer import Reducer

@@ -15,10 +15,18 @@ import itertools
 import os
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.distributed import Work
+
+from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 _SPINS = 64  # between looks at the clock and at the transport
 _SPIN_SECONDS = 0.005  # before the core is given away ...
@@ -29,6 +37,7 @@ _NAP_PART = 1 / 32
 _SHORTEST_NAP_SECONDS = 50e-6
 _LONGEST_NAP_SECONDS = 0.0002  # in which no network goes idle that MPI moves in our calls
 _ASK_SECONDS = 0.001
+_REST = timedelta(milliseconds=50)  # a Work of gloo that is still under way then raises, which takes 80 us
 
 
 class Advancing(Protocol):
@@ -47,8 +56,40 @@ class InFlight(Protocol):
         ...
 
     def block(self) -> None:
-        """Give the core to the threads that move it, for a millisecond at most; nothing where only calls move it."""
+        """Give the core to the threads that move it, for some milliseconds; nothing where only calls move it."""
         ...
+
+
+def in_flight(pending: object) -> InFlight | None:
+    """What torch has under way as a Work of C++ or a Future; None for anything else, of which only its wait is known.
+
+    Not for gloo's Work of a message between two ranks, which must be waited for once, and to its end.
+    """
+    if is_future(pending):
+        return _PendingFuture(pending)
+    return _PendingWork(pending) if type(pending) is Work else None
+
+
+class _PendingWork:
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.done = work.is_completed
+
+    def block(self) -> None:
+        with suppress(RuntimeError):  # the moment is over; its own error comes out of its wait()
+            self._work.wait(_REST)
+
+
+class _PendingFuture:
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.done = future.done
+        self._ended = threading.Event()
+        if not future.done():
+            ended = self._ended  # not this object, which has the future
+            future.add_done_callback(lambda _: ended.set())
+
+    def block(self) -> None:
+        self._ended.wait(_REST.total_seconds())
 
 
 class ProgressEngine:
@@ -114,10 +155,11 @@ class ProgressEngine:
     def wait_until(
         self,
         arrived: Callable[[], Any],
-        look: Callable[[], None] | None = None,
+        look: Callable[[], object] | None = None,
         *,
         seconds: float | None = None,
         nap: float = 0.0,
+        rest: Callable[[], None] | None = None,
     ) -> bool:
         """Advance everything until ``arrived()``; also what others wait for.
 
@@ -126,6 +168,8 @@ class ProgressEngine:
             look: Called now and then; raises what ends the wait.
             seconds: How long at most; None for no limit.
             nap: How long to sleep at least each time, in seconds; by default the core is only yielded at first.
+            rest: Gives the core to the threads that bring what is waited for (:meth:`InFlight.block`); called in place
+                of the naps while there is nothing to advance.
 
         Returns:
             Whether it has arrived; False when the time was over before.
@@ -135,11 +179,14 @@ class ProgressEngine:
             self.progress()
             if arrived():
                 return True
-            if nap:
+            is_resting = rest is not None and not self._groups
+            if rest is not None and is_resting:
+                rest()
+            elif nap:
                 time.sleep(nap)
             else:
                 os.sched_yield()  # another rank may need this core to arrive
-            if nap or spins % _SPINS == 0:
+            if nap or is_resting or spins % _SPINS == 0:
                 if look is not None:
                     look()
                 now = time.monotonic()
@@ -241,22 +288,25 @@ def network_thread(pid: int) -> ProgressThread:
     return ProgressThread(pid, "ppe_ddp-progress", long_nap=0.0002, short_nap=0.0002, rest_after=1)
 
 
-def paced(question: Callable[[], bool], seconds: float = _ASK_SECONDS, *, at_once: bool = True) -> Callable[[], bool]:
+def paced(
+    question: Callable[[], object], seconds: float = _ASK_SECONDS, *, longest: float = 0.0, at_once: bool = True
+) -> Callable[[], bool]:
     """``question``, asked once in so many seconds at most: the store that it asks may be far, and all ranks ask it.
 
     Args:
         question: What is asked.
         seconds: Between two times.
+        longest: Up to where these seconds double each time.
         at_once: Whether it is asked in the first call; else so many seconds after now.
     """
-    asked = 0.0 if at_once else time.monotonic()
+    asked, pause = 0.0 if at_once else time.monotonic(), seconds
 
     def ask() -> bool:
-        nonlocal asked
+        nonlocal asked, pause
         now = time.monotonic()
-        if now - asked < seconds:
+        if now - asked < pause:
             return False
-        asked = now
-        return question()
+        asked, pause = now, max(pause, min(2 * pause, longest))
+        return bool(question())
 
     return ask

@@ -319,8 +319,8 @@ class Interrupted:
         "before_it_comes": (failures.Renewals, "begin", "before"),
         "as_it_comes": (failures.Renewals, "come", "before"),
         "when_it_has_come": (failures.Renewals, "come", "after"),
-        "while_it_waits": (failures.Renewals, "decision", "before"),
-        "when_it_has_heard": (failures.Renewals, "decision", "after"),
+        "while_it_waits": (failures.Renewals, "outcome", "before"),
+        "when_it_has_heard": (failures.Renewals, "outcome", "after"),
         "while_it_gives_back": (groups, "release_all", "before"),
         "before_it_makes_groups": (groups, "duplicates", "before"),
         "between_two_groups": (group_duplicates, "_new_group", "after"),
@@ -334,7 +334,7 @@ class Interrupted:
 
     def __call__(self, *arguments, **keywords):
         result = self.call(*arguments, **keywords) if self.when == "after" else None
-        if self.left and not (self.call.__name__ == "decision" and self.when == "after" and result is None):
+        if self.left and not (self.call.__name__ == "outcome" and self.when == "after" and result is None):
             self.left -= 1
             raise KeyboardInterrupt
         return result if self.when == "after" else self.call(*arguments, **keywords)

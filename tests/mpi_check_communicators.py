@@ -14,8 +14,8 @@ import failing_shards
 from mpi_check_kit import check
 from one_process import assert_gradients, mean_gradients, seeded, square
 from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, broadcast
+from ppe_ddp.backends.rank_store import exchange
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.store_exchange import exchange
 
 _MOST = 2100  # MPICH has 2048; an MPI without such a limit passes
 _FEW = 12

@@ -20,8 +20,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the bottom to the top; a layer imports from those before it, and from itself.
 LAYERS = [
     "errors",
-    "waiting",
     "torch_internals",
+    "waiting",
     "torch_internals_check",
     "nested_tensors",
     "scaling",

@@ -19,7 +19,7 @@ from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, Disagreem
 from ppe_ddp.checkpoints import checkpoint_files
 from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
 from ppe_ddp.compression import LocalSGD
-from ppe_ddp.engine.lost_ranks import LostRanks
+from ppe_ddp.engine.failures import LostRanks
 from ppe_ddp.testing import RankError, Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 

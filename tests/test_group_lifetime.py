@@ -15,7 +15,7 @@ from one_process import assert_gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.engine.failures import is_of_transport
-from ppe_ddp.engine.group_lifetime import close
+from ppe_ddp.engine.group_duplicates import close
 from rank_tests import on_three_ranks, on_two_ranks
 
 SECONDS = 10.0

@@ -3,13 +3,14 @@
 import os
 from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 
 from ppe_ddp.backends.collective_comparison import CollectiveComparison
-from ppe_ddp.backends.rank_store import WrittenKeys
-from ppe_ddp.engine.store_exchange import exchange
+from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, WrittenKeys, exchange
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import progress_engine
-from rank_tests import on_two_ranks
+from rank_tests import on_three_ranks, on_two_ranks
 
 
 def test_what_was_written_is_deleted_and_nothing_else():
@@ -41,6 +42,42 @@ def test_a_store_that_cannot_delete_keeps_all():
     keys.set("one", "1")
     keys.set("two", "2")
     keys.delete_all()
+
+
+def test_who_speaks_first_decides_for_all_ranks():
+    store = dist.HashStore()
+
+    def meetings(name):
+        return [Meeting(WrittenKeys(store), name, rank, 3) for rank in range(3)]
+
+    first, second, third = meetings("all come")
+    first.come("a")
+    third.come({"c": 1})
+    assert first.outcome() is None
+    assert first.absent() == [1]
+    second.come(None)
+    assert all(one.outcome() == MeetingOutcome(["a", None, {"c": 1}], 1) for one in (first, second, third))
+    assert first.refuse("too late").words
+    first, second, third = meetings("one refuses")
+    second.come("b")
+    assert first.refuse("not I") == MeetingOutcome([], 0, "not I")
+    third.come("c")
+    first.come("after all")
+    assert [one.outcome() for one in (second, third)] == [MeetingOutcome([], 0, "not I")] * 2
+
+
+@on_three_ranks
+def test_an_exchange_that_one_rank_leaves_ends_on_all_at_once():
+    rank = dist.get_rank()
+
+    def look():
+        if rank == 0:
+            raise KeyboardInterrupt
+
+    if rank < 2:  # rank 2 never comes
+        error, text = (CommunicationError, "rank 0 has left .KeyboardInterrupt") if rank else (KeyboardInterrupt, "")
+        with pytest.raises(error, match=text):
+            exchange(dist.group.WORLD, "left", "word", look)
 
 
 @on_two_ranks

@@ -72,7 +72,8 @@ class Collectives:
         self._memory = memory
         self._direct_bytes = direct_bytes
         self._arguments = CollectiveArguments(rank, wire.size)
-        self._calls = CallQueue(waits) if wire.piece_bytes else CallSet(waits)
+        self._is_queued = bool(wire.piece_bytes)  # a wire that only calls of this process move
+        self._calls = CallQueue(waits) if self._is_queued else CallSet(waits)
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> Work:
@@ -320,9 +321,9 @@ class Collectives:
         absent: Callable[[], Sequence[int]] = tuple
         if self.shared is not None:
             absent = partial(self.shared.ranks_without_message, self.shared.count_message())
-        call = _WireCall(what, self._waits, steps, is_queued=isinstance(self._calls, CallQueue))
+        call = _WireCall(what, self._waits, steps, is_queued=self._is_queued)
         self._calls.begin(call)
-        work = Work(what, self._waits, call.poll, absent=absent, block=call.block)
+        work = Work(what, self._waits, call.poll, absent=absent, block=None if self._is_queued else call.block)
         work.ask_transport = call.tell_end
         return work
 
@@ -344,7 +345,7 @@ class Collectives:
                 raise waits.error(what, waits.failure)
             return False
 
-        work = Work(what, waits, poll, block=message.block, message=message)
+        work = Work(what, waits, poll, block=None if self._is_queued else message.block, message=message)
         work.outputs = [tensor]
         return work
 

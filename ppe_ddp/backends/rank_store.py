@@ -2,8 +2,10 @@
 
 WrittenKeys          remembers what this rank has written, so that it can be deleted when no rank reads it any more
 BoundedStore         gives up a store that does not answer
+Meeting              each rank brings a word; one outcome for all
 Reports              what some ranks append, and all ask for now and then: in one call, however many ranks there are
 await_members()      waits until all ranks make the same group
+exchange()           the words of all ranks of a group of torch's
 monitored_barrier()  names the ranks that are missing
 """
 
@@ -14,11 +16,15 @@ import json
 import os
 import queue
 import threading
+from collections import deque
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ppe_ddp.backends.group_internals import PrefixStore
+from torch import distributed as dist
+from torch.distributed import default_pg_timeout
+
+from ppe_ddp.backends.group_internals import PrefixStore, kept_with, store_of, timeout_of
 from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import paced, progress_engine
 
@@ -26,10 +32,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from torch.distributed import ProcessGroup
+
     from ppe_ddp.backends.group_internals import Store
     from ppe_ddp.backends.work import Waits
 
 T = TypeVar("T")
+
+_NAP = 0.001  # seconds between looks at the store ...
+_LONGEST_PAUSE = 0.02  # ... which grow to this
+_LAST = 16  # exchanges whose words stay in the store; all have read the one before, but threads may be in several
 
 SILENT = "the store that the ranks share does not answer: the process that serves it has stopped, or the network is cut"
 
@@ -226,10 +238,100 @@ def _caller(_pid: int) -> _Caller:
     return _Caller()
 
 
+class MeetingOutcome(NamedTuple):
+    """What came of a meeting, the same for every rank.
+
+    Attributes:
+        words: Of all ranks, in their order; empty where one has refused.
+        rank: The rank that has spoken: the last to come, or the one that has refused.
+        refusal: Its word, where it has refused.
+    """
+
+    words: Sequence[Any]
+    rank: int
+    refusal: Any = None
+
+
+class Meeting:
+    """A meeting of all ranks in a store: each brings a word, and all learn the words of all, or that one has refused.
+
+    The last rank to come joins the words, so that each reads one key. Who does not wait any longer refuses. Whoever
+    speaks first decides for all.
+
+    Args:
+        store: Shared by the ranks.
+        name: New, and the same on every rank.
+        rank: This one.
+        size: How many there are.
+    """
+
+    def __init__(self, store: WrittenKeys, name: str, rank: int, size: int) -> None:
+        self._store = store
+        self._outcome = f"{name}/outcome"
+        self._count = f"{name}/count"
+        self._name, self._rank, self._size = name, rank, size
+
+    def come(self, word: Any) -> None:
+        """Bring this rank's word, which JSON can write."""
+        self._store.set(f"{self._name}/{self._rank}", json.dumps(word))
+        if self._store.add(self._count, 1) == self._size:
+            words = [json.loads(text) for text in self._store.multi_get(self._keys())]
+            self._decide(MeetingOutcome(words, self._rank))
+
+    def refuse(self, word: Any) -> MeetingOutcome:
+        """Refuse, unless all have come or one has refused before; the outcome."""
+        return self._decide(MeetingOutcome([], self._rank, word))
+
+    def _decide(self, outcome: MeetingOutcome) -> MeetingOutcome:
+        return MeetingOutcome(*json.loads(self._store.compare_set(self._outcome, "", json.dumps(outcome))))
+
+    def outcome(self) -> MeetingOutcome | None:
+        """The outcome; None as long as there is none."""
+        if not self._store.check([self._outcome]):
+            return None
+        return MeetingOutcome(*json.loads(self._store.get(self._outcome)))
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
+
+    def _keys(self) -> list[str]:
+        return [f"{self._name}/{rank}" for rank in range(self._size)]
+
+    def words(self, word: Any, look: Callable[[], None], seconds: float) -> MeetingOutcome:
+        """Come, and wait for the outcome. Moves meanwhile what is under way in all groups: a rank may need it to come.
+
+        Args:
+            word: This rank's.
+            look: Called now and then; raises what ends the wait.
+            seconds: How long to wait; then this rank refuses.
+
+        Returns:
+            The outcome. Its refusal is the list of absent ranks, and the error that has ended the wait of the rank that
+            refused, if there was one.
+        """
+        found: list[MeetingOutcome] = []
+
+        def has_ended() -> bool:
+            outcome = self.outcome()
+            if outcome is not None:
+                found.append(outcome)
+            return outcome is not None
+
+        progress, ask = progress_engine(os.getpid()), paced(has_ended, longest=_LONGEST_PAUSE)
+        try:
+            self.come(word)
+            if not progress.wait_until(ask, paced(look, _LONGEST_PAUSE), seconds=seconds, nap=_NAP):
+                return self.refuse([self.absent(), ""])
+        except BaseException as error:  # also an interrupt: the others need not wait for this rank
+            with suppress(RuntimeError):  # the store may be gone
+                self.refuse([[self._rank], f"{type(error).__name__}: {error}"])
+            raise
+        return found[0]
+
+
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
     """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
-
-    Keeps going what is under way on other groups, which a rank may need to get here.
 
     Args:
         arguments: torch's ``_DistributedBackendOptions``.
@@ -245,50 +347,72 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
         DisagreementError: On every rank: not all have the same options.
     """
     place, seconds = arguments.group_rank, arguments.timeout.total_seconds()
-    turn = _first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
-    keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
-    differing = f"ppe_ddp/options/{turn}/differing"
+
+    def meeting(turn: int) -> Meeting:
+        return Meeting(store, f"ppe_ddp/made/{turn}", place, len(ranks))
+
+    turn = _first_unused(lambda turn: meeting(turn).outcome() is not None)
     with_what = f"{options} and PPE_DDP_DEBUG={os.environ.get('PPE_DDP_DEBUG', '')}"
-    own = json.dumps([ranks[place], with_what])
-    first = store.compare_set(f"ppe_ddp/options/{turn}", "", own)  # that of whoever came first
-    if json.loads(first)[1] != with_what:
-        store.set(differing, own)
-    store.set(keys[place], "1")  # last: when all have come, all have compared
-    is_decided, start = paced(lambda: store.check([f"ppe_ddp/made/{turn}"])), monotonic()
-
-    def is_made(outcome: str) -> bool:
-        # What one rank says first holds for all: nobody begins to connect to a rank that has given up just now.
-        return bool(store.compare_set(f"ppe_ddp/made/{turn}", "", outcome) == b"yes")
-
-    def look() -> None:
-        if monotonic() - start > seconds and not is_made("no"):
-            refuse()
-
-    def refuse() -> NoReturn:
-        absent = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        who = ", ".join(absent) or "that came too late"
+    outcome = meeting(turn).words(with_what, lambda: None, seconds)
+    group = f"group {arguments.group_id!r} of ranks {list(ranks)}"
+    if not outcome.words:
+        others, reason = outcome.refusal
+        absent = ", ".join(str(ranks[other]) for other in others if other != place) or "that came too late"
+        waited = f"has waited for the group's timeout of {seconds:g} s: rank {absent} did not make it"
         raise CommunicationError(
-            f"rank {ranks[place]}: making group {arguments.group_id!r} of ranks {list(ranks)} has waited for the "
-            f"group's timeout of {seconds:g} s: rank {who} did not make it. Where "
-            "only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
+            f"rank {ranks[place]}: making {group} {f'has failed on rank {absent} ({reason})' if reason else waited}. "
+            "Where only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
             "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
         )
-
-    try:
-        if store.add(f"ppe_ddp/come/{turn}", 1) == len(ranks):
-            is_made("yes")
-        progress_engine(os.getpid()).wait_until(lambda: is_decided() and (is_made("yes") or refuse()), look)
-    except BaseException:  # an interrupt: the others need not wait for this rank
-        with suppress(RuntimeError):  # the store may be gone
-            is_made("no")
-        raise
-    if store.check([differing]):
-        (one, its), (other, others) = sorted([json.loads(first), json.loads(store.get(differing))])
-        raise DisagreementError(
-            f"group {arguments.group_id!r} of ranks {list(ranks)}: rank {one} makes it with {its}, and rank {other} "
-            f"with {others}. Give the same on every rank"
-        )
+    for other, others in zip(ranks, outcome.words, strict=True):
+        if others != outcome.words[0]:
+            raise DisagreementError(
+                f"{group}: rank {ranks[0]} makes it with {outcome.words[0]}, and rank {other} with {others}. Give the "
+                "same on every rank"
+            )
     return turn
+
+
+def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
+    """The words of all ranks of ``group``, in their order; all of them must call this together.
+
+    By the store, and not by the group: what the threads of a backend have done for us they give up a moment after this
+    rank has gone on, and gloo's need Python for it. Where Python is at its end by then, C++ ends the process. Our own
+    duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it.
+
+    Args:
+        group: One that torch.distributed has made.
+        name: Of this exchange: the same on every rank, and new.
+        word: This rank's: what JSON can write.
+        look: Called now and then; raises what ends the wait.
+
+    Raises:
+        CommunicationError: Not all ranks have come within the group's timeout; names them.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    seconds = (timeout_of(group) or default_pg_timeout).total_seconds()
+    store = WrittenKeys(store_of(group))
+    outcome = Meeting(store, f"ppe_ddp/{name}", rank, world_size).words(word, look, seconds)
+    if not outcome.words:
+        look()  # it may know why
+        absent, reason = outcome.refusal
+        why = f"has left ({reason})" if reason else f"did not come within the group's timeout of {seconds:g} s"
+        error = CommunicationError(
+            f"rank {rank} of {world_size}: rank {', '.join(map(str, absent))} {why}. All ranks of the group must wrap "
+            "the module together"
+        )
+        error.ranks = tuple(absent)
+        raise error
+    written = kept_with(group, _stores_of_exchanges)
+    written.append(store)
+    while len(written) > _LAST:
+        written.popleft().delete_all()
+    return list(outcome.words)
+
+
+def _stores_of_exchanges() -> deque[WrittenKeys]:
+    """Those of one group whose keys are still in the store."""
+    return deque()
 
 
 def _first_unused(is_used: Callable[[int], bool]) -> int:

@@ -61,6 +61,8 @@ class Waits(ABC):
         what: str,
         absent: Callable[[], Sequence[int]] = tuple,
         seconds: float = 0.0,
+        rest: Callable[[], None] | None = None,
+        also: Callable[[], object] = bool,
     ) -> None:
         """Wait until ``arrived()``.
 
@@ -69,6 +71,8 @@ class Waits(ABC):
             what: What is waited for, for errors.
             absent: The ranks that are waited for, as far as it is known.
             seconds: How long at most, if positive: the group goes on after that, unlike after its own timeout.
+            rest: Gives the core to the threads that bring it, if there are any.
+            also: Looks for what else may end the wait, and raises that.
 
         Raises:
             CommunicationError: The group was given up, by another rank or because the time is over.
@@ -78,6 +82,7 @@ class Waits(ABC):
         def look() -> None:
             nonlocal seen
             self.check(what)
+            also()
             now = time.monotonic()
             if now - seen > _LOOK_SECONDS:
                 seen = now
@@ -90,7 +95,7 @@ class Waits(ABC):
             if waited > self.timeout:
                 self._end_of_time(what, absent())
 
-        self._progress.wait_until(arrived, look)
+        self._progress.wait_until(arrived, look, rest=rest)
 
     def _end_of_time(self, what: str, missing: Sequence[int]) -> None:
         told = paced(self.look_now, _ASK_SECONDS)
@@ -207,7 +212,7 @@ class Work(PythonWork):
         waits: Of its group.
         poll: Whether it has ended well; raises where it has failed.
         absent: The ranks that it waits for, as far as is known.
-        block: Gives the core away for a moment, where threads of a transport move it.
+        block: Gives the core to the threads of a transport that move it, for a moment; None where only calls do.
         message: Of a message: what is in flight. The group stays good if nobody comes within its timeout.
 
     Attributes:
@@ -254,18 +259,30 @@ class Work(PythonWork):
                 alone.
             DisagreementError: The ranks have called different collectives, where they are compared.
         """
-        if not self.done():
-            seconds = max(0.0, timeout.total_seconds()) if timeout is not None else 0.0
-            if self._message is not None:
-                seconds = seconds or self._waits.timeout
-            try:
-                self._waits.until(self._arrived, self._what, self._absent, seconds)
-            except CommunicationError:
-                if not (self.done() and isinstance(self._error, DisagreementError)):
-                    raise
+        self.await_end(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
+
+    def await_end(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
+        """Wait until it has ended, well or not.
+
+        Args:
+            look: Called now and then; raises what ends the wait.
+            seconds: How long at most, if positive.
+
+        Raises:
+            CommunicationError: As :meth:`wait`, but for an error of the call itself.
+        """
+        if self.done():
+            return
+        if self._message is not None:
+            seconds = seconds or self._waits.timeout
+        try:
+            self._waits.until(self.done, self._what, self._absent, seconds, self._block, look)
+        except CommunicationError:
+            if not (self.done() and isinstance(self._error, DisagreementError)):
+                raise
 
     def done(self) -> bool:
         """Whether it has ended, well or not; only looks."""
@@ -325,11 +342,6 @@ class Work(PythonWork):
         call, self._at_end = self._at_end, None
         if call is not None:
             call()
-
-    def _arrived(self) -> bool:
-        if not self.done() and self._block is not None and progress_engine(os.getpid()).is_idle:
-            self._block()  # the threads of a transport need the core more than a loop of ours
-        return self.done()
 
     def _has_ended(self) -> bool:
         try:

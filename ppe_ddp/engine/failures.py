@@ -1,34 +1,42 @@
-"""Reports failures of single ranks through the store, which ranks that wait in a collective can still read.
+"""What happens when a rank fails: it is reported, seen by those that wait, named, and the ranks connect again.
 
-the rank that fails     reports, then closes its connections
-the others              leave their waits: the connection is closed, or they look here now and then
+report    the rank that fails writes what has happened to the store, and closes its connections (Groups.fail)
+look      the others leave their waits: a connection is closed, or they look here now and then (Failures.wait)
+name      an error of the transport becomes one that names the rank: who has reported; else who is gone, is stopped,
+or has not come (LostRanks.find): on this node by its process (peer_processes.py), on others by what it
+writes to the store, as every rank does whose communication has failed; who does not write is silent
+renew     at its next step each rank makes new connections, once all have come to do so (Renewals, Groups.renew)
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.rank_store import Reports
-from ppe_ddp.backends.work import PythonWork
-from ppe_ddp.engine.lost_ranks import LostRank
+from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
+from ppe_ddp.backends.work import Work
+from ppe_ddp.engine.peer_processes import Activity, Condition, Position
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
-from ppe_ddp.torch_internals import is_future
+from ppe_ddp.waiting import in_flight, paced, progress_engine
 
 if TYPE_CHECKING:
-    from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
+    from collections.abc import Callable, Sequence
+
+    from ppe_ddp.backends.rank_store import BoundedStore
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.lost_ranks import LostRanks
+    from ppe_ddp.engine.peer_processes import PeerProcesses
+
+T = TypeVar("T")
 
 START = "start"
 """The phase before the first step, in which all ranks get what they start from."""
@@ -40,10 +48,175 @@ EQUALLY_OFTEN = (
     "backward, or the ranks wait for one another; uneven numbers of batches need `with Join([ddp])`"
 )
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
-_LOOK = timedelta(seconds=LOOK_SECONDS)
 _GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
 _LONGEST_REASON = 2000  # characters
 _LAST_FRAMES = 4
+# A connection is closed a moment before the system lets anybody see that its process is no more.
+_HERE_SECONDS = 0.5
+_ELSEWHERE_SECONDS = 1.0  # a failure reaches all ranks that wait at about the same time
+_NAP_SECONDS = 0.01
+_SHORT_NAP_SECONDS = 0.0005
+_COMPLETING_SECONDS = 5.0  # for the others to complete a step of which this one has sent its part
+_ARRIVING_SECONDS = 0.3  # the same where they cannot be seen
+_SILENT = "does not answer"
+_LATE = "has not come"
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A rank that others have waited for in vain.
+
+    Attributes:
+        rank: The rank.
+        condition: What is the matter with it, as a clause without a subject.
+        step: The step in which it was seen last.
+        phase: What it has done last in it.
+        last: The same, as a clause without a subject; empty where it is not known.
+        is_gone: Whether it will not come any more.
+    """
+
+    rank: int
+    condition: str
+    step: int | None = None
+    phase: str = ""
+    last: str = ""
+    is_gone: bool = False
+
+    def __str__(self) -> str:
+        """For an error."""
+        last = f" (it {self.last})" if self.last else ""
+        return f"rank {self.rank}, which {self.condition}{last}"
+
+
+class LostRanks:
+    """Looks for the ranks of one group that are lost, for as long as its connections last.
+
+    Args:
+        store: Shared by the ranks.
+        name: Of the connections; the same on every rank, and never used again.
+        rank: This process in the group.
+        world_size: The size of the group.
+        processes: Of its ranks, as far as they can be seen.
+    """
+
+    def __init__(self, store: BoundedStore, name: str, rank: int, world_size: int, processes: PeerProcesses) -> None:
+        self._reports = Reports(store, f"ppe_ddp/present/{name}")
+        self._rank = rank
+        self._processes = processes
+        self._elsewhere = set(range(world_size)) - {rank, *processes.on_this_node}
+
+    def gone(self) -> list[LostRank]:
+        """The ranks that are known not to come any more; found out at once."""
+        here = self._not_running()
+        if self._elsewhere and not here:
+            with suppress(dist.DistError, CommunicationError):
+                here = [LostRank(**one) for record in self._told().values() for one in record["lost"]]
+        return [one for one in here if one.is_gone]
+
+    def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
+        """The ranks that this one has waited for, now that its communication has failed.
+
+        Args:
+            explained: Asked now and then: whether the failure has another reason, so that nobody need be found.
+        """
+        told: dict[int, dict[str, Any]] = {}
+        said: list[LostRank] | None = None
+        found: list[LostRank] = []
+
+        def is_clear() -> bool:
+            nonlocal said, told
+            found[:] = self._not_running()
+            if self._elsewhere:
+                if found != said:
+                    self._tell(found)
+                    said = found.copy()
+                told = self._told()
+                found.extend(LostRank(**one) for record in told.values() for one in record["lost"] if not said)
+            return bool(found or explained() or (told and len(told) == len(self._elsewhere)))
+
+        seconds = _ELSEWHERE_SECONDS if self._elsewhere else _HERE_SECONDS
+        with suppress(dist.DistError, CommunicationError):  # without the store, what can be seen here must do
+            progress_engine(os.getpid()).wait_until(is_clear, seconds=seconds, nap=_NAP_SECONDS)
+        if explained():  # also of one that was found: it may have failed before it left, and so has said why
+            return []
+        return found or self._not_running() or self._silent(told) or self._behind(told)
+
+    def note_wait(self) -> None:
+        """This rank has waited for others for a while."""
+        self._processes.note_wait()
+
+    def await_completion(self) -> None:
+        """Let the other ranks complete the last step that is complete here, before this one closes its connections.
+
+        They may still be receiving what this rank has sent in it, and closing would end that as well: it would have
+        taken the step, and they not.
+        """
+        own = self._processes.position(self._rank)
+        has_met = own is None or own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
+        progress = progress_engine(os.getpid())
+        # Who is at a bucket has heard of all: they have begun the step, and so completed the one before.
+        if self._elsewhere and not has_met:
+            progress.wait_until(lambda: False, seconds=_ARRIVING_SECONDS, nap=_SHORT_NAP_SECONDS)
+        progress.wait_until(
+            lambda: not self._processes.completing(), seconds=_COMPLETING_SECONDS, nap=_SHORT_NAP_SECONDS
+        )
+
+    def leave(self) -> None:
+        """This process is about to end: say so, and of which error if that is known."""
+        error = getattr(sys, "last_value", None)
+        text = f"an error that nobody has caught, {type(error).__name__}: {error}" if error is not None else ""
+        self._processes.leave(text)
+        if self._elsewhere:
+            own = self._processes.position(self._rank)
+            with suppress(dist.DistError, CommunicationError):
+                self._tell([self._lost(self._rank, _said(Condition.LEFT, text), own, is_gone=True)])
+
+    def behind(self, ranks: Sequence[int]) -> list[LostRank]:
+        """These ranks, which have not come, with what can be seen of them."""
+        found = {one.rank: one for one in self._not_running()}
+        return [found.get(rank) or self._lost(rank, _LATE, self._processes.position(rank)) for rank in ranks]
+
+    def _not_running(self) -> list[LostRank]:
+        found = []
+        for rank, (condition, text) in self._processes.lost().items():
+            said = _said(condition, text)
+            is_gone = condition is not Condition.STOPPED
+            found.append(self._lost(rank, said, self._processes.position(rank), is_gone=is_gone))
+        return found
+
+    def _tell(self, lost: list[LostRank]) -> None:
+        record = {"position": self._processes.position(self._rank), "lost": [asdict(one) for one in lost]}
+        self._reports.append(json.dumps([self._rank, record]))
+
+    def _told(self) -> dict[int, dict[str, Any]]:
+        """What ranks of other nodes have said last."""
+        told: dict[int, dict[str, Any]] = dict(json.loads(text) for text in self._reports.look())
+        return {rank: record for rank, record in told.items() if rank in self._elsewhere}
+
+    def _silent(self, told: dict[int, dict[str, Any]]) -> list[LostRank]:
+        return [LostRank(rank, _SILENT) for rank in sorted(self._elsewhere - told.keys())]
+
+    def _behind(self, told: dict[int, dict[str, Any]]) -> list[LostRank]:
+        """The ranks that have come less far than this one: it waits for them, or they for each other."""
+        own = self._processes.position(self._rank)
+        if own is None:
+            return []
+        positions = {rank: self._processes.position(rank) for rank in self._processes.on_this_node}
+        for rank, record in told.items():
+            if record["position"] is not None:
+                step, activity, bucket, waits = record["position"]
+                positions[rank] = Position(step, Activity(activity), bucket, waits)
+        late = {rank: position for rank, position in positions.items() if position is not None and position < own}
+        return [self._lost(rank, _LATE, position) for rank, position in sorted(late.items())]
+
+    def _lost(self, rank: int, condition: str, position: Position | None, *, is_gone: bool = False) -> LostRank:
+        if position is None:
+            return LostRank(rank, condition, is_gone=is_gone)
+        return LostRank(rank, condition, position.step, position.phase, str(position), is_gone)
+
+
+def _said(condition: Condition, text: str) -> str:
+    return f"{condition.value} by {text}" if text else condition.value
 
 
 @dataclass(frozen=True)
@@ -110,12 +283,10 @@ class Failures:
         name: Of the connections; the same on every rank, and never used again.
         rank: This process in the group.
         lost: Looks for ranks that are lost.
-        timeout_seconds: How long a wait in the group may take.
     """
 
-    def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks, timeout_seconds: float) -> None:
+    def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks) -> None:
         self._store = store
-        self._timeout_seconds = timeout_seconds
         self._reports = Reports(store, f"ppe_ddp/failures/{name}")
         self._rank = rank
         self._lost = lost
@@ -180,71 +351,52 @@ class Failures:
         """
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
-        self._await(getattr(pending, "work", pending))
+        call = getattr(pending, "work", pending)
+        if not is_message(call):  # a wait for a moment would close the connection, and a second one find nothing
+            self._await(call)
         return pending.wait()
 
     def _await(self, pending: Any) -> None:
-        """Wait until a Future or a Work has ended whose transport knows nothing of failures."""
-        if is_message(pending):
-            return  # a wait for a moment would close the connection, and a second wait would find nothing
-        looks = _Looks(self)
-        if is_future(pending) and not pending.done():
-            arrived = threading.Event()
-            pending.add_done_callback(lambda _: arrived.set())
-            while not arrived.wait(LOOK_SECONDS):
-                looks.look()
-        elif type(pending) is dist.Work or isinstance(pending, PythonWork):
-            end = monotonic() + self._timeout_seconds
-            while not pending.is_completed():
-                try:
-                    pending.wait(_LOOK)
-                except RuntimeError:
-                    if pending.is_completed():
-                        return  # with an error, which its own wait will raise
-                    looks.look()  # the operation goes on
-                if isinstance(pending, PythonWork) and monotonic() > end:  # which may count from each of these waits
-                    raise CommunicationError(f"the group's timeout of {self._timeout_seconds:g} s is over")
+        """Wait until a Future or a Work has ended, whose transport may know nothing of failures."""
+        gone_since = 0.0
 
+        def look() -> None:
+            nonlocal gone_since
+            self._lost.note_wait()
+            self.check()
+            if gone := self._lost.gone():
+                gone_since = gone_since or monotonic()
+                if monotonic() - gone_since > _GONE_SECONDS:
+                    raise lost_error(self._rank, gone, "")
 
-@dataclass(frozen=True)
-class Decision:
-    """What came of one attempt of the ranks to connect again.
-
-    Attributes:
-        rank: The rank that has decided.
-        step: The last step that is over: the highest one of all ranks, or that in which this attempt has failed.
-        reason: Why the attempt has failed; empty where all ranks connect.
-    """
-
-    rank: int
-    step: int
-    reason: str
+        looks = paced(look, LOOK_SECONDS, at_once=False)
+        if isinstance(pending, Work):
+            pending.await_end(looks)
+        elif (one := in_flight(pending)) is not None:
+            progress_engine(os.getpid()).wait_until(one.done, looks, rest=one.block)
 
 
 class Renewals:
     """The attempts of the ranks of one group to connect again, numbered alike on every rank.
 
-    Each synchronized step with closed connections is one attempt on each rank, which every rank ends by learning its
-    decision: there is one for all ranks, by whoever speaks first. The last rank to come says yes; a rank that cannot
-    connect says no.
+    Each synchronized step with closed connections is one attempt on each rank: a meeting, to which each brings how many
+    steps it has had. A rank that cannot connect refuses, with the step and the reason.
 
     Args:
-        store: Shared by the ranks.
+        store: Gives the store that the ranks share, for one attempt.
         name: Of the group; the same on every rank, and never used again.
         rank: This process in the group.
         world_size: The size of the group.
 
     Attributes:
         number: Of the attempt under way, or of the last one.
-        is_open: Whether it is under way.
     """
 
     def __init__(self, store: Callable[[], BoundedStore], name: str, rank: int, world_size: int) -> None:
         self._new_store = store
         self._stores: list[BoundedStore] = []  # one an attempt, since the last that succeeded
         self._name = f"ppe_ddp/renewal/{name}"
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._ended = 0
         self.number = 0
 
@@ -254,49 +406,38 @@ class Renewals:
         return self.number > self._ended
 
     def begin(self) -> None:
-        """Begin the next attempt."""
+        """Begin the next attempt, or go on with one that could not be ended as the store was silent."""
         self._stores.append(self._new_store())
         self.number = self._ended + 1
 
     def end(self) -> None:
-        """End the attempt: its decision is known, and what follows from it done."""
+        """End the attempt: its outcome is known, and what follows from it done."""
         self._ended = self.number
 
     def come(self, step: int) -> None:
         """Say that this rank connects, and has had so many steps."""
-        keys = [self._key(rank) for rank in range(self._world_size)]
+        self._do(lambda meeting: meeting.come(step))
 
-        def write(store: WrittenKeys) -> None:
-            store.set(keys[self._rank], str(step))
-            if store.add(self._key("count"), 1) == self._world_size:
-                highest = max(int(text) for text in store.multi_get(keys))
-                store.compare_set(self._key("decision"), "", json.dumps([self._rank, highest, ""]))
+    def outcome(self) -> MeetingOutcome | None:
+        """The outcome, if there is one."""
+        return self._do(Meeting.outcome)
 
-        self._stores[-1].do(write)
+    def refuse(self, step: int, reason: str) -> MeetingOutcome:
+        """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before."""
+        return self._do(lambda meeting: meeting.refuse([step, reason]))
 
-    def decision(self) -> Decision | None:
-        """The decision, if there is one."""
-        key = self._key("decision")
-        text = self._stores[-1].do(lambda store: store.get(key) if store.check([key]) else b"")
-        return Decision(*json.loads(text)) if text else None
-
-    def refuse(self, step: int, reason: str) -> Decision:
-        """Say that this rank does not connect, in ``step``; the decision, which may have been another one before."""
-        key, word = self._key("decision"), json.dumps([self._rank, step, reason])
-        return Decision(*json.loads(self._stores[-1].do(lambda store: store.compare_set(key, "", word))))
-
-    def silent(self) -> list[int]:
+    def absent(self) -> list[int]:
         """The ranks that have not come."""
-        keys = {rank: self._key(rank) for rank in range(self._world_size)}
-        return self._stores[-1].do(lambda store: [rank for rank, key in keys.items() if not store.check([key])])
+        return self._do(Meeting.absent)
+
+    def _do(self, call: Callable[[Meeting], T]) -> T:
+        name = f"{self._name}/{self.number}"
+        return self._stores[-1].do(lambda store: call(Meeting(store, name, self._rank, self._world_size)))
 
     def forget(self) -> None:
         """Delete what this rank has written in earlier attempts; called when all ranks have come to this one."""
         while len(self._stores) > 1:
             self._stores.pop(0).delete_all()
-
-    def _key(self, what: object) -> str:
-        return f"{self._name}/{self.number}/{what}"
 
 
 def obstacle(everyone: Sequence[HookProgress]) -> str:
@@ -349,24 +490,6 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
 
     threading.Thread(target=wait, name="ppe_ddp-message", daemon=True).start()
     return arrived
-
-
-class _Looks:
-    """The looks of one wait: whether a rank has reported a failure, or is gone for so long that nothing can come."""
-
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
-        self._gone_since = 0.0
-
-    def look(self) -> None:
-        self._failures._lost.note_wait()
-        self._failures.check()
-        gone = self._failures._lost.gone()
-        if not gone:
-            return
-        self._gone_since = self._gone_since or monotonic()
-        if monotonic() - self._gone_since > _GONE_SECONDS:
-            raise lost_error(self._failures._rank, gone, "")
 
 
 def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> CommunicationError:

@@ -4,16 +4,19 @@ Buckets are launched at moments that differ from rank to rank. On a group that t
 backward (SyncBatchNorm, expert parallelism), the order of collectives would then differ between ranks. So a
 wrapper duplicates the user's group, as MPI programs duplicate their communicator: once for buckets, which a
 function may send from a thread of its own, and once for the small messages by which the ranks agree.
+
+    duplicate ──► OPEN ──► fail: a rank has failed ──► CLOSED ──► renew, on all ranks ──► OPEN
+                    └────► release: no wrapper uses them; the next one over this parent takes them
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, default_pg_timeout
@@ -21,23 +24,25 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group import ended_at_exit
 from ppe_ddp.backends.group_internals import (
     HashStore,
+    default_group,
     device_types,
     forget_destroyed,
     is_registered,
     kept_with,
+    registered_groups,
     store_of,
     timeout_of,
 )
-from ppe_ddp.backends.rank_store import BoundedStore
-from ppe_ddp.engine.exit_order import is_over_gloo
+from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange
 from ppe_ddp.engine.failures import (
     EQUALLY_OFTEN,
     LOOK_SECONDS,
     START,
-    Decision,
     Failure,
     Failures,
     HookProgress,
+    LostRank,
+    LostRanks,
     Renewals,
     is_explained,
     is_of_transport,
@@ -45,12 +50,17 @@ from ppe_ddp.engine.failures import (
     obstacle,
     reason_of,
 )
-from ppe_ddp.engine.group_duplicates import backends_of, check_wanted, duplicates, registered_duplicates
-from ppe_ddp.engine.group_lifetime import close, destroy, release_all
-from ppe_ddp.engine.group_pool import GroupPool
-from ppe_ddp.engine.lost_ranks import LostRank, LostRanks
+from ppe_ddp.engine.group_duplicates import (
+    backends_of,
+    check_wanted,
+    close,
+    destroy,
+    duplicates,
+    is_over_gloo,
+    registered_duplicates,
+    release_all,
+)
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
-from ppe_ddp.engine.store_exchange import exchange, progress_of
 from ppe_ddp.errors import (
     AbortedError,
     CommunicationError,
@@ -60,15 +70,48 @@ from ppe_ddp.errors import (
     UnusableError,
     clear_frames,
 )
+from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ppe_ddp.engine.exit_order import User
-    from ppe_ddp.engine.group_lifetime import Release
+    from ppe_ddp.engine.group_duplicates import Release
 
-_NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again
-_LONGEST_NAP_SECONDS = 0.01
+_NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
+_LONGEST_PAUSE = 0.01  # ... which grow to this
+
+
+class User(Protocol):
+    """The object that communicates in a wrapper's groups."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a collective may be under way, so that the connections must not be ended."""
+        ...
+
+
+class Life(enum.Enum):
+    """What can be done with the groups of a wrapper."""
+
+    BORROWED = enum.auto()
+    """They are the user's own, and stay open whatever happens."""
+    OPEN = enum.auto()
+    """They are duplicates of it, which can be used."""
+    CLOSED = enum.auto()
+    """A rank has failed: they have to be made anew."""
+    UNUSABLE = enum.auto()
+    """They cannot be made anew."""
+    ENDED = enum.auto()
+    """Python ends."""
+
+
+_BEFORE: dict[Life, tuple[Life, ...]] = {
+    Life.OPEN: (Life.CLOSED,),
+    Life.CLOSED: (Life.OPEN,),
+    Life.UNUSABLE: (Life.CLOSED,),
+    Life.ENDED: tuple(Life),
+}
+"""From where each is entered."""
 
 
 @dataclass(eq=False)
@@ -87,7 +130,6 @@ class Groups:
         number: Which duplicate of the parent this is, the same on every rank.
         generation: The number of the attempt that has made the duplicates anew; 0 for the first ones.
         step: The synchronized backwards so far; the same on every rank.
-        is_closed: Whether they have to be made anew.
         user: Gives the reducer that synchronizes in them, if there is one.
         processes: Of the ranks, as far as they can be seen.
         shared_memory: Whether they are over shared memory where the parent is over gloo.
@@ -102,24 +144,35 @@ class Groups:
     number: int
     generation: int = 0
     step: int = 0
-    is_closed: bool = False
     user: Callable[[], User | None] = lambda: None
     processes: PeerProcesses = field(default_factory=lambda: PeerProcesses(0))
     shared_memory: bool = False
 
     def __post_init__(self) -> None:
-        self.is_duplicate = self.number > 0
-        """Whether there are duplicates, which can be closed and made anew."""
+        self.life = Life.OPEN if self.number else Life.BORROWED
         self.name = self.control.group_name
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self._connect_failures(self.generation)
         self._renewals = Renewals(self._store, self.name, self.rank, self.world_size)
-        self._unusable = ""
+        self._reason = ""  # why they are unusable
         self._starts = 0
         self._releases: dict[str, Release] = {}  # of the duplicates that were closed
-        self._has_ended = False
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
+
+    def _enter(self, life: Life) -> None:
+        assert self.life in _BEFORE[life], f"groups cannot go from {self.life.name} to {life.name}"
+        self.life = life
+
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether there are duplicates, which can be closed and made anew."""
+        return self.number > 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether they have to be made anew."""
+        return self.life is not Life.OPEN and self.life is not Life.BORROWED
 
     @classmethod
     def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, init_sync: bool = True) -> Groups:
@@ -149,11 +202,9 @@ class Groups:
         address = own_address()
         packed = None if address is None else address.packed()
         wanted = {"shared_memory": shared_memory, "init_sync": init_sync}
-        known: list[Any] = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
+        known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
         check_wanted(rank, [there for there, *_ in known])
-        numbers = [there for _, there, _ in known]
-        pool.end_closed(numbers)
-        groups = pool.take(numbers, shared_memory=shared_memory)
+        groups = pool.take([there for _, there, _ in known], shared_memory=shared_memory)
         if groups is not None:
             return groups
         pool.count += 1
@@ -230,39 +281,44 @@ class Groups:
     def _agree(self) -> None:
         """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
         self._renewals.come(self.step)
-        end, nap = monotonic() + self.timeout_seconds, _NAP_SECONDS
-        advance = progress_of(self.parent)
-        looked = monotonic()
-        lost: Sequence[LostRank] = ()
-        while (decision := self._renewals.decision()) is None and not lost:
-            advance()
-            sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
-            if monotonic() > looked + LOOK_SECONDS:
-                lost, looked = self._lost.gone(), monotonic()
-            if monotonic() > end:
-                lost = self._lost.behind(self._renewals.silent())
-        if decision is None:
-            reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
-            decision = self._renewals.refuse(self.step + 1, reason)
-        self._follow(decision)
-        if decision.reason and decision.rank == self.rank:
-            raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
-        if decision.reason:
-            error = PeerAbortedError(
-                f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {decision.rank}: "
-                f"{decision.reason}. The gradients of this step are not averages: zero them and go on with the next "
-                "step"
-            )
-            error.rank, error.step, error.phase, error.reason = decision.rank, decision.step, "begun", decision.reason
-            raise error
+        known: list[MeetingOutcome] = []
+        lost: list[LostRank] = []
 
-    def _follow(self, decision: Decision) -> None:
+        def arrived() -> bool:
+            outcome = self._renewals.outcome()
+            known.extend([] if outcome is None else [outcome])
+            return bool(known or lost)
+
+        progress = progress_engine(os.getpid())
+        looks = paced(lambda: lost.extend(self._lost.gone()), LOOK_SECONDS, at_once=False)
+        has_arrived = paced(arrived, longest=_LONGEST_PAUSE)
+        if not progress.wait_until(has_arrived, looks, seconds=self.timeout_seconds, nap=_NAP_SECONDS):
+            lost.extend(self._lost.behind(self._renewals.absent()))
+        if not known:
+            reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
+            known.append(self._renewals.refuse(self.step + 1, reason))
+        outcome = known[0]
+        self._follow(outcome)
+        if outcome.words:
+            return
+        _, reason = outcome.refusal
+        if outcome.rank == self.rank:
+            raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+        error = PeerAbortedError(
+            f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
+            f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
+        )
+        error.rank, error.step, error.phase, error.reason = outcome.rank, self.step, "begun", reason
+        raise error
+
+    def _follow(self, outcome: MeetingOutcome) -> None:
         """Do what the ranks have decided; where they connect, they report to one another under the new number."""
-        self.step = decision.step
-        if decision.reason:
+        if not outcome.words:
+            self.step, _ = outcome.refusal  # that in which this attempt has failed
             self._renewals.end()
-        elif not self._is_agreed:
+            return
+        self.step = max(outcome.words)  # the last step that is over
+        if not self._is_agreed:
             before = self.failures
             self._connect_failures(self._renewals.number)
             self.generation = self._renewals.number
@@ -277,16 +333,17 @@ class Groups:
             reason = obstacle([HookProgress(**word) for word in words])
         release_all(self._releases, lambda what, word: self._share(f"released/{what}", word))
         if reason:
-            self._unusable = f"rank {self.rank}: {reason}"
+            self._reason = f"rank {self.rank}: {reason}"
+            self._enter(Life.UNUSABLE)
             self._renewals.end()
-            raise UnusableError(self._unusable)
+            raise UnusableError(self._reason)
         self.processes.note_open()
         self.buckets, self.control = duplicates(
             self.parent, backends_of(self.parent), self._made_as, shared_memory=self.shared_memory
         )
         self._starts = 0
         self._renewals.end()
-        self.is_closed = False
+        self._enter(Life.OPEN)
 
     @property
     def _made_as(self) -> str:
@@ -322,6 +379,10 @@ class Groups:
             return bool(self.failures.of_others() or self._lost.gone())
         except (dist.DistError, CommunicationError):
             return False  # what is under way may still come
+
+    def begin_step(self) -> None:
+        """A synchronized backward begins, on all ranks."""
+        self.step += 1
 
     def note(self, activity: Activity, bucket: int = 0) -> None:
         """Note what this rank does now, for the others to see if it is lost."""
@@ -378,12 +439,12 @@ class Groups:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
-        self._lost.await_completion(progress_of(self.parent))
+        self._lost.await_completion()
         self._close()
         return instead
 
     def _close(self) -> None:
-        self.is_closed = True
+        self._enter(Life.CLOSED)
         self.processes.note_closed()
         ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
@@ -408,31 +469,32 @@ class Groups:
         store = self._store()
         name = f"{self.name}/{generation}"
         self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
-        self.failures = Failures(store, name, self.rank, self._lost, self.timeout_seconds)
+        self.failures = Failures(store, name, self.rank, self._lost)
 
     def release(self) -> None:
         """Let another wrapper over the same parent have them, or all ranks give back what they have.
 
         To be called when nothing is in flight in them; nothing is sent before the next :meth:`duplicate`.
         """
-        if self.is_duplicate and os.getpid() == self.pid and not (self._has_ended or self._destroyed()):
-            _pool_of(self.parent).put(self)
+        if self.is_duplicate and os.getpid() == self.pid and self.life is not Life.ENDED and not self._destroyed():
+            _pool_of(self.parent).unused.append(self)
 
     def end(self) -> None:
         """End the connections of gloo, unless something may be in flight in them: that would be waited for.
 
         Those of the user's group end with the last reference to it, once the user has destroyed it.
         """
-        self._has_ended = True
-        if os.getpid() == self.pid:
-            self._lost.leave()
-        user = self.user()
-        if (user is not None and user.is_running) or os.getpid() != self.pid:
+        life = self.life
+        self._enter(Life.ENDED)
+        if os.getpid() != self.pid:
             return
-        if not self.is_closed:
+        self._lost.leave()
+        user = self.user()
+        if user is not None and user.is_running:
+            return
+        if life is Life.OPEN:
             ours = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
             self.buckets = self.control = self.parent
-            self.is_closed = True
             destroy(ours)
         if is_over_gloo(self.parent) and not is_registered(self.parent):
             forget_destroyed()
@@ -446,8 +508,8 @@ class Groups:
                 "belong to the parent; start workers by 'spawn' and initialize torch.distributed in each, or "
                 "use the plain module (ddp.module) here"
             )
-        if self._unusable:
-            raise UnusableError(self._unusable)
+        if self.life is Life.UNUSABLE:
+            raise UnusableError(self._reason)
         if not dist.is_initialized() or (self.world_size > 1 and self._destroyed()):
             raise UnusableError(
                 f"rank {self.rank}: the process group of this wrapper was destroyed; wrap the module again after "
@@ -458,8 +520,56 @@ class Groups:
         return self.is_duplicate and not (is_registered(self.control) and is_registered(self.parent))
 
 
-def _pool_of(parent: ProcessGroup) -> GroupPool[Groups]:
-    return kept_with(parent, GroupPool)
+@dataclass
+class _Pool:
+    """The duplicates of one parent that no wrapper uses: the next one takes them, unless a rank has failed in them.
+
+    Garbage is collected at different moments on different ranks, and a rank may have failed in the last step of a
+    wrapper, after the others were through: whenever they ask for duplicates, they say what each has, and do the same
+    with them.
+
+    Attributes:
+        calls: How often the ranks have asked one another for duplicates.
+        count: How many were made.
+        unused: Those that no wrapper of this process uses.
+    """
+
+    calls: int = 0
+    count: int = 0
+    unused: list[Groups] = field(default_factory=list)
+
+    def numbers(self) -> list[list[int]]:
+        """Of those that can be used, and of those that a failure has closed; for the other ranks."""
+        return [[one.number for one in self.unused if one.is_closed is closed] for closed in (False, True)]
+
+    def take(self, known: Sequence[Sequence[Sequence[int]]], *, shared_memory: bool) -> Groups | None:
+        """The first duplicates of this kind that can be used on all ranks, if there are any.
+
+        Closes everywhere what one rank has closed and no rank uses. Every rank must call this together.
+
+        Args:
+            known: The :meth:`numbers` of all ranks.
+            shared_memory: Whether they are to be over shared memory; the same on all ranks.
+
+        Raises:
+            CommunicationError: Not all ranks have come.
+        """
+        unused = set.intersection(*({*idle, *closed} for idle, closed in known))
+        closed = {number for _, numbers in known for number in numbers}
+        for one in sorted(self.unused, key=lambda one: one.number):
+            if one.number in unused & closed:
+                self.unused.remove(one)
+                one.end_together()
+        fitting = [one for one in self.unused if one.number in unused - closed and one.shared_memory == shared_memory]
+        if not fitting:
+            return None
+        first = min(fitting, key=lambda one: one.number)
+        self.unused.remove(first)
+        return first
+
+
+def _pool_of(parent: ProcessGroup) -> _Pool:
+    return kept_with(parent, _Pool)
 
 
 def renew_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> None:
@@ -483,3 +593,44 @@ def renew_all(everyone: Iterable[Groups], progress: HookProgress | None = None) 
         del left[0]
     if errors:
         raise errors[0]
+
+
+class GroupHandle:
+    """Holds a process group in a module that may be copied or pickled.
+
+    A copy in the same process shares the group. In another process it is found again by its ranks, when it
+    is first needed.
+    """
+
+    def __init__(self, group: ProcessGroup | None, ranks: list[int] | None = None) -> None:
+        self._group = group
+        self._ranks = ranks
+
+    def group(self) -> ProcessGroup:
+        """The group; the default group if none was named.
+
+        Raises:
+            ValueError: This process has no group of these ranks.
+        """
+        if self._group is not None:
+            return self._group
+        if self._ranks is not None:
+            for group, ranks in registered_groups():
+                if ranks == self._ranks:
+                    return group
+            raise ValueError(
+                f"the unpickled wrapper wants a process group of ranks {self._ranks}, and there is none: make it with "
+                "torch.distributed.new_group() first"
+            )
+        return default_group()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GroupHandle:
+        """The handle itself: a group is a connection, not a value."""
+        return self
+
+    def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
+        """Only the ranks are pickled, and none for the default group."""
+        group = self._group
+        if group is None or group is dist.group.WORLD or not is_registered(group):
+            return GroupHandle, (None, self._ranks)
+        return GroupHandle, (None, dist.get_process_group_ranks(group))

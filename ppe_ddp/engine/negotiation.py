@@ -163,7 +163,7 @@ class Negotiation:
         if self._generation != groups.generation:
             self._restart()
         if not is_vote:
-            groups.step += 1
+            groups.begin_step()
         groups.note(Activity.VOTE if is_vote else Activity.MASK)
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
         current = self._digest if is_vote else self._current_digest(local, buffers or {})

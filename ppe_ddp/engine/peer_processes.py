@@ -7,7 +7,7 @@ Each process keeps one page of memory, in which it writes what it is at, for a f
 its node map the page when a group is made, and can read it when the process is stopped, or is no more; the system says
 which.
 
-Not known are the processes of other nodes, nor any where there is no Linux: ``lost_ranks.py`` asks those.
+Not known are the processes of other nodes, nor any where there is no Linux: ``failures.py`` asks those.
 """
 
 from __future__ import annotations

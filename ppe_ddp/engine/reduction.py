@@ -16,8 +16,7 @@ from ppe_ddp.backends.group_internals import backend_for, default_group, device_
 from ppe_ddp.contracts import Division, is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress, awaited_once
-from ppe_ddp.engine.group_duplicates import backends_of
-from ppe_ddp.engine.group_lifetime import end_on_threads_of_python
+from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
 from ppe_ddp.engine.plan import MOST_NODES, NodeMasks
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import is_plain_average, name_of

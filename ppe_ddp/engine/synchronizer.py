@@ -177,7 +177,8 @@ class Synchronizer(ABC):
             self._has_told = True
             self.knows_of_failure = isinstance(error, PeerAbortedError)
             for groups in self.groups:
-                groups.step += not groups.is_closed  # those that were renewed lose the step with the others
+                if not groups.is_closed:  # renewed: it loses the step with the others
+                    groups.begin_step()
             raise
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:

@@ -278,7 +278,7 @@ class ModelParallel:
         finally:
             self._waits_in = None
             for groups in self._distinct:
-                groups.step += 1
+                groups.begin_step()
 
     def communicate(self, groups: Groups, start: Callable[[], Waitable], device: torch.device) -> None:
         """Wait for the collective that ``start`` begins in ``groups``, or until a rank of it reports a failure."""

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed import default_pg_timeout
 
-from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of, timeout_of
+from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
 from ppe_ddp.backends.rank_store import BoundedStore
-from ppe_ddp.engine.failures import Failure, Failures, lost_error
+from ppe_ddp.engine.failures import Failure, Failures, LostRanks, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
-from ppe_ddp.engine.lost_ranks import LostRanks
 from ppe_ddp.engine.peer_processes import PeerProcesses, ProcessAddress, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
 
@@ -191,8 +189,7 @@ class _Processes:
         if texts:
             processes = PeerProcesses(self._rank, self._address, [json.loads(text) for text in texts])
             self._lost = LostRanks(self._store, self._name, self._rank, len(texts), processes)
-            timeout = timeout_of(self._group) or default_pg_timeout
-            self._failures = Failures(self._store, self._name, self._rank, self._lost, timeout.total_seconds())
+            self._failures = Failures(self._store, self._name, self._rank, self._lost)
 
     def explained(self, error: Exception) -> PpeDdpError | None:
         """The error that names the ranks that are gone, as far as this one can see; None where it sees none.
