@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import CommHook, SyncHook, Waitable
-    from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.reducer import Reducer
+    from ppe_ddp.engine.synchronizer import BucketSynchronizer
     from ppe_ddp.options import Options
 
 NOT_GIVEN: Any = object()

@@ -12,15 +12,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ppe_ddp.comm_hooks import HookedWrapper
-from ppe_ddp.engine.broadcasting import broadcast_all
-from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
+from ppe_ddp.engine.broadcasting import broadcast_all, check_in_sync
 from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction
-from ppe_ddp.engine.sync_check import check_in_sync
-from ppe_ddp.engine.sync_policy import Policy
+from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
 from ppe_ddp.joining import DdpJoinHook

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ppe_ddp.engine.bucket_synchronizer import BucketSynchronizer
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.reducer import Reducer
+    from ppe_ddp.engine.synchronizer import BucketSynchronizer
 
 
 def _announce(groups: Groups) -> None:

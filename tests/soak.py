@@ -28,8 +28,8 @@ from torch import nn
 import failing
 from one_process import seeded
 from ppe_ddp import DistributedDataParallel, init_process_group
+from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.compression import ErrorFeedback, Sign
-from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
 
 # What may be gained in a round: a wrapper that is kept costs several descriptors and threads, and a page of each of
 # three ranks for each of two groups 24 kilobytes. Measured in 1000 rounds: 0.8 to 1.7 kilobytes, of C libraries.

@@ -11,7 +11,7 @@ from torch import nn
 
 import ppe_ddp
 from node_worlds import in_own_world, worlds
-from ppe_ddp.engine.bucket_size import MEASURED_STEPS, BucketSizeMeasurement, MeasuredSpeed
+from ppe_ddp.engine.negotiation import MEASURED_STEPS, BucketSizeMeasurement, MeasuredSpeed
 from ppe_ddp.engine.plan import Packing
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
+from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
 from rank_tests import on_three_ranks
 
 
@@ -41,7 +41,7 @@ def test_a_pickle_is_not_loaded():
     """A rank that sends a pickle, as torch's object collectives do, gets an error from the others, and no call."""
     content = b"cos\nabort\n(tR."  # which would end the process
     if dist.get_rank() == 1:
-        import ppe_ddp.engine.json_collectives as sender
+        import ppe_ddp.backends.json_collectives as sender
 
         class Sender:
             @staticmethod

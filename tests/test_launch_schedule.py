@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppe_ddp.engine.launch_schedule import LaunchSchedule
+from ppe_ddp.engine.bucket import LaunchSchedule
 from ppe_ddp.engine.plan import Packing, ParameterSpec, make_plan
 
 CPU = torch.device("cpu")

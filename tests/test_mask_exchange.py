@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.mask_exchange import MaskExchanger
-from ppe_ddp.engine.mask_layout import highest_digits, is_same, lowest_digits, ranks_named, with_complement
+from ppe_ddp.engine.mask_exchange import (
+    MaskExchanger,
+    highest_digits,
+    is_same,
+    lowest_digits,
+    ranks_named,
+    with_complement,
+)
 
 PATIENCE = timedelta(seconds=20)
 

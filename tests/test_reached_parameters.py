@@ -7,7 +7,7 @@ from torch import nn
 
 from one_process import assert_gradients, data, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from ppe_ddp.engine.reached_parameters import ReachedParameters
+from ppe_ddp.engine.grad_hooks import ReachedParameters
 from ppe_ddp.errors import TorchChangedError
 from rank_tests import each_variant, on_two_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppe_ddp.engine.shared_parameters import APART, SharedParameters, Turn, arrange
+from ppe_ddp.engine.completion import APART, SharedParameters, Turn, arrange
 from ppe_ddp.errors import UnusableError
 
 PARENT = SimpleNamespace(group_name="world")

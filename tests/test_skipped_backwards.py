@@ -188,7 +188,7 @@ def test_join():
 
 
 def test_a_graph_that_is_kept_may_still_have_its_backward():
-    from ppe_ddp.engine.unused_forwards import ForwardCounter
+    from ppe_ddp.engine.grad_hooks import ForwardCounter
 
     forwards, layer = ForwardCounter(), nn.Linear(2, 2)
 

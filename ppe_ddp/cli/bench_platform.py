@@ -16,9 +16,9 @@ import torch.distributed as dist
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES, torch_nccl_text
 from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.cli.command_line import count, fail
 from ppe_ddp.cli.env import many_ranks_a_device
-from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
 from ppe_ddp.testing import RankError, Ranks

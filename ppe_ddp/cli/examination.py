@@ -21,9 +21,9 @@ from torch import nn
 
 import ppe_ddp
 from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.memory import offers_memory
 
 if TYPE_CHECKING:

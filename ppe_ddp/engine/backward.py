@@ -6,8 +6,8 @@ import enum
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.engine.completion import Turn
 from ppe_ddp.engine.record import EventLog, Recorder
-from ppe_ddp.engine.shared_parameters import Turn
 from ppe_ddp.torch_internals import uncompiled_hook
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppe_ddp.engine.launch_schedule import LaunchSchedule
+    from ppe_ddp.engine.bucket import LaunchSchedule
     from ppe_ddp.engine.mask_exchange import MaskExchange
 
 
@@ -81,12 +81,12 @@ class Backward:
         unexpected: Parameters whose gradient arrived without being expected, or once more.
         arrivals: Parameters in the order in which their gradients arrived.
         late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
-        dropped: How many forwards of this rank had no backward so far (``unused_forwards.py``).
+        dropped: How many forwards of this rank had no backward so far (``grad_hooks.py``).
         averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None once the graph task of this backward is gone.
         active: The number of ranks that contribute.
         is_writer: Whether this rank has written buffers of each submodule that has any.
-        writers: The first digits of the ranks that have (``mask_layout.py``).
+        writers: The first digits of the ranks that have (``mask_exchange.py``).
         source: The first rank that contributes; it sends the buffers that no rank has written.
         buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
     """

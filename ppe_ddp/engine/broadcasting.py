@@ -1,4 +1,4 @@
-"""Broadcasts of parameters and buffers: calls the broadcast function, and holds it to its contract.
+"""Broadcasts of parameters and buffers by the broadcast function, and the comparison of what the ranks have.
 
 A module's buffers are broadcast after backward. Where a rank does not use a submodule (a tower, an expert), its buffers
 are as they were: those of a submodule come from the lowest rank that has written any of them since the last broadcast.
@@ -10,11 +10,14 @@ may differ from rank to rank: every rank broadcasts the same list, with a copy i
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import weakref
 from sys import getrefcount
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.contracts import is_waitable, probe
@@ -22,7 +25,7 @@ from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import START, awaited_once
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
-from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
+from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
 from ppe_ddp.torch_internals import (
     buffer_table,
@@ -34,6 +37,7 @@ from ppe_ddp.torch_internals import (
 )
 
 if TYPE_CHECKING:
+    Place = tuple[nn.Module, str]
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
@@ -42,8 +46,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
-
-    Place = tuple[nn.Module, str]
+    from ppe_ddp.engine.negotiation import Negotiation
 
 
 def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups) -> None:
@@ -223,3 +226,42 @@ def _is_special(buffer: Tensor) -> bool:
     """Whether a plain copy cannot replace it: it has more than values, or others refer to it or share its memory."""
     has_more = type(buffer) is not torch.Tensor or bool(buffer.__dict__) or buffer.requires_grad
     return storage_users(buffer) > 1 or has_more or weakref.getweakrefcount(buffer) > 0
+
+
+_NAMED = 5  # of those that differ, in a message
+
+
+def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: Groups) -> None:
+    """Compare the bits of the parameters of ``module_state``, and of its buffers where the ranks must agree on them.
+
+    Eight bytes a tensor are sent. All ranks must call this together.
+
+    Raises:
+        DisagreementError: On every rank, with the same text; names what differs and on which ranks.
+    """
+    negotiation.check()  # else the messages might differ in length, of which gloo can end the process
+    tensors: dict[str, Tensor] = dict(zip(module_state.names, module_state.parameters, strict=True))
+    if negotiation.buffers():
+        tensors.update(module_state.buffers())
+    own = torch.tensor([_digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    digests = [torch.empty_like(own) for _ in range(groups.world_size)]
+    dist.all_gather(digests, own, group=groups.control)
+    differing = [digest != digests[0] for digest in digests]
+    ranks = [rank for rank, differs in enumerate(differing) if differs.any()]
+    if not ranks:
+        return
+    anywhere = torch.stack(differing).any(dim=0).tolist()
+    names = [name for name, differs in zip(tensors, anywhere, strict=True) if differs]
+    some = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
+    raise DisagreementError(
+        f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} and rank 0 have other values in {len(names)} of "
+        f"{len(tensors)} parameters and buffers: {some}. Load a checkpoint on every rank, or on rank 0 before the "
+        "module is wrapped, and change parameters on all ranks alike"
+    )
+
+
+def _digest(tensor: Tensor) -> int:
+    """A number of 64 bits that tells of a difference in any bit."""
+    here = local_tensor(tensor).detach().cpu().contiguous()
+    memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""
+    return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "little", signed=True)

@@ -1,26 +1,36 @@
-"""Post-accumulate-grad hooks on parameters: our own, and the deferral of the user's until the averages are there.
+"""Hooks of autograd: which gradients a backward will have, when each is there, and forwards that have no backward.
 
-A user's post-accumulate-grad hook that steps an optimizer as soon as a gradient is there would step with this
-rank's share of it, and only where there is one. While a backward is being synchronized such hooks are
-deferred, and called on every rank when the average is in ``.grad``; in ``no_sync()`` they are called at once, as
-without this library.
+    on outputs         a backward has come to the module: ask autograd which parameters it will reach; a forward whose
+                       graph was freed without one is counted, since ranks that differ there have skipped a step
+    on parameters      a gradient was accumulated; only recorded where nobody waits for it
+    of the user's      a post-accumulate-grad hook that steps an optimizer would do so with this rank's share of the
+                       gradient, and only where there is one: it is called when the average is in ``.grad``, on every
+                       rank. In ``no_sync()`` it is called at once, as without this library
+
+The reducer decides what an arrival means for the other ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import repeat
 from operator import contains, is_, setitem
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from ppe_ddp.engine.gradients import redistribute_gradients
+from ppe_ddp.engine.gradients import GradientStreams, redistribute_gradients
 from ppe_ddp.engine.module import is_distributed
+from ppe_ddp.errors import TorchChangedError, UnusableError
 from ppe_ddp.torch_internals import (
     in_backward_optimizers,
+    is_in_backward,
+    node_is_executed,
     post_accumulate_hooks,
     uncompiled_hook,
     without_torch_function,
@@ -30,9 +40,53 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+    from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-    from ppe_ddp.engine.shared_parameters import Owner
+    from ppe_ddp.engine.completion import Owner
+
+
+class ReachedParameters:
+    """Finds the parameters that the running backward will accumulate into, by their autograd nodes."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._nodes: dict[int, Node] = {}
+        self._is_executed = node_is_executed()
+        self.refresh(range(len(parameters)))
+
+    def refresh(self, indices: Iterable[int]) -> None:
+        """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new one."""
+        with torch.enable_grad():
+            for i in indices:
+                if self._parameters[i].requires_grad:
+                    # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
+                    self._nodes[i] = get_gradient_edge(self._parameters[i]).node
+
+    def indices(self, *, has_accumulated: bool = False) -> list[int]:
+        """The parameters that the graph task running on this thread will reach.
+
+        Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints), or by a node
+        that a parameter had before it was cast. Empty for ``autograd.grad``, which accumulates nothing.
+
+        Args:
+            has_accumulated: Whether the graph task has accumulated a gradient already.
+
+        Raises:
+            TorchChangedError: It has, and autograd refuses to answer, which it does to ``autograd.grad`` alone.
+        """
+        is_executed = self._is_executed
+        try:
+            return [i for i, node in self._nodes.items() if is_executed(node)]
+        except RuntimeError as error:
+            if not has_accumulated:
+                return []  # autograd.grad on the parameters themselves
+            raise TorchChangedError(
+                "node_is_executed: this version of torch does not tell in a backward which parameters it will reach "
+                f"({error}); use a version that CONTRIBUTING.md names, and see `python -m ppe_ddp doctor`"
+            ) from error
+
 
 _MOST_SEQUENCES = 64  # that are remembered: of graphs that change there is no end
 PostHook = Callable[[nn.Parameter], object]
@@ -278,3 +332,193 @@ def _table(parameter: nn.Parameter) -> dict[int, Any]:
     table = post_accumulate_hooks(parameter)
     assert table is not None, "there is a hook of ours"
     return table
+
+
+class GradientArrivals:
+    """Tells an owner of arrivals, by hooks on the parameters.
+
+    Args:
+        parameters: The parameters.
+        on_accumulated: Called as ``on_accumulated(owner, index, parameter)``.
+        owner: Held weakly.
+
+    Attributes:
+        streams: Those that gradients arrive on; None on CPUs.
+        stop_recording: Tells of every arrival again.
+        take_recorded: Returns what was recorded since the last call.
+        remove: Takes the hooks off the parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], on_accumulated: Callable[..., None], owner: weakref.ref[Any]
+    ) -> None:
+        hooks = GradHooks(parameters, on_accumulated, owner)
+        self.streams = GradientStreams.of(parameters)
+        self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
+        self._start_recording = hooks.start_recording
+        self._reached = ReachedParameters(parameters)
+        self._everything = range(len(parameters))
+
+    def expected(self, arrived: int | None) -> list[int]:
+        """The parameters whose gradients the backward that runs on this thread will accumulate.
+
+        Args:
+            arrived: One whose gradient it has accumulated already.
+
+        Raises:
+            TorchChangedError: Autograd refuses to answer, although there is a gradient that has arrived.
+        """
+        if arrived is None:
+            return self._reached.indices()
+        if reached := self._reached.indices(has_accumulated=True):
+            return reached
+        self.refresh(self._everything)  # our nodes were not those that autograd uses
+        # The graph may be older than a cast, and have other nodes: what else it brings comes late, and is repaired.
+        return self._reached.indices(has_accumulated=True) or [arrived]
+
+    def refresh(self, indices: Sequence[int]) -> None:
+        """Ask autograd again for the nodes of these parameters."""
+        self._reached.refresh(indices)
+        if self.streams is not None:
+            self.streams.forget_streams(indices)
+
+    def note_stream(self, index: int) -> None:
+        """Note on which stream the gradient of parameter ``index`` arrives; called there."""
+        if self.streams is not None:
+            self.streams.note_stream(index)
+
+    def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
+        """Only record the arrivals of these parameters, save those ``without`` and those of unknown streams."""
+        if self.streams is not None:
+            indices = [i for i in indices if self.streams.knows_stream(i)]
+        self._start_recording(indices, without)
+
+    def check(self, rank: int) -> None:
+        """Raise :class:`UnusableError` where a CUDA graph is being captured."""
+        if self.streams is not None and self.streams.is_capturing():
+            raise UnusableError(
+                f"rank {rank}: a CUDA graph is being captured, and what each backward sends is agreed on anew, which a "
+                "replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
+            )
+
+
+logger = logging.getLogger("ppe_ddp")
+
+_STATUS_BITS = 2
+_MODULUS = 1 << (8 - _STATUS_BITS)
+
+
+class ForwardCounter:
+    """Counts the forwards of one module on this rank whose graph was freed before any backward reached it."""
+
+    def __init__(self) -> None:
+        self._dropped = 0
+        self._recent = 0
+        self._count = 0
+        self._excused = 0
+
+    def watch(self, outputs: Iterable[Tensor], on_backward: Callable[[], None], *, counts: bool) -> None:
+        """Call ``on_backward`` when a backward reaches any of ``outputs``, those of one forward.
+
+        Args:
+            outputs: Those that are not differentiable are passed over.
+            on_backward: Called with every gradient of them.
+            counts: Whether the forward counts as dropped if none does.
+        """
+        hook = None
+        for output in outputs:
+            if output.grad_fn is not None:
+                if hook is None:
+                    self._count += 1
+                    # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
+                    is_repeated = not counts or is_in_backward()
+                    hook = _OutputHook(self, self._count, on_backward, is_reached=is_repeated)
+                output.register_hook(hook)
+
+    def count_dropped(self, *, excuses: bool) -> int:
+        """The number of forwards so far that no backward has reached, nor can reach; called by each synchronization.
+
+        Args:
+            excuses: Whether the synchronization has no backward (``finish_grad_sync()``): then the forwards before it
+                do not count.
+        """
+        if excuses:
+            self._excused = self._count
+        else:
+            self._dropped += self._recent
+        self._recent = 0
+        return self._dropped
+
+    def _drop(self, number: int) -> None:
+        if number > self._excused:
+            self._recent += 1
+
+
+class _OutputHook:
+    """A hook on the outputs of one forward; lives as long as their graph, or they themselves."""
+
+    __slots__ = ("_forwards", "_is_reached", "_number", "_on_backward")
+
+    def __init__(
+        self, forwards: ForwardCounter, number: int, on_backward: Callable[[], None], *, is_reached: bool
+    ) -> None:
+        self._forwards = forwards
+        self._number = number
+        self._on_backward = on_backward
+        self._is_reached = is_reached
+
+    @uncompiled_hook
+    def __call__(self, _gradient: Tensor) -> None:
+        """Called by autograd: a backward has reached an output."""
+        self._is_reached = True
+        self._on_backward()
+
+    def __del__(self) -> None:
+        if not self._is_reached:
+            self._forwards._drop(self._number)
+
+
+class DroppedForwards:
+    """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ.
+
+    Args:
+        rank: This one, for the message.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._has_differed = False
+        self._has_warned = False
+
+    def unpack(self, extra: bytes) -> bytes:
+        """Unpack the bytes of :func:`pack_status`, one a rank, and warn once where the counts stay different.
+
+        Returns:
+            The statuses.
+        """
+        if not extra or max(extra) < 1 << _STATUS_BITS:
+            self._has_differed = False
+            return extra
+        counts = [byte >> _STATUS_BITS for byte in extra]
+        differ = min(counts) != max(counts)
+        # Once is not enough: a graph in a reference cycle goes when the garbage is collected, on each rank in its time.
+        if differ and self._has_differed and not self._has_warned:
+            self._has_warned = True
+            logger.warning(_warning(self._rank, counts))
+        self._has_differed = differ
+        return bytes(byte % (1 << _STATUS_BITS) for byte in extra)
+
+
+def pack_status(status: int, dropped: int) -> int:
+    """Pack a rank's status (below 4) and its number of dropped forwards (modulo 64) into one byte."""
+    return status | (dropped % _MODULUS) << _STATUS_BITS
+
+
+def _warning(rank: int, counts: Sequence[int]) -> str:
+    by_rank = ", ".join(f"rank {other}: {count}" for other, count in enumerate(counts))
+    return (
+        f"rank {rank}: the ranks may be averaging gradients of different steps: they differ in how many forwards in "
+        f"training mode have had no backward ({by_rank}). A rank that skips its backward, or goes on after its loss "
+        "raised above the outputs of the module, must call ddp.finish_grad_sync() in that step. If these ranks only "
+        "ran more forwards than the others, nothing is wrong: run those under torch.no_grad() or after eval()"
+    )

@@ -100,7 +100,7 @@ class Packing:
         fixed: Whether a bucket always has the same parameters and is sent whole if any of them has a
             gradient. Costs bytes; needed by hooks that keep state by bucket index.
         first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that are launched first.
-        measured: Whether ``bucket_bytes`` is to be replaced by what is best by the first steps (``bucket_size.py``).
+        measured: Whether ``bucket_bytes`` is to be replaced by what is best by the first steps (``negotiation.py``).
     """
 
     bucket_bytes: int

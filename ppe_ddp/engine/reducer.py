@@ -4,7 +4,7 @@
     each gradient that arrives                  mask agreed on? then plan; launch the buckets that are ready
     end of backward                             launch the rest; vote; wait; set .grad; second round if voted
 
-Everything here is local; what is sent to the other ranks is in ``bucket_synchronizer.py``.
+Everything here is local; what is sent to the other ranks is in ``synchronizer.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
-from ppe_ddp.engine.completion import Completion, finish_and_conclude
-from ppe_ddp.engine.grad_hooks import UserGradHooks, owners_of
-from ppe_ddp.engine.gradient_arrivals import GradientArrivals
+from ppe_ddp.engine.completion import Completion, SharedParameters, finish_and_conclude
+from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
 from ppe_ddp.engine.reduction import call_sync_hooks
-from ppe_ddp.engine.shared_parameters import SharedParameters
 from ppe_ddp.engine.synchronizer import Synchronizer
-from ppe_ddp.engine.unused_forwards import ForwardCounter
 from ppe_ddp.errors import (
     CommunicationError,
     NonFiniteGradientError,

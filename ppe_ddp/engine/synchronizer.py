@@ -1,20 +1,84 @@
-"""The interface between a reducer, which follows autograd, and a synchronizer, which communicates.
+"""Synchronizers: what is sent to the other ranks for one backward, and who owns the memory of gradients.
 
 The :class:`~ppe_ddp.engine.reducer.Reducer` decides when to communicate: as a backward begins, gradients arrive, and it
-ends. A synchronizer decides what is sent, and owns the memory of gradients. There are two: for gradients in ``.grad``,
-which are packed anew for each backward (``bucket_synchronizer.py``), and for gradients in buffers that are laid out
-once (``ppe_ddp.megatron``).
+ends. A synchronizer makes the calls, the same in the same order on every rank, whatever its own graph does. There are
+two: for gradients in ``.grad``, which are packed anew for each backward (:class:`BucketSynchronizer`), and for
+gradients in buffers that are laid out once (``ppe_ddp.megatron``).
+
+    start_negotiation     the mask
+    make_schedule         the mask is agreed on: the buckets of its plan
+    complete              the rest of them, the vote, the averages, and a second round for what came late
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from operator import or_
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Literal
 
 from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.broadcasting import BufferWrites, broadcasting, broadcasting_buffers, sources_of
+from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
+from ppe_ddp.engine.completion import TOGETHER
+from ppe_ddp.engine.failures import aborted_error
+from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
 from ppe_ddp.engine.groups import renew_all
+from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits, ranks_named
+from ppe_ddp.engine.memory import allocator
+from ppe_ddp.engine.module import refuse_distributed
+from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.record import EventLog, span
+from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.engine.backward import Backward
+    from ppe_ddp.engine.bucket import Bucket
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.failures import HookProgress
+    from ppe_ddp.engine.gradients import GradientStreams
+    from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.mask_exchange import MaskExchange
+    from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.plan import Packing, Plan
+    from ppe_ddp.engine.reduction import Reduction
+    from ppe_ddp.errors import NonFiniteGradientError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a wrapper synchronizes; the same on every rank.
+
+    Attributes:
+        negotiate: Ranks may have different gradients. Without it, a difference is an error.
+        overlap: Communicate while backward runs. Without it, all of it comes after.
+        views: ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket.
+        broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
+        ranges: Mark launches for torch's profiler, at a few microseconds each.
+        check_finite: Look for NaN and infinity in gradients before they are sent; ``"skip"`` drops such a step on all
+            ranks, else it raises on all.
+        agreed: What else must be the same on every rank, for people to read.
+    """
+
+    negotiate: bool = True
+    overlap: bool = True
+    views: bool = False
+    broadcast_buffers: BroadcastFunction | None = None
+    ranges: bool = False
+    check_finite: bool | Literal["skip"] = False
+    agreed: str = ""
+
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -28,7 +92,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.failures import HookProgress
     from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.launch_schedule import LaunchSchedule
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.errors import PpeDdpError
 
@@ -202,3 +265,388 @@ class Synchronizer(ABC):
         logger.warning("%s (Its averages of that step were complete here.)", error)
         backward.restart()
         return True
+
+
+# More than one parameter has in a backward: several, where reentrant checkpoints reach it more than once.
+_MORE_ARRIVALS = 200
+
+
+class BucketSynchronizer(Synchronizer):
+    """Synchronizes the gradients in ``.grad`` of one module, packed into buckets for each backward.
+
+    Args:
+        groups: Where to communicate.
+        reduction: How to reduce a bucket.
+        packing: How to pack buckets.
+        policy: How to synchronize.
+    """
+
+    def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
+        super().__init__()
+        self._groups, self._policy, self._packing, self.reduction = groups, policy, packing, reduction
+        self.negotiation = Negotiation(
+            groups,
+            packing,
+            negotiate=policy.negotiate,
+            with_buffers=policy.broadcast_buffers is not None,
+            options=policy.agreed,
+        )
+        self._dropped_forwards = DroppedForwards(groups.rank)
+        self._buffer_writes = BufferWrites()
+        self._finishing_buffers: Callable[[Groups], Steps] | None = None
+        self.scale_by_active = False
+        """Whether to divide by the ranks that take part instead of by all."""
+        self.announce: Callable[[], None] | None = None
+        """Called before this rank's first message of a synchronization, for ranks that wait for one (``join()``)."""
+        self.sharded_parameters: ShardedParameters | None = None
+        """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
+
+    @property
+    def hook_progress(self) -> HookProgress | None:
+        """How far a hook has come that communicates in groups of its own; None if there is none."""
+        return self.reduction.progress
+
+    @property
+    def groups(self) -> Sequence[Groups]:
+        """The process groups of the wrapper: one of each kind."""
+        return (self._groups,)
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether one rank is alone, with the default reduce function."""
+        return self.reduction.sends_nothing
+
+    @property
+    def launch_triggers(self) -> Collection[int]:
+        """The parameters at whose arrival the reducer launches the buckets that are ready."""
+        return self.negotiation.planner.launch_triggers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket buffers."""
+        return self.gradients.buffers.nbytes
+
+    def check_module(self, module_state: ModuleState) -> None:
+        """Raise ValueError where ``module_state`` has parameters that cannot be synchronized from now on."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.indices_of(module_state)
+
+    def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Synchronize the parameters of ``module_state`` from now on; gradients are accumulated on ``streams``."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.use_module(module_state)
+        self._module_state = module_state
+        self._nothing = bytes(len(module_state.parameters))
+        self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
+        self.negotiation.use_module(module_state)
+        self._buffer_writes.note_new(self.negotiation.buffers())
+        self._finite: FiniteCheck | None = None
+        self._buckets_of = self._make_buckets()
+
+    def _make_buckets(self) -> Callable[[Plan], Sequence[Bucket]]:
+        context = BucketContext(
+            self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction
+        )
+        # A function of the user's makes whole averages.
+        shards = self.sharded_parameters if self.reduction.is_plain_average else None
+        self.negotiation.node_masks = self.reduction.node_masks() if shards is None else None
+        return buckets_of_plans(context, self.gradients.buffers, None if shards is None else shards.bucket)
+
+    def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
+        """Reduce by ``reduction`` from the next backward on. All ranks must call this together."""
+        self.reduction, self._packing = reduction, packing
+        own = packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
+        self.negotiation.repack(own)
+        self.negotiation.use_plug("gradients averaged by", reduction.agreed)
+        self._buckets_of = self._make_buckets()
+
+    def use_buffer_hook(self, finishing: Callable[[Groups], Steps], title: str) -> None:
+        """Let a hook change buffers in place of the broadcast, if there is one. All ranks must call this together."""
+        if self._policy.broadcast_buffers is not None:
+            self._finishing_buffers = finishing
+            self.negotiation.use_plug("buffers synchronized by", title)
+
+    def shard(self) -> ShardedParameters:
+        """Let every rank keep only its shards from now on. All ranks must call this together."""
+        if self.sharded_parameters is None:
+            refuse_distributed(
+                self._module_state.distributed_tensors(),
+                "DistributedOptimizer",
+                "give the optimizer itself the parameters; its state is split over mesh['tp'] as they are",
+            )
+            pairs = zip(self._module_state.names, self._module_state.parameters, strict=True)
+            frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
+            self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
+            self.negotiation.check()
+            self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
+            self.use_reduction(self.reduction, self._packing)
+        return self.sharded_parameters
+
+    def clear_shards(self, *, set_to_none: bool) -> None:
+        """Clear the shards of the averages, as ``zero_grad()`` clears gradients."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
+
+    def start_negotiation(self, backward: Backward) -> None:
+        """Start to agree on which gradients exist: those that will arrive, and those that are in ``.grad`` already.
+
+        One rank alone has nothing to agree on: its gradients are the averages.
+        """
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.release()
+        if self._policy.check_finite:
+            self._finite = FiniteCheck(self._groups, self._module_state.names)
+        if self.reduction.sends_nothing:
+            arrived = bytearray(self._nothing)
+            for i in backward.arrivals:
+                arrived[i] = 1
+            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
+            backward.recorder.agreed_at = perf_counter_ns()
+            return
+        if self._groups.is_closed:
+            self.renew()
+        if self.announce is not None and not backward.recorder.asked_at and (backward.aborted or not backward.silent):
+            self.announce()
+        reached = backward.waiting or self._nothing
+        local = self._nothing if backward.silent else self.gradients.existing(reached)
+        if self.sharded_parameters is not None:
+            local = self.sharded_parameters.with_shards(local)
+        if self._policy.negotiate:  # all ranks have to say the same else, and may end other wrappers together
+            local = backward.turn.claim(local)
+        backward.recorder.local = local
+        if backward.waiting is not None:
+            # What arrives in one arrives in the other: they leave when backward is over.
+            for i in self.gradients.shared:
+                backward.waiting[i] += _MORE_ARRIVALS
+        with span("negotiate", enabled=self._policy.ranges):
+            backward.buffers = self.negotiation.buffers()
+            is_writer = self._buffer_writes.of(backward.buffers)
+            backward.is_writer = [False] * len(is_writer) if backward.silent else is_writer
+            backward.exchange = self.negotiation.start(
+                local,
+                not backward.silent,
+                buffers=backward.buffers,
+                apart=TOGETHER if backward.is_manual and backward.silent else backward.turn.apart,
+                writers=highest_digits(backward.is_writer, self._groups.rank),
+            )
+        backward.recorder.asked_at = perf_counter_ns()
+        backward.start_negotiating()
+
+    def on_accumulated(self, indices: Sequence[int]) -> None:
+        """Do nothing: gradients stay in ``.grad`` until their bucket is launched."""
+
+    def is_agreed(self, backward: Backward) -> bool:
+        """Whether the agreed mask has arrived."""
+        return backward.exchange is not None and backward.exchange.done()
+
+    def make_schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
+        """Wait for the agreed mask, and make the schedule that launches its buckets."""
+        assert backward.exchange is not None
+        recorder = backward.recorder
+        answer = self.negotiation.finish(backward.exchange, recorder.local)
+        recorder.control_nbytes += backward.exchange.nbytes
+        recorder.agreed = answer.mask
+        recorder.agreed_at = perf_counter_ns()
+        backward.active = sum(answer.statuses)
+        backward.source = max(answer.statuses.find(1), 0)
+        backward.writers = answer.writers
+        backward.turn.agree(answer.apart)
+        views = self._policy.views and not self.gradients.stays_in_place
+
+        def prepare(bucket: Bucket) -> None:
+            self._groups.note(Activity.BUCKET, bucket.plan.index)
+            # This rank's backward may have raised since the schedule was made.
+            nothing: list[Tensor | None] = [None] * len(bucket.expected)
+            gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
+            if self._finite is not None:
+                self._finite.look(bucket.expected, gradients)
+            bucket.hold(gradients, views=views)
+
+        plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
+        schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
+        backward.start_launching(schedule)
+        return schedule
+
+    def complete(self, backward: Backward) -> Steps:
+        """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
+        if not self.reduction.sends_nothing:
+            steps = self._complete(backward)
+            return _ranged(steps) if self._policy.ranges else steps
+        self._complete_alone(backward)
+        return _nothing()
+
+    def _complete_alone(self, backward: Backward) -> None:
+        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
+            self._drop(backward, self._finite.error_alone())
+            return
+        if self.sharded_parameters is not None:
+            everything = range(len(self._module_state.parameters))
+            taken = zip(everything, self.gradients.take(everything), strict=True)
+            present = {i: gradient for i, gradient in taken if gradient is not None}
+            self.sharded_parameters.hand_over(list(present), list(present.values()))
+
+    def _complete(self, backward: Backward) -> Steps:
+        if backward.schedule is None and backward.exchange is not None:
+            yield backward.exchange.done
+        schedule = backward.schedule or self.make_schedule(backward)
+        yield from backward.turn.wait()
+        yield from schedule.launch_all()
+        backward.start_finishing()
+        backward.late = late = self._take_late(backward)
+        recorder = backward.recorder
+        recorder.vote_at = perf_counter_ns()
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
+        vote = self._vote(backward)
+        if EventLog.current is not None:
+            vote.watch(recorder.note_vote)
+        yield from schedule.finish()
+        yield vote.done
+        outcome = self.negotiation.finish(vote, b"")
+        recorder.control_nbytes += vote.nbytes
+        statuses = self._dropped_forwards.unpack(outcome.statuses)
+        if self._finite is not None and any(status & NON_FINITE for status in statuses):
+            error = yield from self._finite.error(self.negotiation, statuses)
+            self._drop(backward, error)
+            return
+        backward.averaged = backward.recorder.agreed
+        if any(outcome.mask):
+            yield from self._repair(backward, outcome.mask)
+            backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
+        arrivals = [] if backward.silent else backward.arrivals
+        yield from self.negotiation.learn(arrivals, backward.recorder)
+        yield from self._broadcast_buffers(backward, outcome.writers)
+        if any(statuses) and not backward.aborted:
+            self.put_back(backward)
+            self._groups.note(Activity.DONE)
+            raise aborted_error(self._groups.rank, self._groups.step, statuses)
+        recorder.averaged_at = perf_counter_ns()
+        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
+        self._hand_over(backward)
+        self._groups.note(Activity.DONE)
+
+    def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
+        """All ranks drop the step: its gradients are no numbers on one of them."""
+        backward.averaged = self._nothing
+        self._groups.note(Activity.DONE)
+        self.put_back(backward)
+        if self._policy.check_finite != "skip":
+            raise error
+        self.gradients.take(range(len(self._nothing)))
+        self.clear_shards(set_to_none=True)
+        logger.warning("rank %d skips this step: %s", self._groups.rank, error)
+
+    def _broadcast_buffers(self, backward: Backward, writers: bytes) -> Steps:
+        """Broadcast each submodule's buffers from the lowest rank that has written them; ``writers`` are the votes."""
+        function, buffers = self._policy.broadcast_buffers, backward.buffers
+        if function is None or not buffers:
+            return
+        sources = sources_of(buffers, ranks_named(backward.writers, writers, backward.source))
+        if self._finishing_buffers is not None:
+            yield from self._finishing_buffers(self._groups)
+        elif backward.aborted:  # and this rank's module may be another since then
+            past = [buffer.clone() for buffer in buffers.values()]
+            yield from broadcasting(function, past, self._groups, sources=sources)
+        else:
+            backward.buffers = buffers = {}
+            self._buffer_writes.release()
+            yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
+        self.note_buffers()
+
+    def note_buffers(self) -> None:
+        """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""
+        self._buffer_writes.note(self.negotiation.buffers())
+
+    def put_back(self, backward: Backward) -> None:
+        """The step has failed: make ``.grad`` what this rank has computed, bit by bit.
+
+        No average was handed over, and nobody has written into a gradient, before all had succeeded.
+        """
+        if backward.rounds:
+            self.reduction.abandon()
+        for schedule in backward.rounds:  # the gradients of the second came after those of the first
+            self.gradients.put_back(schedule.put_back())
+        self.gradients.put_back(backward.late.items())
+        backward.late = {}
+        backward.forget_rounds()
+
+    def give_back(self, backward: Backward) -> None:
+        """This rank's backward has raised: put what it had computed into ``.grad``; the others still get it."""
+        for schedule in backward.rounds:
+            self.gradients.put_back(schedule.give_back())
+
+    def _schedule(
+        self, plan: Plan, prepare: Callable[[Bucket], None], waiting: bytes | bytearray, *, repair: bool = False
+    ) -> LaunchSchedule[Bucket]:
+        return LaunchSchedule(
+            plan,
+            self._buckets_of(plan),
+            waiting,
+            prepare,
+            one_at_a_time=self.reduction.one_at_a_time,
+            may_launch=self.reduction.may_launch,
+            repair=repair,
+            ranges=self._policy.ranges,
+        )
+
+    def _take_late(self, backward: Backward) -> dict[int, Tensor]:
+        """Take the gradients that came after their bucket was launched, or that no rank expected, out of ``.grad``."""
+        if backward.silent or not backward.unexpected:
+            return {}
+        found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)
+        return {i: gradient for i, gradient in found if gradient is not None}
+
+    def _vote(self, backward: Backward) -> MaskExchange:
+        """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
+        mask = bytearray(self._nothing)
+        for i in backward.late:
+            mask[i] = 1
+        found = 0 if self._finite is None else self._finite.status
+        status = pack_status(backward.aborted | found, backward.dropped)
+        writers = lowest_digits(backward.writers, backward.is_writer, self._groups.rank)
+        # What comes late depends on time, also where all ranks have the same gradients.
+        return self.negotiation.start(mask, status, is_vote=True, writers=writers)
+
+    def _hand_over(self, backward: Backward) -> None:
+        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
+        world_size = self._groups.world_size
+        factor = world_size / backward.active if self.scale_by_active and backward.active else 1.0
+        owner = self.sharded_parameters or self.gradients
+        for schedule in backward.rounds:
+            if backward.silent:
+                schedule.release()
+            else:
+                schedule.hand_over(partial(owner.hand_over, factor=factor))
+        self.gradients.buffers.trim()
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.trim()
+
+    def _repair(self, backward: Backward, agreed: bytes) -> Steps:
+        """Average the late gradients in a second round: averaging is linear, so both can be added."""
+        views = self._policy.views and not self.gradients.stays_in_place
+
+        def prepare(bucket: Bucket) -> None:
+            self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
+            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
+
+        plan = self.negotiation.planner.plan(agreed)
+        second = self._schedule(plan, prepare, self._nothing, repair=True)
+        backward.add_round(second)
+        yield from second.launch_all()
+        yield from second.finish()
+
+
+def _ranged(steps: Steps) -> Steps:
+    """The same steps, each marked as a range for torch's profiler."""
+    while True:
+        with span("finish", enabled=True):
+            try:
+                pending = next(steps)
+            except StopIteration:
+                return
+        yield pending
+
+
+def _nothing() -> Steps:
+    """No step at all."""
+    yield from ()

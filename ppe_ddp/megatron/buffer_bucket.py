@@ -16,11 +16,11 @@ from ppe_ddp.engine.bucket import DenseBucket
 from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
+from ppe_ddp.engine.grad_hooks import DroppedForwards
 from ppe_ddp.engine.memory import allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.plan import Packing, Planner
 from ppe_ddp.engine.reduction import FunctionReduction
-from ppe_ddp.engine.unused_forwards import DroppedForwards
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 

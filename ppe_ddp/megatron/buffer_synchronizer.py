@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.bucket import BucketContext, buckets_of_plans
+from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import aborted_error, reason_of
+from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE
-from ppe_ddp.engine.json_collectives import all_gather_json
-from ppe_ddp.engine.launch_schedule import LaunchSchedule
 from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
-from ppe_ddp.engine.unused_forwards import pack_status
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.backends.group_internals import flattened_group, kept_with
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import FINALIZE, reason_of
 from ppe_ddp.engine.groups import Groups, renew_all
-from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
 if TYPE_CHECKING:

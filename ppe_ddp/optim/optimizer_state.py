@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp.engine.json_collectives import all_gather_json
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.zero.chunks import bounds_of
 
 if TYPE_CHECKING:

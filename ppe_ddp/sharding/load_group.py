@@ -17,10 +17,10 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
+from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.failures import Failure, Failures, LostRanks, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of
-from ppe_ddp.engine.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.engine.peer_processes import PeerProcesses, ProcessAddress, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
 

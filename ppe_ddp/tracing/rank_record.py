@@ -23,8 +23,8 @@ from torch import distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
 from ppe_ddp.backends.group_internals import default_group, device_types
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
-from ppe_ddp.engine.json_collectives import all_gather_json
 from ppe_ddp.engine.record import EventLog, Span
 
 if TYPE_CHECKING:
