@@ -61,13 +61,26 @@ class InFlight(Protocol):
 
 
 def in_flight(pending: object) -> InFlight | None:
-    """What torch has under way as a Work of C++ or a Future; None for anything else, of which only its wait is known.
-
-    Not for gloo's Work of a message between two ranks, which must be waited for once, and to its end.
-    """
+    """What torch has under way, a Work of C++ or a Future; None for what is to be waited for to its end at once."""
     if is_future(pending):
         return _PendingFuture(pending)
-    return _PendingWork(pending) if type(pending) is Work else None
+    if type(pending) is not Work or (not pending.is_completed() and is_message(pending)):
+        return None
+    return _PendingWork(pending)
+
+
+def is_message(pending: object) -> bool:
+    """Whether ``pending`` is gloo's Work of a message between two ranks, which must be waited for once, and to its end.
+
+    It is the only one without a Future. It tells that the message is there only to who waits for it.
+    """
+    if type(pending) is not Work:
+        return False
+    try:
+        pending.get_future()
+    except RuntimeError:
+        return True
+    return False
 
 
 class _PendingWork:

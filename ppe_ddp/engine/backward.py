@@ -6,7 +6,6 @@ import enum
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.engine.completion import Turn
 from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.torch_internals import uncompiled_hook
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.engine.bucket import LaunchSchedule
+    from ppe_ddp.engine.completion import Turn
     from ppe_ddp.engine.mask_exchange import MaskExchange
 
 
@@ -50,17 +50,6 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
 """From where each phase may be entered."""
 
 
-class Participation(enum.Enum):
-    """How this rank takes part in a synchronization of all ranks."""
-
-    FULL = enum.auto()
-    """It contributes its gradients and takes the averages."""
-    SILENT = enum.auto()
-    """It contributes nothing and takes nothing: it only makes the collectives that the other ranks wait for."""
-    ABORTED = enum.auto()
-    """The same, because its own backward raised an error; the vote tells the other ranks."""
-
-
 class Backward:
     """The state of one synchronized backward; only its own methods change its phase.
 
@@ -68,12 +57,12 @@ class Backward:
         names: Of all parameters.
         is_manual: Whether a call has begun it, and not autograd.
         silent: Whether this rank contributes nothing and takes nothing.
-        turn: When it may launch, among those of wrappers that share parameters with its own.
+        turn: When it may launch, among those of wrappers that share parameters with its own; None if there are none.
 
     Attributes:
         phase: The current phase.
-        silent: Whether this rank contributes nothing and takes nothing.
-        aborted: Whether that is because its own backward raised.
+        silent: Whether this rank contributes nothing and takes nothing: it only makes the calls that others wait for.
+        aborted: Whether that is because its own backward raised; the vote tells the other ranks.
         is_manual: Whether a call has begun it, and not autograd.
         turn: The same.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
@@ -95,9 +84,9 @@ class Backward:
         self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False, turn: Turn | None = None
     ) -> None:
         self.phase = Phase.BEGUN
-        self._participate(Participation.SILENT if silent else Participation.FULL)
+        self.silent, self.aborted = silent, False
         self.is_manual = is_manual
-        self.turn = turn or Turn()
+        self.turn = turn
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
@@ -117,11 +106,7 @@ class Backward:
 
     def abort(self) -> None:
         """This rank's backward has raised: it contributes and takes nothing from here on."""
-        self._participate(Participation.ABORTED)
-
-    def _participate(self, participation: Participation) -> None:
-        self.silent = participation is not Participation.FULL
-        self.aborted = participation is Participation.ABORTED
+        self.silent = self.aborted = True
 
     def _enter(self, phase: Phase) -> None:
         assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"

@@ -158,12 +158,12 @@ class SharedParameters:
             return False
         return any(other._is_used or other._number > self._number for other in others)
 
-    def turn(self) -> Turn:
-        """The turn of a synchronization that begins now."""
-        if not self._others:
-            self._is_used = False
-            return Turn()
-        return Turn(self)
+    def turn(self) -> Turn | None:
+        """The turn of a synchronization that begins now; None where no other wrapper has any of the parameters."""
+        if self._others:
+            return Turn(self)
+        self._is_used = False
+        return None
 
     def settle(self) -> None:
         """A synchronization of this one is over."""
@@ -193,15 +193,15 @@ class Turn:
     """When one synchronization may launch buckets, among those that share parameters with it.
 
     Args:
-        shared: Of its wrapper; None where there is no other one to wait for.
+        shared: Of its wrapper.
 
     Attributes:
         called: The parameters whose user's hooks were called, by identity: once for all that end together.
     """
 
-    def __init__(self, shared: SharedParameters | None = None) -> None:
+    def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
-        self._state = _State.ASKED if shared is None else _State.HELD
+        self._state = _State.HELD
         self._sharers: list[Turn] = []
         self._before: list[Turn] = []
         self._ahead: list[Turn] = []
@@ -229,8 +229,6 @@ class Turn:
 
     def claim(self, local: bytes) -> bytes:
         """Leave out of ``local`` (one byte a parameter) what another one before it averages over the same ranks."""
-        if self._shared is None:
-            return local
         rest = bytearray(local)
         for identity, i in self._shared.index.items():
             if rest[i] and any(other._claims(identity, self._shared.groups) for other in self._before):
@@ -239,7 +237,7 @@ class Turn:
         return self._claimed
 
     def _claims(self, identity: int, groups: Groups) -> bool:
-        if self._shared is None or not self._claimed or self._shared.groups.parent is not groups.parent:
+        if not self._claimed or self._shared.groups.parent is not groups.parent:
             return False
         i = self._shared.index.get(identity)
         return i is not None and bool(self._claimed[i])
@@ -263,17 +261,13 @@ class Turn:
     def end(self) -> None:
         """Let the next one go."""
         self._state = _State.OVER
-        if self._shared is not None:
-            self._shared.settle()
+        self._shared.settle()
         self._sharers, self._before, self._ahead = [], [], []  # which hold this one in turn
 
     def _shares_with(self, other: Turn) -> bool:
-        if self._shared is None or other._shared is None:
-            return False
         return self._shared.has_some_of(other._shared)
 
     def _follow(self, before: Sequence[Turn], after: Sequence[Turn], called: set[int]) -> None:
-        assert self._shared is not None
         groups = self._shared.groups
         step = 1 if groups.is_closed else groups.step + 1
         self._slot = (crc32(groups.parent.group_name.encode()) + groups.number + _STEPS * step) % _SLOTS
@@ -281,10 +275,6 @@ class Turn:
         self._sharers = [*self._before, *(other for other in after if self._shares_with(other))]
         self._state = _State.ASKED
         self.called = called
-
-    @property
-    def _name(self) -> str:
-        return "" if self._shared is None else self._shared.groups.name
 
 
 def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
@@ -302,7 +292,7 @@ def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
     waiting = [turn for turn in held if turn.is_held]
     for turn in joined:  # grows
         joined += [other for other in waiting if other not in joined and turn._shares_with(other)]
-    ordered = sorted(joined, key=lambda turn: turn._name)
+    ordered = sorted(joined, key=lambda turn: turn._shared.groups.name)
     called: set[int] = set()
     for k, turn in enumerate(ordered):
         turn._follow(ordered[:k], ordered[k + 1 :], called)
@@ -339,7 +329,7 @@ class Completion:
         groups: Where the synchronization communicates.
         lock: Held while a step runs, not between them.
         then: Called by :meth:`conclude`, outside of all that.
-        turn: Of the synchronization.
+        turn: Of the synchronization, where it shares parameters with others.
 
     Attributes:
         groups: The same.
@@ -360,7 +350,7 @@ class Completion:
         self._steps = steps
         self._lock = lock
         self._then = then
-        self.turn = turn or Turn()
+        self.turn = turn
         self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
@@ -422,13 +412,15 @@ class Completion:
         finally:
             self._is_running = False
             if self.is_over:
-                self.turn.end()
                 self._probe = _always  # a probe keeps its Work, and that the connection
+                if self.turn is not None:
+                    self.turn.end()
 
     def close(self) -> None:
         """Abandon it: the steps see a GeneratorExit where they are."""
         self.is_over = True
-        self.turn.end()
+        if self.turn is not None:
+            self.turn.end()
         with self._lock, torch.no_grad():
             self._steps.close()
 
@@ -476,25 +468,28 @@ def finish(completions: Sequence[Completion]) -> None:
 
     So end those that were started before and share parameters with them.
     """
-    others = [
-        other
-        for other in Completion._threads.open
-        if not other.is_over and not other._is_running and other not in completions
-    ]
-    joined = arrange([one.turn for one in completions], [other.turn for other in others])
+    others = [one for one in Completion._threads.open if not (one.is_over or one._is_running or one in completions)]
+    joined = arrange(_turns_of(completions), _turns_of(others))
     completions = [*completions, *(other for other in others if other.turn in joined)]
-    others = [other for other in others if other.turn not in joined and not other.turn.is_held]
-    if len(completions) == 1 and not others:
-        if not completions[0].is_over:
-            completions[0].advance(to_end=True)
-    else:
+    others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
+    if others or completions[1:]:
         _poll(completions, others)
+    elif completions and not completions[0].is_over:
+        completions[0].advance(to_end=True)
     for completion in completions:
         Completion._threads.open.discard(completion)
 
 
+def _turns_of(completions: Iterable[Completion]) -> list[Turn]:
+    return [one.turn for one in completions if one.turn is not None]
+
+
 def finish_and_conclude(completions: Sequence[Completion]) -> None:
     """Drive these to their ends, and conclude each, also after an error; one error comes out."""
+    if len(completions) == 1 and not Completion._threads.open and completions[0].turn is None:
+        completions[0].advance(to_end=True)  # as nearly always
+        completions[0].conclude()
+        return
     finish(completions)
     conclude(completions)
 
@@ -514,7 +509,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
     try:
         while not all(completion.is_over for completion in completions):
             waiting = [completion for completion in waiting if not completion.is_over]
-            left = [one for one in waiting if one in completions and not one.turn.is_behind]
+            left = [one for one in waiting if one in completions and not (one.turn and one.turn.is_behind)]
             ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:
                 completion.advance()

@@ -27,7 +27,7 @@ from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
 from ppe_ddp.backends.work import Work
 from ppe_ddp.engine.peer_processes import Activity, Condition, Position
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
-from ppe_ddp.waiting import in_flight, paced, progress_engine
+from ppe_ddp.waiting import in_flight, is_message, paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.rank_store import BoundedStore
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.peer_processes import PeerProcesses
+    from ppe_ddp.waiting import InFlight
 
 T = TypeVar("T")
 
@@ -352,12 +353,13 @@ class Failures:
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
         call = getattr(pending, "work", pending)
-        if not is_message(call):  # a wait for a moment would close the connection, and a second one find nothing
-            self._await(call)
+        one = call if isinstance(call, Work) else in_flight(call)
+        if one is not None and not one.done():
+            self._await(one)
         return pending.wait()
 
-    def _await(self, pending: Any) -> None:
-        """Wait until a Future or a Work has ended, whose transport may know nothing of failures."""
+    def _await(self, one: Work | InFlight) -> None:
+        """Wait until ``one`` has ended, whose transport may know nothing of failures."""
         gone_since = 0.0
 
         def look() -> None:
@@ -370,9 +372,9 @@ class Failures:
                     raise lost_error(self._rank, gone, "")
 
         looks = paced(look, LOOK_SECONDS, at_once=False)
-        if isinstance(pending, Work):
-            pending.await_end(looks)
-        elif (one := in_flight(pending)) is not None:
+        if isinstance(one, Work):
+            one.await_end(looks)
+        else:
             progress_engine(os.getpid()).wait_until(one.done, looks, rest=one.block)
 
 
@@ -455,20 +457,6 @@ def obstacle(everyone: Sequence[HookProgress]) -> str:
         "cannot make anew: what is sent there next would be taken for the rest of it. Make that group anew, and "
         "wrap the module again"
     )
-
-
-def is_message(pending: object) -> bool:
-    """Whether ``pending`` is gloo's Work of a message between two ranks, which must be waited for once, and to its end.
-
-    It is the only one without a Future. It tells that the message is there only to who waits for it.
-    """
-    if type(pending) is not dist.Work:
-        return False
-    try:
-        pending.get_future()
-    except RuntimeError:
-        return True
-    return False
 
 
 def awaited_once(pending: Waitable, device: torch.device) -> Waitable:

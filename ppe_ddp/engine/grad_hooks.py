@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-    from ppe_ddp.engine.completion import Owner
+    from ppe_ddp.engine.completion import Owner, Turn
 
 
 class ReachedParameters:
@@ -288,15 +288,19 @@ class UserGradHooks:
                 if not isinstance(hook, _DeferredHook):
                     table[key] = _DeferredHook(hook)
 
-    def run(self, averaged: bytes, called: set[int]) -> None:
+    def run(self, averaged: bytes, turn: Turn | None) -> None:
         """Call the hooks of the parameters in ``averaged`` (one byte a parameter).
 
         Args:
             averaged: Whether there is an average.
-            called: The parameters whose hooks were called already, by identity; those of these are added.
+            turn: Knows whose hooks were called already, for another wrapper.
         """
-        due = {id(parameter) for i, parameter in (*self._hooked, *self._optimized) if averaged[i]} - called
-        called.update(due)
+        if not (self._hooked or self._optimized):
+            return
+        due = {id(parameter) for i, parameter in (*self._hooked, *self._optimized) if averaged[i]}
+        if turn is not None:
+            due -= turn.called
+            turn.called.update(due)
         for _, parameter in self._hooked:
             if id(parameter) in due:
                 for hook in list(_table(parameter).values()):

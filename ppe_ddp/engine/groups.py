@@ -149,7 +149,11 @@ class Groups:
     shared_memory: bool = False
 
     def __post_init__(self) -> None:
-        self.life = Life.OPEN if self.number else Life.BORROWED
+        self.is_duplicate = self.number > 0
+        """Whether there are duplicates, which can be closed and made anew."""
+        self.is_closed = False
+        """Whether they have to be made anew."""
+        self.life = Life.OPEN if self.is_duplicate else Life.BORROWED
         self.name = self.control.group_name
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self._connect_failures(self.generation)
@@ -162,17 +166,7 @@ class Groups:
 
     def _enter(self, life: Life) -> None:
         assert self.life in _BEFORE[life], f"groups cannot go from {self.life.name} to {life.name}"
-        self.life = life
-
-    @property
-    def is_duplicate(self) -> bool:
-        """Whether there are duplicates, which can be closed and made anew."""
-        return self.number > 0
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether they have to be made anew."""
-        return self.life is not Life.OPEN and self.life is not Life.BORROWED
+        self.life, self.is_closed = life, life is not Life.OPEN
 
     @classmethod
     def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, init_sync: bool = True) -> Groups:

@@ -153,7 +153,7 @@ class MaskExchange:
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, fields: Mapping[str, bytes]) -> None:
         self._exchanger = exchanger
-        self._sizes = {name: len(field) for name, field in fields.items()}
+        self._fields = fields
         self._body = b"".join(fields.values())
         self._fits = _HEADER + len(self._body) <= exchanger._capacity
         self._is_body = False  # whether the message in flight is the body by itself
@@ -186,26 +186,28 @@ class MaskExchange:
         Raises:
             CommunicationError: The all-reduce failed; names the ranks that are missing.
         """
-        self._wait(self._work)
-        if not self._fits and self._send_body():
-            self._wait(self._work)
+        groups = self._exchanger._groups
+        try:
+            if self._work is not None:
+                groups.failures.wait(self._work, _CPU)
+            if not self._fits and self._send_body() and self._work is not None:
+                groups.failures.wait(self._work, _CPU)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise groups.explained(error, "waiting for the other ranks to start a backward") from error
         self._work = None  # gloo's keeps the connection
-        reply = self._message.numpy().tobytes()
-        if self._is_body:
-            body = reply
-        else:
+        reply, start = self._message.numpy().tobytes(), 0
+        if not self._is_body:
             self._exchanger._idle.append(self._message)
             if not is_same(reply[:_HEADER]):
                 return AgreedMask(False, {})
-            body = reply[_HEADER : _HEADER + len(self._body)]
-        return AgreedMask(True, self._fields(body))
-
-    def _fields(self, body: bytes) -> dict[str, bytes]:
-        fields, start = {}, 0
-        for name, size in self._sizes.items():
-            fields[name] = body[start : start + size]
-            start += size
-        return fields
+            start = _HEADER
+        agreed = {}
+        for name, field in self._fields.items():
+            agreed[name] = reply[start : start + len(field)]
+            start += len(field)
+        return AgreedMask(True, agreed)
 
     def _send_body(self) -> bool:
         """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
@@ -226,17 +228,6 @@ class MaskExchange:
         # double, so that a module that grows a little every step does not pay for it every step
         self._exchanger._capacity = 2 * (_HEADER + size)
         return True
-
-    def _wait(self, work: dist.Work | None) -> None:
-        if work is None:
-            return
-        groups = self._exchanger._groups
-        try:
-            groups.failures.wait(work, _CPU)
-        except PeerAbortedError:
-            raise
-        except RuntimeError as error:
-            raise groups.explained(error, "waiting for the other ranks to start a backward") from error
 
 
 class _FailedWork(dist.Work):

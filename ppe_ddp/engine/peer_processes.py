@@ -32,7 +32,7 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _LEFT = struct.Struct("<q")  # the length of the text that follows it; 0 as long as the process trains
 _TEXT_BYTES = 2000
@@ -165,7 +165,7 @@ class PeerProcesses:
             mapped = page.peer(address)
             if mapped is not None:
                 self._pages[other] = (address, mapped)
-        self._note = None if page is None or own is None else functools.partial(page.note, own.record)
+        self._write = _no_page if page is None or own is None else page.writer(own.record)
 
     @property
     def on_this_node(self) -> Sequence[int]:
@@ -176,8 +176,7 @@ class PeerProcesses:
         """Note what this rank does now."""
         if activity in (Activity.DONE, Activity.GATHERED):
             self._completed = (step, activity)
-        if self._note is not None:
-            self._note(step, activity, bucket)
+        self._write(step, activity, bucket, _RecordState.WORKS)
 
     def note_wait(self) -> None:
         """Note that this rank waits for others, until it notes something else."""
@@ -251,15 +250,16 @@ class _Page:
             record = self._free.pop()
         except IndexError:
             return _GROUPS - 1
-        self.note(record, 1, Activity.NONE, 0)
+        self.writer(record)(1, Activity.NONE, 0, _RecordState.WORKS)
         return record
 
     def give_back(self, record: int) -> None:
         if record < _GROUPS - 1:
             self._free.append(record)
 
-    def note(self, record: int, step: int, activity: Activity, bucket: int) -> None:
-        _RECORD.pack_into(self._map, _RECORDS + record * _RECORD.size, step, activity, bucket, 0)
+    def writer(self, record: int) -> Callable[[int, int, int, int], object]:
+        """Writes what a rank does into its record; in every step several times, and so without a call of ours."""
+        return functools.partial(_RECORD.pack_into, self._map, _RECORDS + record * _RECORD.size)
 
     def note_state(self, record: int, state: _RecordState) -> None:
         self._map[_RECORDS + record * _RECORD.size + _STATE] = state
@@ -285,6 +285,10 @@ class _Page:
                 return None
             self._peers[address.token] = page
         return self._peers[address.token]
+
+
+def _no_page(*_: int) -> None:
+    pass
 
 
 @functools.cache

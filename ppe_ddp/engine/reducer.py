@@ -262,7 +262,7 @@ class Reducer(Generic[C]):
         callback.backward = self._backward = backward
         self._begun.add(self)
         launch_triggers: Collection[int] = ()
-        is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn.is_held
+        is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
         if self._overlap and not (is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
             self.synchronizer.start_negotiation(backward)
@@ -275,7 +275,7 @@ class Reducer(Generic[C]):
             self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
-        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged, backward.turn.called)
+        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged, backward.turn)
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
 
     def _finish(self, backward: Backward) -> Steps:
@@ -344,7 +344,7 @@ class Reducer(Generic[C]):
             self.synchronizer.begin_step()
             backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
             try:
-                if not backward.turn.is_held:
+                if backward.turn is None:
                     self._negotiate(backward)
             except BaseException as error:  # a hook's, which the other ranks have not raised
                 Completion(self._finish_failed(backward, error), self.groups, self._lock, turn=backward.turn).finish()

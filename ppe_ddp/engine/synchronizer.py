@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.broadcasting import BufferWrites, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import TOGETHER
+from ppe_ddp.engine.completion import APART, TOGETHER
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
@@ -411,8 +411,10 @@ class BucketSynchronizer(Synchronizer):
         local = self._nothing if backward.silent else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
-        if self._policy.negotiate:  # all ranks have to say the same else, and may end other wrappers together
-            local = backward.turn.claim(local)
+        turn = backward.turn
+        if turn is not None and self._policy.negotiate:  # all have to say the same else, and may end others together
+            local = turn.claim(local)
+        apart = APART if turn is None else turn.apart
         backward.recorder.local = local
         if backward.waiting is not None:
             # What arrives in one arrives in the other: they leave when backward is over.
@@ -426,7 +428,7 @@ class BucketSynchronizer(Synchronizer):
                 local,
                 not backward.silent,
                 buffers=backward.buffers,
-                apart=TOGETHER if backward.is_manual and backward.silent else backward.turn.apart,
+                apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank),
             )
         backward.recorder.asked_at = perf_counter_ns()
@@ -450,7 +452,8 @@ class BucketSynchronizer(Synchronizer):
         backward.active = sum(answer.statuses)
         backward.source = max(answer.statuses.find(1), 0)
         backward.writers = answer.writers
-        backward.turn.agree(answer.apart)
+        if backward.turn is not None:
+            backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:
@@ -489,7 +492,8 @@ class BucketSynchronizer(Synchronizer):
         if backward.schedule is None and backward.exchange is not None:
             yield backward.exchange.done
         schedule = backward.schedule or self.make_schedule(backward)
-        yield from backward.turn.wait()
+        if backward.turn is not None:
+            yield from backward.turn.wait()
         yield from schedule.launch_all()
         backward.start_finishing()
         backward.late = late = self._take_late(backward)
