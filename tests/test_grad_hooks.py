@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_aver
     user.listener.is_synchronizing = True
     backward(*user.parameters[:2])
     assert user.calls == []
-    user.hooks.run(bytes([0, 1, 1]), set())  # 2 has its gradient from another rank
+    user.hooks.run(bytes([0, 1, 1]), None)  # 2 has its gradient from another rank
     assert user.calls == [1, 2]
     user.listener.is_synchronizing = False
     backward(user.parameters[0])  # as in no_sync()
@@ -198,7 +199,7 @@ def test_hooks_are_deferred_once_and_new_ones_are_found():
     user.listener.is_synchronizing = True
     backward(*user.parameters)
     assert (user.calls, later) == ([], [])
-    user.hooks.run(bytes([1]), set())
+    user.hooks.run(bytes([1]), None)
     assert (user.calls, len(later)) == ([0], 1)
 
 
@@ -207,7 +208,7 @@ def test_a_hook_that_is_removed_while_it_is_deferred_is_not_called():
     user.hooks.defer()
     user.listener.is_synchronizing = True
     user.handles[0].remove()
-    user.hooks.run(bytes([1, 1]), set())
+    user.hooks.run(bytes([1, 1]), None)
     assert user.calls == [1]
 
 
@@ -232,11 +233,11 @@ def test_hooks_wait_for_every_owner_and_are_called_once_for_all_that_end_togethe
     other.is_synchronizing = True
     backward(*user.parameters)
     assert user.calls == [1]
-    called = set()
+    called = SimpleNamespace(called=set())
     others.run(bytes([1]), called)
     user.hooks.run(bytes([1, 1]), called)
     assert user.calls == [1, 0, 1]
-    user.hooks.run(bytes([1, 1]), set())
+    user.hooks.run(bytes([1, 1]), None)
     assert user.calls == [1, 0, 1, 0, 1]
 
 
@@ -253,7 +254,7 @@ def test_optimizers_that_torch_left_to_the_wrapper_step_on_averages():
     for parameter in ours:
         parameter._in_backward_optimizers = [Descent(parameter)]
         parameter.grad = torch.full((2,), 0.5)
-    UserGradHooks(ours).run(bytes([0, 1]), set())
+    UserGradHooks(ours).run(bytes([0, 1]), None)
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0.5, 0.5])
     assert first.grad is not None
     assert second.grad is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppe_ddp.engine.completion import APART, SharedParameters, Turn, arrange
+from ppe_ddp.engine.completion import APART, SharedParameters, arrange
 from ppe_ddp.errors import UnusableError
 
 PARENT = SimpleNamespace(group_name="world")
@@ -75,7 +75,7 @@ def test_a_wrapper_that_is_gone_keeps_no_gradient_from_another():
     assert first.shared.turn().is_held
     second.remove_hooks()
     assert not first.shared.is_for_another(common)
-    assert not first.shared.turn().is_held
+    assert first.shared.turn() is None
 
 
 @pytest.mark.parametrize("exclusive", [(True, False), (False, True), (True, True)], ids=str)
@@ -87,7 +87,7 @@ def test_a_wrapper_with_buffers_takes_over_or_is_taken_over(exclusive):
     with pytest.raises(UnusableError, match="rank 3: parameter 'p0' was wrapped again"):
         first.shared.check()
     second.shared.check()
-    assert not second.shared.turn().is_held
+    assert second.shared.turn() is None
 
 
 # --- the order of turns
@@ -149,15 +149,6 @@ def test_a_wrapper_in_another_step_is_another_one():
     assert advance(now[1])
 
 
-def test_turns_that_share_nothing_do_not_wait():
-    first, second = (Wrapper(parameters(1), number) for number in (1, 2))
-    turns = turns_of(first, second)
-    assert not any(turn.is_held for turn in turns)
-    arrange(turns, [])
-    agree(turns, turns)
-    assert all(map(advance, turns))
-
-
 def test_what_was_started_before_ends_together_with_what_shares_parameters_with_it():
     ours = parameters(4)
     first = Wrapper(ours[:2], 1)
@@ -212,10 +203,3 @@ def test_an_average_over_other_ranks_is_no_average_here():
     turns = turns_of(first, second)
     arrange(turns, [])
     assert [turn.claim(b"\1") for turn in turns] == [b"\1", b"\1"]
-
-
-def test_a_turn_without_others_claims_everything_and_comes_at_once():
-    turn = Turn()
-    assert turn.claim(b"\1\0") == b"\1\0"
-    assert turn.apart == APART
-    assert advance(turn)
