@@ -140,7 +140,7 @@ class ProgressEngine:
     def keep(self, call: InFlight, memory: Any) -> None:
         """Keep ``memory`` alive until ``call`` has ended, though nobody waits for it any more."""
         with self.lock:
-            self._kept = [(one, held) for one, held in self._kept if not _has_ended(one)]
+            self._kept = [(one, held) for one, held in self._kept if not _is_done(one)]
             self._kept.append((call, memory))
 
     def progress(self) -> None:
@@ -218,7 +218,7 @@ class ProgressEngine:
         self._fence.release()
 
 
-def _has_ended(call: InFlight) -> bool:
+def _is_done(call: InFlight) -> bool:
     try:
         return call.done()
     except RuntimeError:  # with an error, for which nobody waits

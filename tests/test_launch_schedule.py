@@ -25,14 +25,11 @@ class Written:
         self.under_way = True
         self.log.append(f"launch {self.plan.index}" + (" last" if is_last else ""))
 
-    def done(self):
-        return not self.under_way
-
     @property
     def pending(self):
         return self if self.under_way else None
 
-    def is_complete(self):
+    def done(self):
         return not self.under_way
 
     def wait(self):

@@ -145,9 +145,9 @@ def ends_by_itself():
     group = dist.new_group()
     work = group.allreduce([total])
     end = time.monotonic() + 20
-    while not work._has_ended() and time.monotonic() < end:
+    while not work._is_done() and time.monotonic() < end:
         time.sleep(0.001)
-    is_over = work._has_ended()
+    is_over = work._is_done()
     work.wait()
     assert set(total.tolist()) == {dist.get_world_size()}
     return is_over

@@ -197,12 +197,12 @@ def test_the_store_is_hardly_asked_where_memory_shows_who_has_given_up(monkeypat
         assert not any([look() for _ in range(looks)])
         return store.asked - before
 
-    assert asked(5, waits.is_over) == 5
+    assert asked(5, waits.is_given_up) == 5
     waits.sees_every_rank = True
-    assert asked(9, waits.is_over) == 0
+    assert asked(9, waits.is_given_up) == 0
     assert asked(2, waits.look_now) == 2
     waits.is_closed_elsewhere, before = lambda: True, store.asked
-    assert waits.is_over()
+    assert waits.is_given_up()
     assert store.asked == before + 1
 
 

@@ -238,7 +238,7 @@ def play(steps, layouts, spaces, memories, *, ends=False):
         place = layout.nodes.index(layout.local)
         crossings.append(step.cross([link.end(place) for link in own] if ends else own, memory))
     for rank in reversed(range(size)):
-        assert crossings[rank].is_over()
+        assert crossings[rank].done()
         steps[rank].spread(crossings[rank], memories[rank])
     for step, layout in zip(steps, layouts, strict=True):
         step.finish(layout.local_rank, len(layout.local))
@@ -254,6 +254,6 @@ def test_what_is_under_way_between_nodes_is_no_memory_of_the_gradients(rank):
     step.prepare([Region(space, 0, 0)], 0)
     link = Link(2)
     crossing = step.cross([link], WireMemory())
-    assert not crossing.is_over()
+    assert not crossing.done()
     link.begun[0].fill_(7.0)
     assert set(tensor.tolist()) == {1.0}

@@ -99,7 +99,7 @@ def test_many_keys_are_read_from_stores_that_can_do_so_at_once_and_from_others(t
 
 
 def test_a_comparison_of_collectives_leaves_none_behind():
-    store, waits = dist.HashStore(), SimpleNamespace(at_failure=[], progress=lambda: None, is_over=bool)
+    store, waits = dist.HashStore(), SimpleNamespace(at_failure=[], progress=lambda: None, is_given_up=bool)
     comparison = CollectiveComparison(WrittenKeys(store), 0, 1, waits, progress_engine(os.getpid()))
 
     def barrier():

@@ -361,7 +361,7 @@ class _WireCall:
     """
 
     def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
-        self.is_over = False
+        self.is_done = False
         self._is_queued = is_queued
         self._what = what
         self._waits = waits
@@ -380,7 +380,7 @@ class _WireCall:
         """Go on as far as what is done lets it; whether it is over."""
         with self._lock:
             try:
-                while not self.is_over and (self._current is None or self._current.done()):
+                while not self.is_done and (self._current is None or self._current.done()):
                     self.start()
             except StopIteration:
                 self._end(None)
@@ -391,20 +391,20 @@ class _WireCall:
                 self._error = self._waits.failed(self._what, reason)
                 if not isinstance(error, Exception):
                     raise
-        return self.is_over
+        return self.is_done
 
     def fail(self) -> None:
         """End it, as the group was given up; the wire keeps the memory of what is under way."""
         with self._lock:
-            if not self.is_over:
+            if not self.is_done:
                 self._end(self._waits.error(self._what, self._waits.failure))
 
     def poll(self) -> bool:
         """Whether it has ended well."""
-        is_over = self.is_over if self._is_queued else self.advance()
+        is_done = self.is_done if self._is_queued else self.advance()
         if self._error is not None:
             raise self._error
-        return is_over
+        return is_done
 
     def block(self) -> None:
         """Give the core to the threads of the wire."""
@@ -422,7 +422,7 @@ class _WireCall:
     def _end(self, error: BaseException | None) -> None:
         self._error, self._current = error, None
         self._steps.close()
-        self.is_over = True
+        self.is_done = True
         call, self._at_end = self._at_end, None
         if call is not None:
             call()
@@ -439,7 +439,7 @@ class CallSet:
     def begin(self, call: _WireCall) -> None:
         """Begin a call at once."""
         call.start()
-        while self._calls and self._calls[0].is_over:
+        while self._calls and self._calls[0].is_done:
             self._calls.popleft()
         self._calls.append(call)
 

@@ -200,11 +200,11 @@ class _Caller:
         threading.Thread(target=self._serve, name="ppe_ddp-store", daemon=True).start()
 
     def result(self, function: Callable[[], T], seconds: float) -> T:
-        if self._silent is not None and not self._silent.is_over.is_set():
+        if self._silent is not None and not self._silent.is_done.is_set():
             raise CommunicationError(SILENT)
         call = _StoreCall(function)
         self._calls.put(call)
-        if not call.is_over.wait(seconds):
+        if not call.is_done.wait(seconds):
             self._silent = call
             raise CommunicationError(SILENT)
         error, call.error = call.error, None
@@ -221,7 +221,7 @@ class _Caller:
 class _StoreCall:
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self.is_over = threading.Event()
+        self.is_done = threading.Event()
         self.result: Any = None
         self.error: Exception | None = None
 
@@ -230,7 +230,7 @@ class _StoreCall:
             self.result = self._function()
         except Exception as error:
             self.error = error
-        self.is_over.set()
+        self.is_done.set()
 
 
 @functools.cache

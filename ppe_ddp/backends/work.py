@@ -120,7 +120,7 @@ class Waits(ABC):
         """Move all that is outstanding, without waiting."""
         self._progress.progress()
 
-    def is_over(self) -> bool:
+    def is_given_up(self) -> bool:
         """Whether a rank has given the group up."""
         if not self.failure:
             notice = self._notice()
@@ -130,7 +130,7 @@ class Waits(ABC):
 
     def look_now(self) -> bool:
         """Whether a rank has given the group up, by all ways in which it may have told."""
-        return self.is_over()
+        return self.is_given_up()
 
     def check(self, what: str) -> None:
         """See whether a rank has given the group up.
@@ -138,7 +138,7 @@ class Waits(ABC):
         Raises:
             CommunicationError: It has; with that rank and its reason.
         """
-        if self.is_over():
+        if self.is_given_up():
             raise self.error(what, self.failure)
 
     def error(self, what: str, reason: str) -> CommunicationError:
@@ -288,7 +288,7 @@ class Work(PythonWork):
         """Whether it has ended, well or not; only looks."""
         if not self._is_settled:
             with self._lock:
-                if not self._is_settled and self._has_ended():
+                if not self._is_settled and self._is_done():
                     self._is_settled = True
                     self._tell_end()
         return self._is_settled
@@ -297,7 +297,7 @@ class Work(PythonWork):
         """Whether it has ended, well or not; does what can be done now."""
         if not self.done():
             self._waits.progress()
-            self._waits.is_over()  # receives the notice
+            self._waits.is_given_up()  # receives the notice
         return self.done()
 
     def is_success(self) -> bool:
@@ -343,7 +343,7 @@ class Work(PythonWork):
         if call is not None:
             call()
 
-    def _has_ended(self) -> bool:
+    def _is_done(self) -> bool:
         try:
             if not self._poll():
                 return False

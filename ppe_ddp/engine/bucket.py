@@ -141,7 +141,7 @@ class Bucket(ABC):
     def averages(self) -> list[Tensor]:
         """One average a member, each the tensor that ``.grad`` is set to: perhaps this rank's own gradient."""
 
-    def is_complete(self) -> bool:
+    def done(self) -> bool:
         """Whether no reduction of it is under way any more."""
         is_done = probe(self.pending)
         return self.pending is None or (is_done is not None and bool(is_done()))
@@ -533,7 +533,7 @@ class LaunchSchedule(Generic[B]):
     def launch_ready(self) -> None:
         """Launch buckets in order, up to the first that still misses a gradient of this rank."""
         while self._gone < len(self.buckets) and self._missing[self._gone] <= 0:
-            if self._one_at_a_time and not self.is_complete():
+            if self._one_at_a_time and not self.done():
                 break
             if self._may_launch is not None and not self._may_launch():
                 break
@@ -581,9 +581,9 @@ class LaunchSchedule(Generic[B]):
         elif not bucket.plan.sparse:
             record.arrived[k] = record.launched[k]
 
-    def is_complete(self) -> bool:
+    def done(self) -> bool:
         """Whether all launched buckets are complete."""
-        return all(bucket.is_complete() for bucket in self.buckets[: self._gone])
+        return all(bucket.done() for bucket in self.buckets[: self._gone])
 
     def finish(self) -> Steps:
         """Wait for the buckets in order, as steps. Sparse ones come last: they communicate only now."""

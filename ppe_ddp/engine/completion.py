@@ -334,7 +334,7 @@ class Completion:
     Attributes:
         groups: The same.
         turn: The same.
-        is_over: Whether all is done, or has failed.
+        is_done: Whether all is done, or has failed.
     """
 
     _threads: ClassVar[_Thread]
@@ -354,7 +354,7 @@ class Completion:
         self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
-        self.is_over = False
+        self.is_done = False
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
@@ -401,24 +401,24 @@ class Completion:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
                 run(self._steps)
-            self.is_over = True
+            self.is_done = True
         except StopIteration:
-            self.is_over = True
+            self.is_done = True
         except BaseException as raised:
-            self.is_over = True
+            self.is_done = True
             if not isinstance(raised, Exception):
                 raise  # KeyboardInterrupt: nothing else is worth finishing
             self._error = raised
         finally:
             self._is_running = False
-            if self.is_over:
+            if self.is_done:
                 self._probe = _always  # a probe keeps its Work, and that the connection
                 if self.turn is not None:
                     self.turn.end()
 
     def close(self) -> None:
         """Abandon it: the steps see a GeneratorExit where they are."""
-        self.is_over = True
+        self.is_done = True
         if self.turn is not None:
             self.turn.end()
         with self._lock, torch.no_grad():
@@ -468,13 +468,13 @@ def finish(completions: Sequence[Completion]) -> None:
 
     So end those that were started before and share parameters with them.
     """
-    others = [one for one in Completion._threads.open if not (one.is_over or one._is_running or one in completions)]
+    others = [one for one in Completion._threads.open if not (one.is_done or one._is_running or one in completions)]
     joined = arrange(_turns_of(completions), _turns_of(others))
     completions = [*completions, *(other for other in others if other.turn in joined)]
     others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
     if others or completions[1:]:
         _poll(completions, others)
-    elif completions and not completions[0].is_over:
+    elif completions and not completions[0].is_done:
         completions[0].advance(to_end=True)
     for completion in completions:
         Completion._threads.open.discard(completion)
@@ -507,8 +507,8 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
     seconds = max(completion.groups.timeout_seconds for completion in waiting)
     late: CommunicationError | PeerAbortedError | None = None
     try:
-        while not all(completion.is_over for completion in completions):
-            waiting = [completion for completion in waiting if not completion.is_over]
+        while not all(completion.is_done for completion in completions):
+            waiting = [completion for completion in waiting if not completion.is_done]
             left = [one for one in waiting if one in completions and not (one.turn and one.turn.is_behind)]
             ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:
@@ -518,7 +518,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
                 left[0].advance(error=late)
     except BaseException:
         for completion in completions:
-            if not completion.is_over:
+            if not completion.is_done:
                 completion.close()
         raise
 

@@ -216,7 +216,7 @@ class ExchangeQueue:
         self._advance()
         entry = PendingExchange(self, exchange, link, name)
         entry.resume(self._turn)
-        if not entry.is_over:
+        if not entry.is_done:
             self._running.append(entry)
         return entry
 
@@ -227,14 +227,14 @@ class ExchangeQueue:
     def abandon(self) -> None:
         """Nothing of what is under way will be waited for any more."""
         for entry in self._running:
-            entry.is_over = True
+            entry.is_done = True
             entry.pending = None
             entry.exchange.close()
         self._running.clear()
 
     def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
         """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
-        while not entry.is_over and (may_wait or self.is_ready()):
+        while not entry.is_done and (may_wait or self.is_ready()):
             self._advance()
         if entry.delivery is None:
             return
@@ -254,7 +254,7 @@ class ExchangeQueue:
             if entry.pending is not None:
                 self._wait(entry.pending, entry.link.device)
             entry.resume(self._turn)
-            if entry.is_over:
+            if entry.is_done:
                 self._running.remove(entry)
 
 
@@ -271,7 +271,7 @@ class PendingExchange:
         due: The turn in which it goes on.
         pending: What it waits for.
         delivery: What its result still waits for when it has ended.
-        is_over: Whether it has ended.
+        is_done: Whether it has ended.
     """
 
     def __init__(self, queue: ExchangeQueue, exchange: Delivered, link: Link | CrossNodeLinks, name: str) -> None:
@@ -282,7 +282,7 @@ class PendingExchange:
         self.due = 0
         self.pending: Waitable | None = None
         self.delivery: Waitable | None = None
-        self.is_over = False
+        self.is_done = False
 
     @property
     def nbytes(self) -> int:
@@ -302,7 +302,7 @@ class PendingExchange:
             self.pending = next(self.exchange)
         except StopIteration as end:
             self.delivery = end.value
-            self.is_over = True
+            self.is_done = True
         if (log := EventLog.current) is not None:
             log.add("decode" if before else "encode", self.name, begin)
             if self.pending is not None:
@@ -311,7 +311,7 @@ class PendingExchange:
     def done(self) -> bool:
         """Whether the average is there; takes the turns that need not wait."""
         self._queue.advance_until(self, may_wait=False)
-        return self.is_over and self.delivery is None
+        return self.is_done and self.delivery is None
 
     def wait(self) -> None:
         """Take turns until the average is there."""

@@ -274,7 +274,7 @@ class NcclOperation:
         if self._error is not None:
             raise CommunicationError(str(self._error)) from self._error
 
-    def is_over(self) -> bool:
+    def done(self) -> bool:
         """Whether the device is through with it."""
         return self._launched and all(event.query() for _, event in self.events)
 
@@ -331,11 +331,11 @@ class NcclWork(PythonWork):
     def is_completed(self) -> bool:
         """Whether the device is through with it, or it has failed; never waits for the device."""
         self._operation.start()
-        return self.exception() is not None or self._operation.is_over()
+        return self.exception() is not None or self._operation.done()
 
     def is_success(self) -> bool:
         """Whether the device is through with it, and it has not failed."""
-        return self.exception() is None and self._operation.is_over()
+        return self.exception() is None and self._operation.done()
 
     def exception(self) -> BaseException | None:
         """The error that it, or the group, has failed with."""
@@ -368,7 +368,7 @@ class NcclWork(PythonWork):
 
     def _wait_on_host(self, seconds: float) -> None:
         start = time.monotonic()
-        while not self._operation.is_over():
+        while not self._operation.done():
             self._operation.check()
             if seconds > 0 and time.monotonic() - start > seconds:
                 raise CommunicationError(f"{self._operation.what} is not over after {seconds:g} s")
@@ -417,7 +417,7 @@ class Watchdog:
     def watch(self, operation: NcclOperation) -> None:
         """Add an operation that is about to be given to NCCL, whose calls may wait for the other ranks, too."""
         # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
-        while self._operations and self._operations[0].is_over():
+        while self._operations and self._operations[0].done():
             self._operations.popleft()
         operation.since = time.monotonic()
         self._operations.append(operation)
@@ -434,7 +434,7 @@ class Watchdog:
     def drain(self) -> None:
         """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
         for operation in list(self._operations):
-            while not (operation.is_over() or self._error is not None or self._closed.is_set()):
+            while not (operation.done() or self._error is not None or self._closed.is_set()):
                 time.sleep(0.001)
         self._operations.clear()
 
@@ -458,7 +458,7 @@ class Watchdog:
 
     def _check_times(self) -> None:
         for operation in list(self._operations):
-            if time.monotonic() - operation.since > self._timeout and not operation.is_over():
+            if time.monotonic() - operation.since > self._timeout and not operation.done():
                 raise CommunicationError(
                     f"{operation.what} is not over after the group's timeout of {self._timeout:g} s: another rank "
                     "did not make the call, or died. The group's communicators were broken off, and what it was "

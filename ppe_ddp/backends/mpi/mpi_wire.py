@@ -96,23 +96,23 @@ class MpiMessage:
         self.memory: Tensor | None = memory
         self._start: Callable[[], MPI.Request | None] | None = start  # which has the memory, too
         self._request = start()
-        self._is_over = False
+        self._is_done = False
 
     @property
     def is_started(self) -> bool:
         """Whether MPI reads or writes the memory."""
-        return self._request is not None and not self._is_over
+        return self._request is not None and not self._is_done
 
     def done(self) -> bool:
         """See :meth:`InFlight.done`."""
         if self._request is None and self._start is not None:
             self._request = self._start()
         status = MPI.Status()
-        if not self._is_over and self._request is not None and self._request.Test(status):
+        if not self._is_done and self._request is not None and self._request.Test(status):
             self.source = status.Get_source()
-            self._is_over = True
+            self._is_done = True
             self.memory = self._start = None
-        return self._is_over
+        return self._is_done
 
     def block(self) -> None:
         """Nothing: only calls move it."""
@@ -348,12 +348,12 @@ def _end(wire: MpiWire, begun: Sequence[list[Call]], waits: MpiWaits, tellers: S
         made_up = [wire.make_up(calls) for calls in steps[len(begun[wire.comm.Get_rank()]) :]]
     under_way = [*wire.left, *made_up]
 
-    def is_over() -> bool:
+    def is_done() -> bool:
         # of all of them, so that each moves
         return all([call.done() for call in under_way]) and waits.have_noticed(tellers)
 
     try:
-        if progress.wait_until(is_over, seconds=_RELEASE_SECONDS):
+        if progress.wait_until(is_done, seconds=_RELEASE_SECONDS):
             wire.comm.Free()
     except MPI.Exception:  # such as a message of another length: a rank had called something else
         pass

@@ -188,24 +188,24 @@ class _Message:
         self.what = what
         self._waits = waits
         self._under_way = under_way
-        self._is_over = False
+        self._is_done = False
         self._reason = ""
 
     def advance(self) -> bool:
         """Whether it has ended, well or not; moves it."""
-        if not self._is_over:
+        if not self._is_done:
             try:
-                self._is_over = self._under_way.done()
+                self._is_done = self._under_way.done()
             except RuntimeError as error:
                 self._reason = str(error)
                 self._waits.give_up(f"{self.what} failed: {error}")
-            if not self._is_over and self._waits.failure:
+            if not self._is_done and self._waits.failure:
                 self._reason = self._reason or self._waits.failure
-                self._is_over = True
-        return self._is_over
+                self._is_done = True
+        return self._is_done
 
     def poll(self) -> bool:
         """Whether it has ended well."""
-        if self._reason and self._is_over:
+        if self._reason and self._is_done:
             raise CommunicationError(f"{self._waits.place}: {self._reason}")
-        return self._is_over
+        return self._is_done

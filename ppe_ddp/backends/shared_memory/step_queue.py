@@ -253,19 +253,19 @@ class StepQueue:
         work.ask_transport = ask_queue
         return work
 
-    def is_finished(self, launched: LaunchedStep) -> bool:
+    def is_done(self, launched: LaunchedStep) -> bool:
         """Whether a step is complete on all ranks, and its result where it belongs."""
         return self._finished >= launched.number
 
     def is_left_alone(self, launched: LaunchedStep) -> bool:
         """Whether no rank writes into the memory of a step any more: it is complete, or was given up."""
-        return self.is_finished(launched) or (
+        return self.is_done(launched) or (
             bool(self._own[_CLOSED]) and not any([page[_ACTING] for page in self._controls])
         )
 
     def failure_of(self, launched: LaunchedStep) -> str:
         """Why a step has not ended well; empty if it has, or is under way."""
-        return launched.error or ("" if self.is_finished(launched) else self._waits.failure)
+        return launched.error or ("" if self.is_done(launched) else self._waits.failure)
 
     def absent(self, launched: LaunchedStep) -> list[int]:
         """The ranks that have not come to a step; if all have, those that have not done their part.
@@ -392,7 +392,7 @@ class StepQueue:
     def _end_crossings(self) -> bool:
         """Bring what has arrived from other nodes to the ranks of this one; whether there was something."""
         count = len(self._crossing)
-        while self._crossing and ((crossing := self._crossing[0].crossing) is None or crossing.is_over()):
+        while self._crossing and ((crossing := self._crossing[0].crossing) is None or crossing.done()):
             launched = self._crossing[0]
             if crossing is not None and not self._act(partial(self._spread, launched)):
                 break

@@ -117,7 +117,7 @@ class Crossing(NamedTuple):
         """Of what is under way."""
         return sum(wire.nbytes for one in self.sent for wire in one.wires)
 
-    def is_over(self) -> bool:
+    def done(self) -> bool:
         """Whether all has arrived; moves it."""
         return all([one.under_way.done() for one in self.sent])
 

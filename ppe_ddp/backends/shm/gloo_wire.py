@@ -120,7 +120,7 @@ class GlooWire:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return all([_has_ended(call) for call in self._begun])
+        return all([_is_done(call) for call in self._begun])
 
     def all_reduce(self, flat: Tensor, kind: Any) -> GlooCall:
         """See :meth:`Wire.all_reduce`."""
@@ -177,13 +177,13 @@ class GlooWire:
 
     def _call(self, work: Work) -> GlooCall:
         call = GlooCall(work, self._place)
-        while self._begun and _has_ended(self._begun[0]):
+        while self._begun and _is_done(self._begun[0]):
             self._begun.popleft()
         self._begun.append(call)
         return call
 
 
-def _has_ended(call: GlooCall) -> bool:
+def _is_done(call: GlooCall) -> bool:
     work = call._work
     return work is None or work.is_completed()
 

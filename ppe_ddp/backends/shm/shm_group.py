@@ -218,7 +218,7 @@ class StoreWaits(Waits):
     def look_now(self) -> bool:
         """Whether a rank has given the group up; asks the store in any case."""
         self._looked = -math.inf
-        return self.is_over()
+        return self.is_given_up()
 
     def _notice(self) -> str:
         now, is_closed = monotonic(), self.is_closed_elsewhere()
