@@ -31,8 +31,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.record import EventLog
-from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.shard_collectives import all_gather
+from ppe_ddp.engine.zero.shards import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function

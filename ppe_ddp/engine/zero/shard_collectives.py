@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.memory import offers_memory
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket import Bucket
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.memory import MemoryPool
 
@@ -80,6 +84,32 @@ class ReduceScatter:
             scale(share, flat, factor)
             return None
         return (self._exchange if self._by_all_to_all else self._reduce)(share, flat, factor, spare)
+
+    def finish(self, bucket: Bucket) -> Steps:
+        """Wait for the reduce-scatter of ``bucket``.
+
+        Raises:
+            CommunicationError: The transport failed.
+        """
+        # Not a variable: a generator that nobody resumes would hold what is pending.
+        if bucket.pending is None:
+            return
+        try:
+            yield probe(bucket.pending)
+            self._groups.failures.wait(bucket.pending, bucket.plan.device)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise self.failure(bucket, error) from error
+        bucket.pending = None
+
+    def failure(self, bucket: Bucket, error: RuntimeError) -> CommunicationError:
+        """The error to raise for one of the transport."""
+        return CommunicationError(
+            f"rank {self._groups.rank}, bucket {bucket.plan.index} with {bucket.names[0]!r}: the reduce-"
+            f"scatter failed: {error}. An error or a crash on another rank ends here: look for the first traceback of "
+            "all ranks."
+        )
 
     def _exchange(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
         received = self._pool.take(flat.numel(), flat.dtype, flat.device)
