@@ -48,12 +48,7 @@ RANKS = "ranks"
 
 
 class SavedPart(ABC):
-    """A part of a training's state under a name of its own.
-
-    Args:
-        name: What its entries begin with, followed by a dot.
-        what: The object that has the state.
-    """
+    """A part of a training's state under a name of its own."""
 
     is_of_rank = False
     """Whether each rank saves its own, which only as many ranks can load."""
@@ -107,13 +102,7 @@ class _ModulePart(SavedPart):
 
 
 class AveragedModulePart(_ModulePart):
-    """A module of which each rank has saved its own, for another number of ranks: it begins from their average.
-
-    Args:
-        name: The name of the part.
-        module: The module.
-        saved_by: How many ranks have saved it.
-    """
+    """A module of which each rank has saved its own, for another number of ranks: it begins from their average."""
 
     def __init__(self, name: str, module: nn.Module, saved_by: int) -> None:
         super().__init__(name, module)

@@ -38,9 +38,6 @@ class Link:
         device: Where the tensors are.
 
     Attributes:
-        rank: The same.
-        size: The same.
-        device: The same.
         nbytes: What was sent, as the size of an all-reduce that puts as many bytes on the link: so that it compares
             with the bytes of the gradients whatever the collectives are.
     """
@@ -102,14 +99,7 @@ class Link:
 
 
 class AllPending:
-    """Several things in flight, waited for as one.
-
-    Args:
-        parts: These.
-
-    Attributes:
-        parts: The same.
-    """
+    """Several things in flight, waited for as one."""
 
     def __init__(self, parts: list[Waitable]) -> None:
         self.parts = parts

@@ -146,10 +146,6 @@ class Blocks:
     A block never holds elements of two parameters, so that their results do not depend on how buckets are packed;
     the last one of each is filled up by zeros.
 
-    Args:
-        gradients: The segments.
-        block: Elements a block.
-
     Attributes:
         number: The number of blocks.
     """

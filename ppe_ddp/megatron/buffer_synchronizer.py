@@ -52,15 +52,6 @@ _ABORTED = 1  # the bit of a rank's status beside NON_FINITE
 class BufferSynchronizer(Synchronizer):
     """Synchronizes the gradients in the buffers of one module.
 
-    Args:
-        reduction_groups: The parameters that are averaged together, with their process groups.
-        layout: The layout of the buffers.
-        buckets: The buckets of the layout.
-        gradients: The accumulated gradients.
-        specs: The specs of all parameters, with the dtypes of ``main_grad``.
-        parameters: All parameters of the module.
-        check_finite: Whether to look for NaN and infinity before gradients are sent.
-
     Attributes:
         is_sent: Whether the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
             none was accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must
@@ -124,7 +115,7 @@ class BufferSynchronizer(Synchronizer):
     def nbytes(self) -> int:
         """The size of the gradient buffers, and of what they are all-reduced in."""
         buffers = sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
-        return buffers + sum(bucket.message_nbytes for bucket in self._buckets)
+        return buffers + sum(bucket.message[0].nbytes for bucket in self._buckets if bucket.message is not None)
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Set the streams; the buffers belong to one module state."""

@@ -200,7 +200,8 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
         main = main_grad_of(one.copies[0][1])
         kinds.setdefault((main.dtype, main.device), []).append(one)
     for members in kinds.values():
-        grads = [_total([main_grad_of(parameter) for _, parameter in one.copies]) for one in members]
+        parts = [[main_grad_of(parameter) for _, parameter in one.copies] for one in members]
+        grads = [part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in parts]
         # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
         exist = [any(chunk.gradient_buffers.gradients.was_averaged(p) for chunk, p in one.copies) for one in members]
         marks = torch.tensor(exist, dtype=grads[0].dtype, device=grads[0].device)
@@ -213,10 +214,6 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
                 main.copy_(total.view_as(main) * one.factor if one.factor != 1.0 else total.view_as(main))
                 if mark:
                     chunk.gradient_buffers.gradients.mark_averaged(parameter)
-
-
-def _total(gradients: Sequence[Tensor]) -> Tensor:
-    return gradients[0] if len(gradients) == 1 else torch.stack(tuple(gradients)).sum(0)
 
 
 def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel) -> None:

@@ -110,10 +110,6 @@ class ParamAndGradBuffer:
 class MainGradients:
     """The accumulated gradients of one module, and which of them there are.
 
-    Args:
-        parameters: All parameters of the module.
-        main: The memory of each trainable one, by its index; zero at first.
-
     Attributes:
         accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
         averaged: One byte a parameter: whether some rank had it when it was synchronized.
@@ -320,6 +316,7 @@ class BufferBucket(DenseBucket):
 
     Attributes:
         slots: The ``main_grad`` of each member.
+        message: The memory that it is all-reduced in, and the slots there; None before the first time.
     """
 
     def __init__(
@@ -341,7 +338,7 @@ class BufferBucket(DenseBucket):
         self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
         self._is_reduced = False
         self._carried: Tensor | None = None
-        self._message: tuple[Tensor, list[Tensor]] | None = None
+        self.message: tuple[Tensor, list[Tensor]] | None = None
         self._reduced_share: Tensor | None = None
 
     @property
@@ -409,17 +406,12 @@ class BufferBucket(DenseBucket):
         if self._reduction.sends_nothing:
             scale(self._range, self._range, factor)
             return self._range, self.slots
-        if self._message is None:
+        if self.message is None:
             flat = allocator(self._groups.buckets)(self.plan.numel, self.plan.dtype, self.plan.device)
-            self._message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
-        flat, slots = self._message
+            self.message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
+        flat, slots = self.message
         scale(flat, self._range, factor)
         return flat, slots
-
-    @property
-    def message_nbytes(self) -> int:
-        """Bytes of the memory that it is all-reduced in."""
-        return 0 if self._message is None else self._message[0].nbytes
 
     def finish(self) -> Steps:
         """Wait for the result.
@@ -458,5 +450,5 @@ class BufferBucket(DenseBucket):
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)
         self.release()
-        self._message = None  # the reduction may still write there
+        self.message = None  # the reduction may still write there
         return []

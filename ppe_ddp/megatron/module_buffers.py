@@ -208,10 +208,6 @@ class ShardedBuffers(ShardedModel):
 
     Gathering is in place: parameters are views of the buffer. So between ``gather()`` and the end of its Work the
     parameters of that unit must not be used.
-
-    Args:
-        state: The buffers of the module.
-        number: The reduction group whose parameters these are: 0 for dense ones, 1 for experts.
     """
 
     has_even_shards = False  # the bounds of a rank's part of a bucket may lie anywhere in a parameter

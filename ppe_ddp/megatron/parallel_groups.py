@@ -173,14 +173,7 @@ def _owner(module: nn.Module, attribute: str) -> nn.Module | None:
 
 
 class CopiesOfParameters(Copies):
-    """Tells which parameters of a module are copies of another rank's, so that a norm counts each element once.
-
-    Args:
-        module: The module.
-        config: The model's configuration.
-        data: The data-parallel group. Its ranks have different shards, and different experts.
-        groups: The other groups.
-    """
+    """Tells which parameters of a module are copies of another rank's, so that a norm counts each element once."""
 
     def __init__(self, module: nn.Module, config: object, data: ProcessGroup, groups: ParallelGroups) -> None:
         splits = [group for group in (groups.tensor, groups.pipeline) if group is not None]

@@ -360,7 +360,9 @@ def clip_grad_norm_(
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
                 "error_if_nonfinite=False to clip by it all the same"
             )
-        scale_to([gradient for gradients, _ in parts for gradient in gradients], norm, max_norm)
+        gradients = [gradient for own, _ in parts for gradient in own]
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
     return norm
 
 
@@ -449,13 +451,6 @@ def total_norm(
         )
     norm = total[0] if is_max else total[0].pow(1.0 / norm_type)
     return torch.where(total[1] > 0, math.nan, norm).to(dtype)
-
-
-def scale_to(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Multiply ``shards`` by ``max_norm / norm``, or by 1 where that is more; in place."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if shards:
-        torch._foreach_mul_(list(shards), factor.to(shards[0].device))
 
 
 class ScaleCheck:

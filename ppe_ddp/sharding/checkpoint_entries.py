@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
+from ppe_ddp.sharding.checkpoint_reader import as_text
 from ppe_ddp.torch_internals import holds_tensors, split_by, strided_shard
 
 Run: TypeAlias = "tuple[int, int]"
@@ -268,28 +268,17 @@ def _layout(key: str, value: Tensor, local: Tensor, rank: int) -> ShardLayout | 
     return layout
 
 
-def sent_sources(entries: Sequence[SourceEntry]) -> str:
-    """What is sent of a checkpoint's entries."""
-    return as_text([tuple(entry) for entry in entries])
-
-
-def received_sources(sent: str) -> list[SourceEntry]:
-    """The entries that :func:`sent_sources` was given."""
-    return [SourceEntry(*entry) for entry in from_text(sent)]
-
-
-def sent_expectations(entries: Sequence[ExpectedEntry]) -> str:
-    """What is sent of a module's expectations; each of its layouts, which are few, once."""
+def packed(entries: Sequence[ExpectedEntry]) -> Any:
+    """What is sent of a module's expectations, as plain values; each of its layouts, which are few, once."""
     layouts: dict[ShardLayout | None, int] = {}
-    rows = [tuple(entry._replace(layout=layouts.setdefault(entry.layout, len(layouts)))) for entry in entries]  # type: ignore[arg-type]
-    return as_text([[one and astuple(one) for one in layouts], rows])
+    rows = [(e.key, e.shape, e.dtype, layouts.setdefault(e.layout, len(layouts)), e.tie) for e in entries]
+    return [[one and astuple(one) for one in layouts], rows]
 
 
-def received_expectations(sent: str) -> list[ExpectedEntry]:
-    """The entries that :func:`sent_expectations` was given."""
-    layouts, rows = from_text(sent)
-    layouts = [one and ShardLayout(*one) for one in layouts]
-    return [ExpectedEntry(key, shape, dtype, layouts[layout], tie) for key, shape, dtype, layout, tie in rows]
+def unpacked(sent: Any) -> list[ExpectedEntry]:
+    """The entries that :func:`packed` was given."""
+    layouts = [one and ShardLayout(*one) for one in sent[0]]
+    return [ExpectedEntry(key, shape, dtype, layouts[layout], tie) for key, shape, dtype, layout, tie in sent[1]]
 
 
 # ---------------------------------------------------------------------- names

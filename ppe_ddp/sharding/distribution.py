@@ -27,12 +27,10 @@ from ppe_ddp.sharding.checkpoint_entries import (
     expect,
     local_of,
     match,
-    received_expectations,
-    received_sources,
-    sent_expectations,
-    sent_sources,
+    packed,
     shape_of,
     takes_anything,
+    unpacked,
 )
 from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
@@ -42,7 +40,7 @@ from ppe_ddp.torch_internals import metadata_of, set_metadata
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.sharding.checkpoint_entries import Match, SourceEntry
+    from ppe_ddp.sharding.checkpoint_entries import Match
     from ppe_ddp.sharding.transfer_plan import Piece, TransferMessage
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
@@ -210,7 +208,7 @@ class _Distribution:
         load_targets.prepare(load_group.ranks[load_group.rank], self._checkpoint if lends else None)
         failure = self._transfer(routed, load_targets, device_of(header["wire"]))
         result: OrderedDict[str, Any] = OrderedDict()
-        set_metadata(result, from_text(header["metadata"]))
+        set_metadata(result, header["metadata"])
 
         def finish() -> None:
             if failure is not None:
@@ -240,31 +238,33 @@ class _Distribution:
         def make_header() -> dict[str, Any]:
             self._checkpoint = checkpoint_of()
             device = device_for(self._targets, load_group, options.device)
+            found = describe(self._checkpoint, is_sent=load_group.size > 1)
             return {
-                "found": sent_sources(describe(self._checkpoint, is_sent=load_group.size > 1)),
-                "expected": sent_expectations(expected),  # most often the same as everywhere
+                # most often the same is expected everywhere
+                "content": as_text([list(map(tuple, found)), packed(expected), metadata_of(self._checkpoint)]),
                 "options": options.compared(),
                 "what": options.what,
-                "metadata": as_text(metadata_of(self._checkpoint)),
                 "wire": load_group.wire_kind(device.type),
             }
 
         header: dict[str, Any] = load_group.from_source(make_header)
-        self._found = received_sources(header["found"])
-        usual = received_expectations(header["expected"])
+        usual: list[ExpectedEntry] = []
 
         def answer() -> Any:
             if failure is not None:
                 raise failure
+            found, sent, header["metadata"] = from_text(header["content"])
+            self._found = [SourceEntry(*entry) for entry in found]
+            usual.extend(unpacked(sent))
             own = options.compared()
             if own != header["options"]:
                 raise ValueError(f"it loads with {own}, and rank 0 with {header['options']}; they have to be the same")
             if not options.fresh:
                 refuse_meta(self._targets, match(self._found, [expected]))
-            return None if expected == usual else sent_expectations(expected)
+            return None if expected == usual else as_text(packed(expected))
 
         answers = load_group.from_each(answer)
-        self._expectations = [usual if other is None else received_expectations(other) for other in answers]
+        self._expectations = [usual if other is None else unpacked(from_text(other)) for other in answers]
         return header
 
     def _transfer(
@@ -315,13 +315,6 @@ class RegionMemory:
 
     target: Tensor
     filled: bool = False
-
-    def window(self, piece: Piece, device: torch.device) -> Tensor | None:
-        """The bytes of ``piece`` in the target, where they can be received straight into it."""
-        target = self.target
-        if target.device != device or target.dtype is not piece.routed.dtype or not target.is_contiguous():
-            return None
-        return target.view(-1)[piece.offset : piece.offset + piece.numel].view(torch.uint8)
 
     def put(self, piece: Piece, values: Tensor) -> None:
         """Copy the flat ``values`` of a piece to their place."""
@@ -478,8 +471,10 @@ class TensorTransfer:
         if len(message.pieces) > 1:
             return None
         piece = message.pieces[0]
-        window = self._memories[piece.routed.key].window(piece, self._device)
-        return None if window is None else (window, 0)
+        target = self._memories[piece.routed.key].target
+        if target.device != self._device or target.dtype is not piece.routed.dtype or not target.is_contiguous():
+            return None
+        return target.view(-1)[piece.offset : piece.offset + piece.numel].view(torch.uint8), 0
 
     def _unpack(self, pending: _PendingMessage) -> None:
         if not pending.staged:
@@ -502,14 +497,6 @@ class TensorTransfer:
 
 class LoadTargets:
     """This rank's part of a checkpoint: memory for each tensor, once for tied ones.
-
-    Args:
-        targets: What this rank's module has.
-        matched: Which keys are loaded, from where.
-        found: What the checkpoint has.
-        device: Where tensors are made that the module has on the meta device.
-        fresh: Make memory; if not, it is that of the targets.
-        keeps_dtype: Memory that is made has the module's dtypes, not the checkpoint's.
 
     Attributes:
         memories: By the key of the checkpoint.

@@ -37,9 +37,6 @@ def device_of(kind: str) -> torch.device:
 class LoadGroup:
     """The ranks of a process group; this process alone where torch.distributed is not initialized.
 
-    Args:
-        group: None for the default group.
-
     Attributes:
         group: The process group; None for a process alone.
         rank: This process in the group.
@@ -139,12 +136,7 @@ def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
 
 
 class _Processes:
-    """The processes of a load group's ranks, which all make this together.
-
-    Args:
-        group: One that torch.distributed has made.
-        rank: This process in it.
-    """
+    """The processes of a load group's ranks, which all make this together."""
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         made = kept_with(group, _LoadGroupCount)

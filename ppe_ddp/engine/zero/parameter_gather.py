@@ -306,13 +306,6 @@ class UnitGather:
     """Gathers some parameters of one dtype and device, as often as they are updated.
 
     Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
-
-    Args:
-        members: The caller's numbers of the parameters.
-        parameters: The parameters.
-        specs: Their specifications.
-        groups: The process groups to communicate in.
-        pool: Memory for it.
     """
 
     def __init__(

@@ -37,9 +37,6 @@ class ReduceScatter:
         from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
         by_all_to_all: Whether to do it by an all-to-all and a local sum, which takes a second buffer as large as the
             message until the result was waited for; else by the backend's own collective.
-
-    Attributes:
-        from_pool: The argument.
     """
 
     def __init__(self, groups: Groups, pool: MemoryPool, *, from_pool: bool, by_all_to_all: bool) -> None:
@@ -149,12 +146,7 @@ class ReduceScatter:
 
 
 class _Then:
-    """A Work with a function to call when it has completed.
-
-    Args:
-        work: What is in flight.
-        finish: Called once.
-    """
+    """A Work with a function to call when it has completed."""
 
     def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
         self.work = work

@@ -48,12 +48,7 @@ _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its o
 
 
 class ShardedParameters(ShardedModel):
-    """The trainable parameters of a wrapped module, each cut into even chunks.
-
-    Args:
-        groups: Where to communicate.
-        module_state: The parameters.
-    """
+    """The trainable parameters of a wrapped module, each cut into even chunks."""
 
     def __init__(self, groups: Groups, module_state: ModuleState) -> None:
         self._groups = groups
@@ -239,7 +234,8 @@ class ShardedParameters(ShardedModel):
         with without_torch_function():
             if not set_to_none:
                 for index in indices:
-                    self._gradients[index].set_to_zero()
+                    if (gradient := self._parameters[index].grad) is not None:
+                        gradient.detach_().zero_()
                 return
             for index in indices:
                 self._parameters[index].grad = None
@@ -322,16 +318,7 @@ class AveragedShards(list["Tensor"]):
 
 
 class ReduceScatterBucket(Bucket):
-    """A bucket of dense gradients that is reduce-scattered.
-
-    Args:
-        plan: What it is.
-        context: What all buckets have in common.
-        present: One byte a parameter: whether some rank has its gradient.
-        pool: Memory for it.
-        transport: The reduce-scatter to use.
-        rows: The layout of the bucket.
-    """
+    """A bucket of dense gradients that is reduce-scattered."""
 
     def __init__(
         self,

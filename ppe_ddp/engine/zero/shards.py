@@ -189,13 +189,7 @@ def flattened(tensor: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 class Rows:
-    """The flattened tensors of some parameters as one row of chunks a rank.
-
-    Args:
-        specs: The parameters.
-        rank: Whose chunks :meth:`parts` gives.
-        world_size: The number of rows.
-    """
+    """The flattened tensors of some parameters as one row of chunks a rank."""
 
     def __init__(self, specs: Sequence[ParameterSpec], rank: int, world_size: int) -> None:
         numels = [spec.numel for spec in specs]
