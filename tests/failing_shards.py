@@ -9,8 +9,8 @@ import torch.distributed as dist
 from failing import WAYS, FailingNet, Switch, fail
 from one_process import mean_gradients, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
-from ppe_ddp.engine.zero.chunks import Rows
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.engine.zero.shards import Rows
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 

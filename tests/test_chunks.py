@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppe_ddp.engine.plan import ParameterSpec
-from ppe_ddp.engine.zero.chunks import Rows, bounds_of, chunk_of, flattened, is_dense
+from ppe_ddp.engine.zero.shards import Rows, bounds_of, chunk_of, flattened, is_dense
 
 NUMELS = st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any)
 WORLDS = st.integers(1, 5)

@@ -21,7 +21,7 @@ from ppe_ddp.compression import (
     Uncompressed,
     WarmUp,
 )
-from ppe_ddp.compression.blocks import Blocks
+from ppe_ddp.compression.quantization import Blocks
 
 SHAPES = {
     "weight": torch.Size([40, 33]),

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import assert_same_on_all_ranks, data, mlp, seeded
 from optimizing import OPTIMIZERS, DistributedRun, OneProcess, assert_same, everything, hold_to_one_process, loss_of
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
-from ppe_ddp.engine.zero.chunks import bounds_of
+from ppe_ddp.engine.zero.shards import bounds_of
 from ppe_ddp.testing import Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 

@@ -26,9 +26,17 @@ from ppe_ddp.sharding import (
     patch_accelerate,
     shard_broadcasted_state_dict,
 )
-from ppe_ddp.sharding.checkpoint_entries import ExpectedEntry, SourceEntry, match
+from ppe_ddp.sharding.checkpoint_entries import (
+    ExpectedEntry,
+    ShardLayout,
+    SourceEntry,
+    boxes,
+    cut,
+    match,
+    shape_of,
+    whole,
+)
 from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
-from ppe_ddp.sharding.regions import ShardLayout, boxes, cut, shape_of, whole
 from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, tree
 from ppe_ddp.testing import Ranks
 from subprocesses import MPIRUN, run

@@ -88,11 +88,7 @@ class CheckpointName(NamedTuple):
 
 
 class CheckpointFolder:
-    """The checkpoints in a folder, which belongs to one job at a time.
-
-    Args:
-        path: The folder; made with the first checkpoint.
-    """
+    """The checkpoints in a folder, which belongs to one job at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,10 +113,6 @@ class CheckpointFolder:
 
     def publish(self, partial: str, files: Mapping[str, Digest]) -> Path:
         """Make a partial checkpoint complete, whose files are on the disk.
-
-        Args:
-            partial: What :meth:`begin` has returned.
-            files: By name, what :func:`sync` has returned.
 
         Raises:
             OSError: The disk has failed; nothing is complete then.
@@ -171,13 +163,7 @@ class CheckpointFolder:
                 self._remove([aside])
 
     def damage(self, name: str, part: int, parts: int) -> str:
-        """What is wrong with a complete checkpoint; empty where nothing is.
-
-        Args:
-            name: The name of the checkpoint.
-            part: The share of its files to look at, from 0.
-            parts: How many shares there are.
-        """
+        """What is wrong with a complete checkpoint; empty where nothing is."""
         manifest = self.path / name / MANIFEST
         try:
             try:

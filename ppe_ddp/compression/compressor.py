@@ -1,17 +1,117 @@
-"""The contract of a compressor, and how several go on side by side."""
+"""The contract of a compressor, the gradients that it gets, and how several go on side by side."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.compression.all_pending import AllPending
+import torch
+
+from ppe_ddp.compression.link import AllPending
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from ppe_ddp.compression.flat_gradients import FlatGradients
+    from torch import Tensor
+
     from ppe_ddp.compression.link import Exchange, Link
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Where one parameter lies in the flat tensors.
+
+    Attributes:
+        name: Of the parameter in the wrapped module.
+        start: The first element.
+        numel: The number of elements.
+        rows: The gradient as a matrix has so many rows of ``numel // rows`` elements, in the order of memory: the
+            first dimension of the parameter by all others. At most 1 where the parameter has fewer than two dimensions.
+        state: What compressors remember of this parameter from step to step, by keys of their own: tensors and plain
+            numbers. Part of ``comm_state_dict()``.
+    """
+
+    name: str
+    start: int
+    numel: int
+    rows: int
+    state: dict[str, Any]
+
+    @property
+    def stop(self) -> int:
+        """The element after the last."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, eq=False)
+class FlatGradients:
+    """The gradients of one bucket, to be averaged.
+
+    A compressor touches what lies in :attr:`segments` and nothing else: another one may have the rest of the tensors.
+
+    Attributes:
+        given: What this rank contributes: 1-D, float32 or float64. Zero where it has no gradient.
+        average: Where the average goes, of the same size and dtype. The same tensor as ``given``, unless ``keeps``.
+        segments: The parameters, in ascending order of ``start``.
+        keeps: Whether ``given`` must hold, in the end, what this rank has not sent. Then summed over the ranks:
+            what was given = world size * average + what was kept.
+        dtype: Of the parameters' own gradients, which may be narrower.
+        step: How many synchronized backwards there were before this one; the same on every rank.
+        seed: For random numbers: the same on every rank, another one in each step and bucket.
+    """
+
+    given: Tensor
+    average: Tensor
+    segments: tuple[Segment, ...]
+    keeps: bool
+    dtype: torch.dtype
+    step: int
+    seed: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in the segments."""
+        return sum(segment.numel for segment in self.segments)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The segments of ``flat``, 1-D each."""
+        return [flat[segment.start : segment.stop] for segment in self.segments]
+
+    def chosen(self, predicate: Callable[[Segment], bool]) -> FlatGradients:
+        """The same tensors with those segments only for which ``predicate`` holds."""
+        return self.with_segments(filter(predicate, self.segments))
+
+    def with_segments(self, segments: Iterable[Segment]) -> FlatGradients:
+        """The same tensors with these segments only."""
+        return replace(self, segments=tuple(segments))
+
+    def packed(self, flat: Tensor) -> Tensor:
+        """The segments of ``flat`` one after another, 1-D: a view of it where they lie so, or else a copy."""
+        first, last = self.segments[0], self.segments[-1]
+        if last.stop - first.start == self.numel:
+            return flat[first.start : last.stop]
+        return torch.cat(self.views(flat))
+
+    def unpack(self, values: Tensor, flat: Tensor) -> None:
+        """Copy ``values``, as :meth:`packed` gives them, into the segments of ``flat``, unless they lie there."""
+        first, last = self.segments[0], self.segments[-1]
+        if last.stop - first.start == self.numel:
+            target = flat[first.start : last.stop]
+            if not target.is_set_to(values):
+                target.copy_(values)
+            return
+        torch._foreach_copy_(self.views(flat), list(values.split([segment.numel for segment in self.segments])))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity in ``tensor``, dense; without a temporary of its size."""
+    if tensor.numel() == 0:
+        return True
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # Two passes: aminmax() takes four times as long on CPUs.
+    return bool(torch.isfinite(tensor.amin()) & torch.isfinite(tensor.amax()))
 
 
 class Compressor(ABC):
@@ -19,7 +119,7 @@ class Compressor(ABC):
 
     It is a value: its fields say how, and never change. What it remembers is in the ``state`` of each parameter, so
     that buckets may be made of other parameters in every step. Its ``repr`` must tell it from any other, since ranks
-    compare it. Derive from :class:`~ppe_ddp.compression.block_codec.BlockCodec` for a method that encodes and decodes
+    compare it. Derive from :class:`~ppe_ddp.compression.quantization.BlockCodec` for a method that encodes and decodes
     and leaves the exchange as it is.
     """
 

@@ -14,8 +14,7 @@ from torch import distributed as dist
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import backend_for
-from ppe_ddp.compression.all_pending import AllPending
-from ppe_ddp.contracts import Waitable
+from ppe_ddp.contracts import Waitable, probe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +38,6 @@ class Link:
         device: Where the tensors are.
 
     Attributes:
-        rank: The same.
-        size: The same.
-        device: The same.
         nbytes: What was sent, as the size of an all-reduce that puts as many bytes on the link: so that it compares
             with the bytes of the gradients whatever the collectives are.
     """
@@ -100,3 +96,25 @@ class Link:
         received = torch.empty_like(rows)
         yield dist.all_to_all_single(as_bytes(received), as_bytes(rows), group=self._group, async_op=True)
         return received
+
+
+class AllPending:
+    """Several things in flight, waited for as one."""
+
+    def __init__(self, parts: list[Waitable]) -> None:
+        self.parts = parts
+
+    def is_completed(self) -> bool:
+        """Whether all of them are; asks each, since asking may be what advances it."""
+        return all([is_completed(one) for one in self.parts])
+
+    def wait(self) -> None:
+        """Wait for one after another."""
+        for one in self.parts:
+            one.wait()
+
+
+def is_completed(pending: Waitable) -> bool:
+    """Whether waiting would return at once, without waiting."""
+    is_done = probe(pending)
+    return is_done is None or bool(is_done())

@@ -1,8 +1,4 @@
-"""Low-rank approximation of each gradient matrix by one step of power iteration.
-
-T. Vogels, S. P. Karimireddy and M. Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization, NeurIPS 2019 (https://arxiv.org/abs/1905.13727).
-"""
+"""Low-rank approximation of each gradient matrix by one step of power iteration."""
 
 from __future__ import annotations
 
@@ -14,15 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.compression.compressor import Compressor, together
-from ppe_ddp.compression.orthonormal import orthonormal
-from ppe_ddp.compression.uncompressed import Uncompressed
+from ppe_ddp.compression.quantization import Uncompressed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
+    from ppe_ddp.compression.compressor import FlatGradients, Segment
     from ppe_ddp.compression.link import Exchange, Link
 
 _STATE = "power_sgd"
@@ -34,6 +29,9 @@ class PowerSGD(Compressor):
 
     Both are linear in M once the other is known, so that they are added up by all-reduce. P is made orthonormal in
     between; where nobody has a gradient, or it has a lower rank than P, the rest of P is zero.
+
+    T. Vogels, S. P. Karimireddy and M. Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization, NeurIPS 2019 (https://arxiv.org/abs/1905.13727).
 
     Attributes:
         rank: Of the approximation. More is more precise, and takes as many times more bytes and arithmetic.
@@ -139,3 +137,33 @@ def _random(shape: tuple[int, ...], segment: Segment, seed: int, like: Tensor) -
     generator = torch.Generator().manual_seed(seed + zlib.crc32(segment.name.encode()))
     numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
     return numbers
+
+
+# Of the largest eigenvalue. What lies below is rounding of float32 inputs: a singular value of 1e-5 of the largest.
+_NEGLIGIBLE = 1e-10
+
+
+def orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:
+    """An orthonormal basis of the rows of each of ``bases``.
+
+    The Gram matrices are all of one size, whatever the vectors' length, so one batched eigendecomposition does; no
+    division by zero, as Gram-Schmidt has where a row depends on others.
+
+    Args:
+        bases: ``(r, n)`` each, with one r and any n; float32 or float64.
+
+    Returns:
+        The same shapes and dtypes: orthonormal rows, and rows of zeros in place of those that the rank of the basis
+        lacks. All NaN where a basis is not finite.
+    """
+    wide = [basis.double() for basis in bases]
+    gram = torch.stack([rows @ rows.mT for rows in wide])
+    finite = torch.isfinite(gram).all(-1).all(-1)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], gram, eye))
+    largest = values[:, -1:]
+    keeps = (values > largest * _NEGLIGIBLE) & (largest > 0)
+    factors = torch.where(keeps, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
+    factors = torch.where(finite[:, None], factors, torch.nan)
+    whitening = factors[:, :, None] * vectors.mT
+    return [(matrix @ rows).to(basis.dtype) for matrix, rows, basis in zip(whitening, wide, bases, strict=True)]

@@ -1,4 +1,4 @@
-"""What the methods have in common that send a part of each gradient's elements as they are."""
+"""Compressors that send a part of each gradient's elements as they are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ppe_ddp.compression.compressor import Compressor, together
-from ppe_ddp.compression.uncompressed import Uncompressed
+import torch
+from torch.nn.functional import pad
+
+from ppe_ddp.compression.compressor import Compressor, is_finite, together
+from ppe_ddp.compression.quantization import Uncompressed
 
 if TYPE_CHECKING:
-    from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ppe_ddp.compression.compressor import FlatGradients, Segment
     from ppe_ddp.compression.link import Exchange, Link
 
 
@@ -53,3 +60,131 @@ class Sparsification(Compressor):
 def count_of(segment: Segment, ratio: float) -> int:
     """How many elements of a parameter are sent: at least one, if there is any."""
     return min(segment.numel, max(1, math.ceil(segment.numel * ratio)))
+
+
+_SAMPLED_FROM = 1 << 15  # elements; below it a sample tells too little, and choosing among all is quick
+_SAMPLES = 1 << 12
+_MARGIN = 3.0  # standard deviations by which a sample may be wrong
+
+
+@dataclass(frozen=True)
+class TopK(Sparsification):
+    """Sends the largest elements of each parameter's gradient by magnitude. Use it with error feedback.
+
+    Each rank sends its own choice, which are gathered: so what comes in grows with the number of ranks, and where an
+    all-reduce of the whole gradient is smaller, or the gradient is small, that is what is made.
+
+    A. F. Aji and K. Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017
+    (https://arxiv.org/abs/1704.05021); the threshold from a sample is that of Y. Lin et al., Deep Gradient Compression,
+    ICLR 2018 (https://arxiv.org/abs/1712.01887).
+
+    Attributes:
+        ratio: The part of the elements that is sent, of each parameter; in (0, 1].
+        min_numel: Parameters with fewer elements are sent uncompressed.
+    """
+
+    def _pays(self, segment: Segment, *, itemsize: int, world_size: int) -> bool:
+        gathered = count_of(segment, self.ratio) * (itemsize + 4) * (world_size - 1)
+        reduced = 2 * segment.numel * itemsize * (world_size - 1) / world_size
+        return super()._pays(segment, itemsize=itemsize, world_size=world_size) and gathered <= reduced
+
+    def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        if not gradients.segments:
+            return
+        given = gradients.given
+        parts = [given[segment.start : segment.stop] for segment in gradients.segments]
+        chosen = [
+            largest(part, count_of(segment, self.ratio)) + segment.start
+            for part, segment in zip(parts, gradients.segments, strict=True)
+        ]
+        indices = torch.cat(chosen)
+        values = given[indices]
+        if gradients.keeps:
+            given[indices] = 0
+        narrow = torch.int32 if given.numel() <= torch.iinfo(torch.int32).max else torch.int64
+        # Words of the values' size, so that those of every rank are aligned.
+        words = indices.to(narrow)
+        per_value = max(1, values.element_size() // words.element_size())
+        words = pad(words, (0, -len(words) % per_value)).view(values.dtype)
+        rows = yield from link.all_gather(torch.cat([values, words]))
+        torch._foreach_zero_(gradients.views(gradients.average))
+        for row in rows:  # one rank after another: within one no index comes twice, so that the order is always this
+            places = row[len(values) :].view(narrow)[: len(values)]
+            gradients.average.index_add_(0, places, row[: len(values)] * (1.0 / link.size))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """The indices, int64, of the ``count`` elements of 1-D ``values`` with the largest magnitude; NaN is the largest.
+
+    A threshold that somewhat more elements reach is estimated from a sample, and the choice made among those: a fifth
+    of the time of ``topk`` of all.
+    """
+    magnitudes = values.abs()
+    candidates = _candidates(magnitudes, count)
+    if candidates is None:
+        return magnitudes.topk(count, sorted=False).indices
+    if len(candidates) == count:
+        return candidates
+    return candidates[magnitudes[candidates].topk(count, sorted=False).indices]
+
+
+def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
+    """Indices among which are the ``count`` largest; None where they are not easily found."""
+    numel = magnitudes.numel()
+    if numel < _SAMPLED_FROM or count * 4 > numel:
+        return None
+    sample = magnitudes[:: numel // _SAMPLES]
+    expected = len(sample) * count / numel
+    rank = math.ceil(expected + _MARGIN * math.sqrt(expected) + 1)
+    threshold = sample.topk(rank, sorted=True).values[-1]
+    found = (magnitudes < threshold).logical_not_().nonzero().view(-1)  # NaN is not below it
+    return found if count <= len(found) <= numel // 2 else None
+
+
+@dataclass(frozen=True)
+class RandomK(Sparsification):
+    """Sends one element of each stretch of ``1 / ratio`` elements, other ones in every step, and sums them up.
+
+    With error feedback the elements are sent as they are. Without, they are multiplied by the length of their stretch,
+    so that the expectation is the gradient; its variance is as many times larger.
+
+    Every rank knows the places, so that no index travels. J. Konečný et al., Federated Learning: Strategies for
+    Improving Communication Efficiency, 2016 (https://arxiv.org/abs/1610.05492); with memory: S. U. Stich et al.,
+    Sparsified SGD with Memory, NeurIPS 2018 (https://arxiv.org/abs/1809.07599).
+
+    Attributes:
+        ratio: The part of the elements that is sent, of each parameter; in (0, 1].
+        min_numel: Parameters with fewer elements are sent uncompressed.
+    """
+
+    def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        if not gradients.segments:
+            return
+        given = gradients.given
+        indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
+        values = given[indices]
+        if not all(map(is_finite, gradients.views(given))):
+            values.fill_(torch.nan)  # what is wrong elsewhere must show in the average
+        if gradients.keeps:
+            given[indices] = 0
+        else:
+            values.mul_(lengths)
+        values.mul_(1.0 / link.size)
+        yield from link.all_reduce(values)
+        torch._foreach_zero_(gradients.views(gradients.average))
+        gradients.average[indices] = values
+
+
+def places(segments: Sequence[Segment], ratio: float, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One random index, int64, in each of the stretches into which ``ratio`` cuts the segments; and their lengths."""
+    starts, stops = [], []
+    for segment in segments:
+        count = count_of(segment, ratio)
+        bounds = torch.arange(count + 1) * segment.numel // count + segment.start
+        starts.append(bounds[:-1])
+        stops.append(bounds[1:])
+    start, lengths = torch.cat(starts), torch.cat(stops) - torch.cat(starts)
+    # On the CPU, so that ranks with unlike devices have the same numbers.
+    drawn = torch.rand(len(start), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    indices = start + (drawn * lengths).long()
+    return indices.to(device), lengths.to(device)

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
-from ppe_ddp.compression.all_pending import AllPending, is_completed
-from ppe_ddp.compression.compressor import together
-from ppe_ddp.compression.flat_gradients import FlatGradients, Segment
-from ppe_ddp.compression.link import Exchange, Link
+from ppe_ddp.compression.compressor import FlatGradients, Segment, together
+from ppe_ddp.compression.link import AllPending, Exchange, Link, is_completed
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.comm_state import hierarchy_of
 from ppe_ddp.engine.record import EventLog

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.backends.cuda_device import CudaDevice
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.memory import MemoryPool
 from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
@@ -363,24 +364,31 @@ class FiniteCheck:
                 mask[i] = 1
             exchange = negotiation.start(mask, 0, is_vote=True)
             yield exchange.done
-            places.append(self._place(rank, negotiation.finish(exchange, b"").mask))
-        return self._error("; ".join(places), len(ranks) - len(places))
+            places.append(self._place(rank, self._named(negotiation.finish(exchange, b"").mask)))
+        return self._error(places, len(ranks), self._groups.world_size)
+
+    def error_in(self, groups: Groups) -> NonFiniteGradientError:
+        """Exchange the names over ``groups``, on all its ranks together, and make the error for them."""
+        tables = all_gather_json([self._names[i] for i in sorted(self._found)], groups.control)
+        places = [self._place(rank, names) for rank, names in enumerate(tables) if names]
+        return self._error(places[:_NAMED_RANKS], len(places), groups.world_size)
 
     def error_alone(self) -> NonFiniteGradientError:
         """The error of one rank alone, which has no others to exchange names with."""
-        mask = bytes(i in self._found for i in range(len(self._names)))
-        return self._error(self._place(0, mask), 0)
+        return self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], 1, 1)
 
-    def _place(self, rank: int, mask: bytes) -> str:
-        names = [repr(name) for name, is_found in zip(self._names, mask, strict=True) if is_found]
+    def _named(self, mask: bytes) -> list[str]:
+        return [name for name, is_found in zip(self._names, mask, strict=True) if is_found]
+
+    def _place(self, rank: int, names: Sequence[str]) -> str:
         more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
-        return f"rank {rank} in {', '.join(names[:_NAMED])}{more}"
+        return f"rank {rank} in {', '.join(map(repr, names[:_NAMED]))}{more}"
 
-    def _error(self, places: str, more: int) -> NonFiniteGradientError:
-        others = f", and {more} more ranks" if more else ""
+    def _error(self, places: Sequence[str], ranks: int, world_size: int) -> NonFiniteGradientError:
+        others = f", and {ranks - len(places)} more ranks" if ranks > len(places) else ""
         return NonFiniteGradientError(
-            f"NaN or infinity in local gradients, before they were averaged: {places}{others} (ranks of the "
-            f"{self._groups.world_size} that average them). The gradients of this step are of no use: zero them, and "
+            f"NaN or infinity in local gradients, before they were averaged: {'; '.join(places)}{others} (ranks of the "
+            f"{world_size} that average them). The gradients of this step are of no use: zero them, and "
             "look at the data, the learning rate or the loss scale of that rank"
         )
 

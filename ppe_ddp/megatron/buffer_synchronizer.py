@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.compression.flat_gradients import is_finite
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import aborted_error, reason_of
 from ppe_ddp.engine.grad_hooks import pack_status
-from ppe_ddp.engine.gradients import NON_FINITE
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck
 from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
-from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError
+from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor, nn
 
@@ -44,31 +42,19 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.errors import PpeDdpError
-    from ppe_ddp.megatron.buffer_bucket import BufferBucket, ReductionGroup
     from ppe_ddp.megatron.buffer_layout import BufferLayout
-    from ppe_ddp.megatron.main_gradients import MainGradients
+    from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ReductionGroup
 
 _ABORTED = 1  # the bit of a rank's status beside NON_FINITE
-_NAMED = 5  # parameters of one rank
 
 
 class BufferSynchronizer(Synchronizer):
     """Synchronizes the gradients in the buffers of one module.
 
-    Args:
-        reduction_groups: The parameters that are averaged together, with their process groups.
-        layout: The layout of the buffers.
-        buckets: The buckets of the layout.
-        gradients: The accumulated gradients.
-        specs: The specs of all parameters, with the dtypes of ``main_grad``.
-        parameters: All parameters of the module.
-        check_finite: Whether to look for NaN and infinity before gradients are sent.
-
     Attributes:
         is_sent: Whether the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
             none was accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must
             not be the only one to send them again.
-        step_status: The errors that ``finish_grad_sync()`` is to raise.
     """
 
     empties_grad = True
@@ -91,13 +77,15 @@ class BufferSynchronizer(Synchronizer):
         self._specs = specs
         self._parameters = parameters
         self._check_finite = check_finite
+        self._finite: FiniteCheck | None = None
+        self._failure = ""
+        self._error: Exception | None = None
         self._exchanges: list[MaskExchange] = []
         self._pending_results: Completion | None = None
         self._unfinished: Backward | None = None
         self._holds_averages = False
         self.is_sent = False
         self.gradients = gradients
-        self.step_status = StepStatus(reduction_groups)
 
     # ------------------------------------------------------------------ what the reducer asks for
 
@@ -126,7 +114,7 @@ class BufferSynchronizer(Synchronizer):
     def nbytes(self) -> int:
         """The size of the gradient buffers, and of what they are all-reduced in."""
         buffers = sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
-        return buffers + sum(bucket.message_nbytes for bucket in self._buckets)
+        return buffers + sum(bucket.message[0].nbytes for bucket in self._buckets if bucket.message is not None)
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Set the streams; the buffers belong to one module state."""
@@ -147,8 +135,10 @@ class BufferSynchronizer(Synchronizer):
     def start_negotiation(self, backward: Backward) -> None:
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
-        self.step_status.forget_failure()
+        self.forget_failure()
         self.renew()
+        if self._check_finite:
+            self._finite = FiniteCheck(self.groups[0], [spec.name for spec in self._specs])
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
         self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
@@ -186,10 +176,11 @@ class BufferSynchronizer(Synchronizer):
         yield from schedule.launch_all()
         backward.start_finishing()
         backward.late = late = self.gradients.take(backward.unexpected)
-        if self._check_finite:
-            self.step_status.note_non_finite(self._specs[i].name for i in late if not is_finite(late[i]))
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
+        found = 0 if self._finite is None else self._finite.status
         mask = bytearray(i in late for i in range(len(self._parameters)))
-        word = pack_status(_ABORTED if backward.aborted else self.step_status.status, backward.dropped)
+        word = pack_status(_ABORTED if backward.aborted else found, backward.dropped)
         backward.recorder.vote_at = perf_counter_ns()
         groups = self._reduction_groups
         votes = [group.negotiation.start(group.local(mask), word, is_vote=True) for group in groups]
@@ -208,7 +199,15 @@ class BufferSynchronizer(Synchronizer):
         """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
         self.is_sent = False
         instead = super().fail(backward, error)
-        self.step_status.note_failure(instead or error)
+        told = instead or error
+        # As text: an error holds the frames that have raised it, and those the connections.
+        self._failure = str(told)
+        if not isinstance(told, PeerAbortedError):
+            self._failure = (
+                f"rank {self.groups[0].rank}: this step has failed here already, as this rank's own backward or its "
+                f"part in the communication raised {reason_of(told)}. Its gradients are not averages: call "
+                "zero_grad_buffer() and go on with the next step"
+            )
         return instead
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
@@ -244,7 +243,7 @@ class BufferSynchronizer(Synchronizer):
     def wait_for_results(self) -> None:
         """Wait for the results of the last synchronized backward, with a second round if the ranks voted so.
 
-        Errors of any rank are kept in ``step_status``.
+        Errors of any rank are kept for :meth:`raise_if_bad`.
         """
         completion = self._forget_pending_results()
         if completion is not None:
@@ -287,7 +286,7 @@ class BufferSynchronizer(Synchronizer):
                 yield from second.launch_all()
                 yield from second.finish()
         statuses = [g.dropped_forwards.unpack(outcome.statuses) for g, outcome in zip(groups, outcomes, strict=True)]
-        self.step_status.collect(statuses, aborted_here=backward.aborted)
+        self._collect_errors(statuses, aborted_here=backward.aborted)
         for group in groups:
             (group.reduction.abandon if any(map(any, statuses)) else group.reduction.commit)()
         schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
@@ -297,6 +296,35 @@ class BufferSynchronizer(Synchronizer):
         backward.recorder.done_at = perf_counter_ns()
         for group in groups:
             group.groups.note(Activity.DONE)
+
+    def _collect_errors(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
+        """Keep the error that ``statuses`` tell of, one byte a rank for each reduction group."""
+        for groups, of_ranks in zip(self.groups, statuses, strict=True):
+            if NON_FINITE in of_ranks and self._finite is not None:
+                error = self._finite.error_in(groups)
+                self._error = self._error or error
+        for groups, of_ranks in zip(self.groups, statuses, strict=True):
+            aborted = bytes(status == _ABORTED for status in of_ranks)
+            if any(aborted) and not aborted_here:
+                self._error = aborted_error(groups.rank, groups.step, aborted)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the communication of this step has ended: the other ranks will do nothing more for it."""
+        return bool(self._failure)
+
+    def forget_failure(self) -> None:
+        """Another step begins, or the failure is being raised."""
+        self._failure = ""
+
+    def raise_if_bad(self) -> None:
+        """Raise what went wrong since the last call, on any rank, once."""
+        failure, self._failure = self._failure, ""
+        error, self._error = self._error, None
+        if failure:
+            raise PeerAbortedError(failure)
+        if error is not None:
+            raise error
 
     def scale(self, factor: float | Tensor) -> None:
         """The buffers were multiplied by ``factor``."""
@@ -309,7 +337,7 @@ class BufferSynchronizer(Synchronizer):
             bucket.reset()
         self._holds_averages = False
         self.gradients.forget()
-        self.step_status = StepStatus(self._reduction_groups)
+        self._failure, self._error = "", None
 
     def clear_some(self, indices: Sequence[int]) -> None:
         """Set the gradients of the parameters at ``indices`` to zero, after waiting for pending results."""
@@ -328,8 +356,8 @@ class BufferSynchronizer(Synchronizer):
         bucket.reopen()
         # A gradient that no rank expected waits for the second round, in which all ranks take part.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
-        if self._check_finite:
-            self.step_status.note_non_finite(bucket.non_finite())
+        if self._finite is not None:
+            self._finite.look(bucket.extent.plan.members, bucket.slots)
 
     def _may_launch(self) -> bool:
         probes = [group.reduction.may_launch for group in self._reduction_groups]
@@ -356,85 +384,3 @@ class BufferSynchronizer(Synchronizer):
             i = group.indices[j]
             self._buckets[self._layout.bucket_of[i]].add(i, average)
             self.gradients.averaged[i] = 1
-
-
-class StepStatus:
-    """The errors of one step: what the ranks have voted, and whether the communication has ended here.
-
-    Args:
-        reduction_groups: The groups whose ranks exchange statuses.
-    """
-
-    def __init__(self, reduction_groups: Sequence[ReductionGroup]) -> None:
-        self._reduction_groups = reduction_groups
-        self._non_finite: list[str] = []
-        self._error: Exception | None = None
-        self._failure = ""
-
-    def note_failure(self, error: BaseException) -> None:
-        """Note that the communication of this step has ended with ``error``, which is the user's already."""
-        # as text: an error holds the frames that have raised it, and those the connections
-        if isinstance(error, PeerAbortedError):
-            self._failure = str(error)
-        else:
-            self._failure = (
-                f"rank {self._reduction_groups[0].groups.rank}: this step has failed here already, as this rank's own "
-                f"backward or its part in the communication raised {reason_of(error)}. Its gradients are not averages: "
-                "call zero_grad_buffer() and go on with the next step"
-            )
-
-    def forget_failure(self) -> None:
-        """Another step begins, or the failure is being raised."""
-        self._failure = ""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the communication of this step has ended: the other ranks will do nothing more for it."""
-        return bool(self._failure)
-
-    def note_non_finite(self, names: Iterable[str]) -> None:
-        """Note that the gradients of these parameters are NaN or infinite on this rank."""
-        self._non_finite.extend(names)
-
-    @property
-    def status(self) -> int:
-        """The status of this rank, as far as numbers are concerned."""
-        return NON_FINITE if self._non_finite else 0
-
-    def collect(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
-        """Evaluate the statuses of all ranks, one byte a rank for each reduction group; every rank must call this.
-
-        Where a rank has found NaN or infinity, all ranks of the reduction group exchange the names.
-        """
-        for group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
-            if NON_FINITE in of_ranks:
-                tables = all_gather_json(self._non_finite, group.groups.control)
-                self._error = self._error or _non_finite(tables)
-        for group, of_ranks in zip(self._reduction_groups, statuses, strict=True):
-            aborted = bytes(status == _ABORTED for status in of_ranks)
-            if any(aborted) and not aborted_here:
-                self._error = aborted_error(group.groups.rank, group.groups.step, aborted)
-        self._non_finite.clear()
-
-    def raise_if_bad(self) -> None:
-        """Raise what went wrong since the last call, once."""
-        failure, self._failure = self._failure, ""
-        error, self._error = self._error, None
-        if failure:
-            raise PeerAbortedError(failure)
-        if error is not None:
-            raise error
-
-
-def _non_finite(tables: Sequence[Sequence[str]]) -> NonFiniteGradientError:
-    found = [
-        f"rank {rank} in {', '.join(map(repr, names[:_NAMED]))}"
-        + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-        for rank, names in enumerate(tables)
-        if names
-    ]
-    return NonFiniteGradientError(
-        f"NaN or infinity in local gradients, before they were averaged: {'; '.join(found)} (ranks of the "
-        f"{len(tables)} that average them). The gradients of this step are of no use: call zero_grad_buffer(), and "
-        "look at the data, the learning rate or the loss scale of that rank"
-    )

@@ -187,8 +187,6 @@ class Setup:
     def __post_init__(self) -> None:
         if not isinstance(self.ddp_config, DistributedDataParallelConfig):
             raise TypeError(f"ddp_config must be a DistributedDataParallelConfig, not {type(self.ddp_config).__name__}")
-        if not isinstance(self.module, nn.Module):
-            raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(self.module).__name__}")
         if not isinstance(self.reduce_function, Compressor):
             check_call("reduce_function", self.reduce_function, ("bucket", "group"))
         if self.ddp_config.use_distributed_optimizer and self.reduce_function is not average:

@@ -21,9 +21,8 @@ from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
-from ppe_ddp.megatron.gradient_buffers import GradientBuffers
+from ppe_ddp.megatron.module_buffers import GradientBuffers, ShardedBuffers
 from ppe_ddp.megatron.parallel_groups import ModelParallel
-from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import uncompiled
 
@@ -35,11 +34,9 @@ if TYPE_CHECKING:
 
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.record import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-    from ppe_ddp.megatron.main_gradients import MainGradients
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 
@@ -140,6 +137,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     Attributes:
         grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
         expert_parallel_buffers: The buffers of experts.
+        gradient_buffers: All of them, with what is synchronized in them; for :func:`finalize_model_grads`.
 
     Raises:
         DisagreementError: On every rank, if their parameters or options differ; names the first.
@@ -189,7 +187,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.groups = setup.groups
         self.model_parallel = ModelParallel(setup.groups)
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
-        self._gradient_buffers = state = GradientBuffers(
+        self.gradient_buffers = state = GradientBuffers(
             setup,
             default_group(),
             sums=bool(getattr(config, "calculate_per_token_loss", False)),
@@ -212,7 +210,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def comm_state_dict(self) -> list[dict[str, Any]]:
         """A copy of what compressors remember on this rank: of dense parameters, and of experts where there are any."""
-        return [group.comm_state_dict() for group in self._gradient_buffers.reduction_groups]
+        return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together.
@@ -220,7 +218,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         Raises:
             ValueError: A state is of another rank, number of ranks, module or compressor.
         """
-        for group, state in zip(self._gradient_buffers.reduction_groups, states, strict=True):
+        for group, state in zip(self.gradient_buffers.reduction_groups, states, strict=True):
             group.load_comm_state_dict(state)
 
     # ------------------------------------------------------------------ forward
@@ -248,7 +246,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def _ready(self) -> Reducer[BufferSynchronizer]:
         """The engine, after it has cleared away what an aborted backward has left."""
-        reducer, state = self._reducer, self._gradient_buffers
+        reducer, state = self._reducer, self.gradient_buffers
         reducer.check()
         for groups in state.groups:
             groups.check()
@@ -264,7 +262,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def _check_unchanged(self, before: ModuleState, now: ModuleState) -> None:
         """Refuse a module whose parameters do not fit the buffers any more; freezing some is all right."""
-        trainable = self._gradient_buffers.layout.bucket_of
+        trainable = self.gradient_buffers.layout.bucket_of
         olds = {spec.name: (id(p), spec) for spec, p in zip(before.specs, before.parameters, strict=True)}
         for i, (spec, parameter) in enumerate(zip(now.specs, now.parameters, strict=True)):
             is_same = olds.get(spec.name) == (id(parameter), spec)
@@ -300,7 +298,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
-        if not (synchronizer.is_sent or synchronizer.step_status.has_failed):
+        if not (synchronizer.is_sent or synchronizer.has_failed):
             reducer.finish()
         if not self.ddp_config.overlap_grad_reduce:
             synchronizer.wait_for_results()
@@ -329,11 +327,11 @@ class DistributedDataParallel(DistributedDataParallelBase):
             self.start_grad_sync()
             synchronizer.wait_for_results()
         except BaseException:
-            synchronizer.step_status.forget_failure()  # it is told now
+            synchronizer.forget_failure()  # it is told now
             raise
         finally:
             synchronizer.is_sent = False
-        synchronizer.step_status.raise_if_bad()
+        synchronizer.raise_if_bad()
 
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
         """Give this step up on all ranks; to be called by one that cannot go on with it, and has not told the others.
@@ -350,7 +348,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Multiply all gradients in the buffers by ``scaling_factor``."""
         synchronizer = self._ready().synchronizer
         synchronizer.wait_for_results()
-        for buffer in self._gradient_buffers.buffers:
+        for buffer in self.gradient_buffers.buffers:
             buffer.scale_gradients(scaling_factor)
         synchronizer.scale(scaling_factor)
 
@@ -361,43 +359,29 @@ class DistributedDataParallel(DistributedDataParallelBase):
             zero_buffer: Set ``main_grad`` to zero. If False, ``zero_grad()`` of a distributed optimizer does that for
                 its parameters, before the first backward; until then the old values count as accumulated.
         """
-        state = self._gradient_buffers
+        state = self.gradient_buffers
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
         synchronizer.wait_for_results()
         synchronizer.is_sent = False
-        state.synchronizer.step_status.forget_failure()
+        synchronizer.forget_failure()
         state.gradients.discard()
         if zero_buffer:
             for buffer in state.buffers:
                 buffer.reset()
-            state.synchronizer.clear()
+            synchronizer.clear()
 
     def broadcast_params(self) -> None:
         """Overwrite the parameters on all ranks by those of the first one, and wait; all ranks must call this together.
 
         Dense parameters come from the first rank of ``groups.data``, experts from the first one of ``groups.expert``.
         """
-        for reduction_group in self._gradient_buffers.reduction_groups:
+        for reduction_group in self.gradient_buffers.reduction_groups:
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 
     def trace(self) -> Trace | None:
         """What happened in the last synchronized backward on this rank; None before the first."""
         return self._reducer.trace()
-
-    @property
-    def data_groups(self) -> Groups:
-        """The duplicates of the data-parallel group, which dense parameters are averaged in."""
-        return self._gradient_buffers.groups[0]
-
-    def place_of(self, parameter: nn.Parameter) -> str:
-        """Where the share of this rank lies in a gradient, in words; empty without a distributed optimizer."""
-        return self._gradient_buffers.place_of(parameter)
-
-    @property
-    def main_gradients(self) -> MainGradients:
-        """The accumulated gradients, and which of them there are."""
-        return self._gradient_buffers.gradients
 
     # ------------------------------------------------------------------ a distributed optimizer
 
@@ -412,10 +396,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         if not self.ddp_config.use_distributed_optimizer:
             raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
-        if experts >= len(self._gradient_buffers.reduction_groups):
+        if experts >= len(self.gradient_buffers.reduction_groups):
             raise ValueError("the module has no experts (parameters with allreduce = False)")
         if experts not in self._sharded:
-            self._sharded[experts] = ShardedBuffers(self._gradient_buffers, int(experts))
+            self._sharded[experts] = ShardedBuffers(self.gradient_buffers, int(experts))
         return self._sharded[experts]
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -448,7 +432,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     def _gather_of_parameters(self) -> ParameterGather:
         if self._parameter_gather is None:
-            numbers = range(len(self._gradient_buffers.reduction_groups))
+            numbers = range(len(self.gradient_buffers.reduction_groups))
             self._parameter_gather = ParameterGather([self.sharded(experts=bool(number)) for number in numbers])
         return self._parameter_gather
 

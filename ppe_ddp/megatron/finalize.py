@@ -47,8 +47,8 @@ class _Shared(NamedTuple):
     def described(self) -> str:
         """One line, the same on all ranks that can add this gradient to theirs."""
         kinds = {
-            f"shape {tuple(parameter.shape)}, {main_grad_of(parameter).dtype}{chunk.place_of(parameter)}"
-            for chunk, parameter in self.copies
+            f"shape {tuple(one.shape)}, {main_grad_of(one).dtype}{chunk.gradient_buffers.place_of(one)}"
+            for chunk, one in self.copies
         }
         if len(kinds) > 1:
             raise ValueError(f"the chunks of the model have different forms of {self.name!r}: {'; '.join(kinds)}")
@@ -200,9 +200,10 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
         main = main_grad_of(one.copies[0][1])
         kinds.setdefault((main.dtype, main.device), []).append(one)
     for members in kinds.values():
-        grads = [_total([main_grad_of(parameter) for _, parameter in one.copies]) for one in members]
+        parts = [[main_grad_of(parameter) for _, parameter in one.copies] for one in members]
+        grads = [part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in parts]
         # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
-        exist = [any(chunk.main_gradients.was_averaged(p) for chunk, p in one.copies) for one in members]
+        exist = [any(chunk.gradient_buffers.gradients.was_averaged(p) for chunk, p in one.copies) for one in members]
         marks = torch.tensor(exist, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
         parallel.all_reduce(groups, flat)
@@ -212,11 +213,7 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
                 main = main_grad_of(parameter)
                 main.copy_(total.view_as(main) * one.factor if one.factor != 1.0 else total.view_as(main))
                 if mark:
-                    chunk.main_gradients.mark_averaged(parameter)
-
-
-def _total(gradients: Sequence[Tensor]) -> Tensor:
-    return gradients[0] if len(gradients) == 1 else torch.stack(tuple(gradients)).sum(0)
+                    chunk.gradient_buffers.gradients.mark_averaged(parameter)
 
 
 def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel) -> None:
@@ -232,7 +229,7 @@ def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, p
     updated = [r for r in routers if r.training and not getattr(r, "frozen_expert_bias", False)]
     if updated:
         counts = torch.cat([router.local_tokens_per_expert.reshape(-1) for router in updated])
-        for groups in (chunks[0].data_groups, parallel.group("tensor")):
+        for groups in (chunks[0].gradient_buffers.groups[0], parallel.group("tensor")):
             if groups is not None and groups.world_size > 1:
                 parallel.all_reduce(groups, counts)
         sizes = [router.local_tokens_per_expert.numel() for router in updated]
@@ -244,7 +241,7 @@ def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, p
 
 
 def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> None:
-    pipeline, data = parallel.group("pipeline"), chunks[0].data_groups
+    pipeline, data = parallel.group("pipeline"), chunks[0].gradient_buffers.groups[0]
     if pipeline is not None:
         last, group = pipeline.world_size - 1, pipeline.buckets
         parallel.communicate(

@@ -1,182 +1,454 @@
-"""Allocates the gradient buffers of one module, and builds its reduction groups, buckets and synchronizer."""
+"""The gradients of one module in buffers: their memory, what is accumulated there, and the buckets that are reduced.
+
+A bucket is reduced in other memory. By all-reduce, all of it becomes averages. By reduce-scatter only this rank's share
+does, and what is in the rest afterwards is of no use. Until the whole step has succeeded the range is what this rank
+has computed: a reduction that was given up may still write into its memory, so that a copy to go back to would not do.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppe_ddp.engine.bucket import BucketContext
-from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import MemoryPool, allocator
-from ppe_ddp.engine.module import ModuleState, refuse_distributed
-from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-from ppe_ddp.functions import own_function
-from ppe_ddp.megatron.buffer_bucket import BufferBucket, ReductionGroup
-from ppe_ddp.megatron.buffer_layout import BufferKind, Item, ParamAndGradBuffer, lay_out
-from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-from ppe_ddp.megatron.main_gradients import MainGradients
-from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, needs_own_bucket
+from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.contracts import probe
+from ppe_ddp.engine.bucket import DenseBucket
+from ppe_ddp.engine.comm_state import CommState
+from ppe_ddp.engine.completion import ends_soon
+from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
+from ppe_ddp.engine.grad_hooks import DroppedForwards
+from ppe_ddp.engine.memory import allocator, slots_of
+from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.plan import Packing, Planner
+from ppe_ddp.engine.reduction import FunctionReduction
+from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed import ProcessGroup
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from torch import Tensor, nn
+
+    from ppe_ddp.contracts import ReduceFunction
+    from ppe_ddp.engine.bucket import BucketContext
+    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.gradients import GradientStreams
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.memory import Allocator
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.megatron.config import Setup
-
-_HALF = (torch.bfloat16, torch.float16)
-_ALIGNED = 8  # elements: a rank's share starts at a multiple of 16 bytes
-_ALIGNED_FOR_NCCL = 1 << 16
+    from ppe_ddp.engine.reduction import Reduction
+    from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+    from ppe_ddp.megatron.buffer_layout import BucketRange, BufferKind
 
 
-class GradientBuffers:
-    """The gradient buffers of one module, its reduction groups, and the synchronizer for both.
-
-    All ranks of the groups must make theirs together.
+class ParamAndGradBuffer:
+    """Contiguous gradients of one kind.
 
     Args:
-        setup: The module, and how to synchronize it.
-        default_group: Averages dense parameters where the setup names no group.
-        sums: Whether gradients are to be summed over the ranks instead of averaged.
-        bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
+        kind: The properties that they have in common.
+        size: The number of elements, padding included.
+        buckets: Its buckets.
+        parameters: All parameters of the module.
+        specs: The specs of all parameters.
+        allocate: Makes the memory of the gradients.
+        with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
 
-    Raises:
-        DisagreementError: On every rank, if their parameters or options differ; names the first.
-        ValueError: There are experts and no group for them; names the first.
+    Attributes:
+        grad_data: 1-D, ``size`` elements of the gradients' dtype; padding is zero.
+        param_data: 1-D, ``size`` elements of the parameters' dtype, or None.
+        params: Those whose gradients lie here, in the order in which they do.
     """
 
-    def __init__(self, setup: Setup, default_group: ProcessGroup, *, sums: bool, bucket_size: int | None) -> None:
-        config = setup.ddp_config
-        self.module_state = ModuleState(setup.module)
-        tensors = self.module_state.distributed_tensors()
-        refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
-        parameters = self.module_state.parameters
-        self.copies = CopiesOfParameters(setup.module, setup.config, setup.groups.data or default_group, setup.groups)
-        self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
-        self.groups = _duplicates(setup, default_group, self.module_state)
-        self.reduction_groups = self._reduction_groups(setup, sums=sums)
-        aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
-        self.layout = lay_out(
-            self._items(setup),
-            bucket_size=bucket_size,
-            divisors=[reduction_group.groups.world_size * aligned for reduction_group in self.reduction_groups],
-        )
-        self.buffers = [
-            ParamAndGradBuffer(
-                kind,
-                size,
-                [bucket for bucket in self.layout.buckets if bucket.buffer == number],
-                parameters,
-                self.specs,
-                self._allocator(setup, kind),
-                with_params=config.use_distributed_optimizer,
-            )
-            for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
-        ]
-        self.pool = MemoryPool(allocator(self.groups[0].buckets))
-        buckets = self._buckets(scatter=config.use_distributed_optimizer)
-        main = {i: slot for b in buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
-        self.gradients = MainGradients(parameters, main)
-        self.synchronizer = BufferSynchronizer(
-            self.reduction_groups,
-            self.layout,
-            buckets,
-            self.gradients,
-            self.specs,
-            parameters,
-            check_finite=config.check_for_nan_in_grad,
-        )
+    def __init__(
+        self,
+        kind: BufferKind,
+        size: int,
+        buckets: Sequence[BucketRange],
+        parameters: Sequence[nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        allocate: Allocator,
+        *,
+        with_params: bool,
+    ) -> None:
+        self.kind = kind
+        self.buckets = tuple(buckets)
+        self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
+        self.param_data: Tensor | None = None
+        self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
+        if with_params:
+            self.param_data = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+            self._move_in(parameters, specs, self.param_data)
 
-    def __del__(self) -> None:
-        # The reducer gives back the first one, that of the dense parameters.
-        if hasattr(self, "synchronizer") and not self.synchronizer.has_pending_results:
-            for groups in self.groups[1:]:
-                groups.release()
+    @torch.no_grad()
+    def _move_in(self, parameters: Sequence[nn.Parameter], specs: Sequence[ParameterSpec], memory: Tensor) -> None:
+        for bucket in self.buckets:
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                parameter, spec = parameters[i], specs[i]
+                slot = memory.as_strided(spec.shape, spec.stride, bucket.start + offset)
+                slot.copy_(parameter)
+                parameter.data = slot
 
-    def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
-        """Makes the memory of buffers: what the group offers, where they are sent as they are."""
-        if setup.ddp_config.use_distributed_optimizer:
-            return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
-        return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
+    def grads(self, bucket: BucketRange) -> Tensor:
+        """The gradients of one bucket, padding included."""
+        return self.grad_data.narrow(0, bucket.start, bucket.padded)
 
-    def _reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
-        parameters = self.module_state.parameters
-        named = list(setup.module.named_parameters(remove_duplicate=False))
-        options = f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
-        reduction_groups = []
-        for number, groups in enumerate(self.groups):
-            indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
-            others = [name for name, parameter in named if _reduction_group_of(parameter) != number]
-            size = groups.world_size
-            reduction_group = ReductionGroup(
-                groups,
-                ModuleState(setup.module, others),
-                indices,
-                [self.specs[i] for i in indices],
-                setup.reduce_function,
-                gain=float(size) if sums else size / self.groups[0].world_size,
-                options=", ".join(filter(None, (options, own_function(setup.reduce_function)))),
-            )
-            frozen = [repr(self.specs[i].name) for i in indices if not parameters[i].requires_grad]
-            reduction_group.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
-            reduction_group.negotiation.check()
-            reduction_groups.append(reduction_group)
-        return reduction_groups
+    def values(self, bucket: BucketRange) -> Tensor:
+        """The parameters of one bucket, padding included."""
+        assert self.param_data is not None
+        return self.param_data.narrow(0, bucket.start, bucket.padded)
 
-    def _items(self, setup: Setup) -> list[Item]:
-        is_sharded = setup.ddp_config.use_distributed_optimizer
-        alone = needs_own_bucket(setup.module, setup.config) if is_sharded else set()
-        items = []
-        for i, (parameter, spec) in enumerate(zip(self.module_state.parameters, self.specs, strict=True)):
-            if parameter.requires_grad:
-                kind = BufferKind(_reduction_group_of(parameter), parameter.dtype, spec.dtype, parameter.device)
-                items.append(Item(i, parameter.numel(), kind, id(parameter) in alone, spec.is_row_major))
-        return items
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all gradients by ``scaling_factor``."""
+        self.grad_data.mul_(scaling_factor)
 
-    def _buckets(self, *, scatter: bool) -> list[BufferBucket]:
-        buckets = []
-        for extent in self.layout.buckets:
-            of_group, memory = self.reduction_groups[extent.reduction_group], self.buffers[extent.buffer].grads(extent)
-            transport = ReduceScatter.fastest(of_group.groups, self.pool, memory.device) if scatter else None
-            context = BucketContext(self.specs, self.module_state.parameters, of_group.groups, of_group.reduction)
-            buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
-        return buckets
-
-    def place_of(self, parameter: nn.Parameter) -> str:
-        """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
-        index = self.gradients.index_of(parameter)
-        extent = self.layout.buckets[self.layout.bucket_of[index]]
-        if self.buffers[extent.buffer].param_data is None:
-            return ""
-        offset = extent.plan.offsets[extent.plan.members.index(index)]
-        groups = self.reduction_groups[extent.reduction_group].groups
-        return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
+    def reset(self) -> None:
+        """Set all gradients to zero."""
+        self.grad_data.zero_()
 
 
-def _reduction_group_of(parameter: nn.Parameter) -> int:
-    return 0 if getattr(parameter, "allreduce", True) else 1
+class MainGradients:
+    """The accumulated gradients of one module, and which of them there are.
+
+    Attributes:
+        accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
+        averaged: One byte a parameter: whether some rank had it when it was synchronized.
+        is_dirty: Whether something was added that is not synchronized yet.
+        revision: Another number after each synchronization and each zeroing.
+        streams: Those that gradients are accumulated on; None on CPUs.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
+        self._parameters = parameters
+        self._main = main
+        self._index = {id(parameters[i]): i for i in main}
+        self.streams: GradientStreams | None = None
+        self.revision = 0
+        self.forget()
+        for i, memory in main.items():
+            parameter = parameters[i]
+            parameter.main_grad = memory  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """Mark every gradient as absent: the buffers were zeroed."""
+        self.accumulated = bytearray(len(self._parameters))
+        self.averaged = bytearray(len(self._parameters))
+        self.is_dirty = False
+        self.revision += 1
+
+    def forget_some(self, indices: Iterable[int]) -> list[int]:
+        """Mark the gradients at ``indices`` as absent: they are being zeroed.
+
+        Returns:
+            Those that were there on some rank or here; the memory of the others is zero already.
+        """
+        there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
+        for i in there:
+            self.accumulated[i] = self.averaged[i] = 0
+        self.is_dirty = self.is_dirty and any(self.accumulated)
+        self.revision += 1
+        return there
+
+    def discard(self) -> None:
+        """Drop what is in ``.grad``, and the marks of kernels that add to ``main_grad`` by themselves."""
+        for i in self._main:
+            parameter = self._parameters[i]
+            if parameter.grad is not None:
+                parameter.grad = None
+            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def existing(self, reached: Sequence[int] | bytes | bytearray) -> bytearray:
+        """One byte a parameter: whether its gradient is expected, accumulated, or still in ``.grad``."""
+        mask = bytearray(self.accumulated)
+        for i in self._main:
+            if reached[i] or self._parameters[i].grad is not None:
+                mask[i] = 1
+        return mask
+
+    def index_of(self, parameter: nn.Parameter) -> int:
+        """The number of a parameter that has a ``main_grad``."""
+        return self._index[id(parameter)]
+
+    def was_averaged(self, parameter: nn.Parameter) -> bool:
+        """Whether some rank had a gradient of ``parameter``."""
+        return bool(self.averaged[self._index[id(parameter)]])
+
+    def mark_averaged(self, parameter: nn.Parameter) -> None:
+        """Mark the gradient of ``parameter`` as present: another dimension of parallelism had one."""
+        self.averaged[self._index[id(parameter)]] = 1
+
+    def add(self, indices: Iterable[int]) -> None:
+        """Add the ``.grad`` of these parameters, which is None from then on; skips those without one."""
+        to: list[Tensor] = []
+        of: list[Tensor] = []
+        for i in indices:
+            parameter = self._parameters[i]
+            gradient = parameter.grad
+            if gradient is None or i not in self._main:
+                continue
+            parameter.grad = None
+            self.accumulated[i] = 1
+            self.is_dirty = True
+            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                continue  # a fused kernel has added it already; what is in .grad is a dummy
+            to.append(self._main[i])
+            of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
+        if self.streams is not None:
+            self.streams.wait_for_gradients(of)
+        if len(to) == 1:  # most often, in no_sync(): a third of the cost
+            to[0].add_(of[0])
+        elif True in [gradient.is_sparse for gradient in of]:
+            for memory, gradient in zip(to, of, strict=True):
+                memory.add_(gradient)
+        elif to:
+            torch._foreach_add_(to, of)
+
+    def take(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Take the ``.grad`` of these parameters out, dense and in the dtype of ``main_grad``."""
+        taken: dict[int, Tensor] = {}
+        for i in indices:
+            gradient = self._parameters[i].grad
+            if gradient is not None and i in self._main:
+                self._parameters[i].grad = None
+                taken[i] = gradient.detach()
+        if self.streams is not None:
+            self.streams.wait_for_gradients(list(taken.values()))
+        for i, gradient in taken.items():
+            taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._main[i].dtype)
+        return taken
+
+    def put_back(self, taken: Mapping[int, Tensor]) -> None:
+        """Add gradients that :meth:`take` has taken out to ``main_grad``: no average came of them."""
+        for i, gradient in taken.items():
+            self._main[i].add_(gradient)
+            self.accumulated[i] = 1
+        self.is_dirty = True
 
 
-def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
-    """The form of ``main_grad``: that of the parameter, dense, and in fp32 where that is asked for."""
-    dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
-    return replace(spec, dtype=dtype, sparse=False)
+_PACKING = Packing(bucket_bytes=4 << 20, adopt_bytes=1 << 62)
 
 
-def _duplicates(setup: Setup, default_group: ProcessGroup, module_state: ModuleState) -> list[Groups]:
-    experts = [
-        name for name, p in zip(module_state.names, module_state.parameters, strict=True) if _reduction_group_of(p)
-    ]
-    parents = [setup.groups.data or default_group]
-    if experts:
-        if setup.groups.expert is None:
-            raise ValueError(
-                f"parameter {experts[0]!r} is an expert's (allreduce = False), and no group averages experts: pass "
-                "groups=ParallelGroups(expert=...) or expert_data_parallel_group=..., the ranks that hold the same "
-                "experts"
-            )
-        parents.append(setup.groups.expert)
-    return [Groups.duplicate(parent, shared_memory=True) for parent in parents]
+class ReductionGroup:
+    """The parameters that one process group averages, the dense ones or the experts. All its ranks make it together.
+
+    Args:
+        groups: The wrapper's own duplicates of the user's group.
+        module_state: The parameters.
+        indices: Their numbers among all parameters of the module.
+        specs: The specs of these parameters, with the dtypes of ``main_grad``.
+        function: Averages a bucket over the group, or a compressor that does.
+        gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
+            averaged over fewer; and where losses are summed a token, so are gradients.
+        options: What else the ranks must agree on.
+
+    Attributes:
+        negotiation: Agrees with the ranks of the group.
+        reduction: Reduces a bucket.
+        dropped_forwards: Warns where the ranks differ in how many forwards had no backward.
+        repairs: Plans the messages of a second round.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        module_state: ModuleState,
+        indices: Sequence[int],
+        specs: Sequence[ParameterSpec],
+        function: ReduceFunction | Compressor,
+        *,
+        gain: float,
+        options: str,
+    ) -> None:
+        self.groups = groups
+        self.module_state = module_state
+        self.indices = indices
+        self.gain = gain
+        # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
+        self.negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
+        self.negotiation.use_module(module_state)
+        self.dropped_forwards = DroppedForwards(groups.rank)
+        self.repairs = Planner(specs, _PACKING)
+        self._comm_state = CommState()
+        self._comm_state.begin(groups, module_state.specs)
+        self.reduction: Reduction
+        if isinstance(function, Compressor):
+            warn_of_one_machine(function, groups)
+            self.reduction = CompressorReduction(function, self._comm_state, groups)
+        else:
+            self.reduction = FunctionReduction(function, groups)
+        self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """A copy of what the compressor remembers on this rank; empty without one."""
+        if not isinstance(self.reduction, CompressorReduction):
+            return {}
+        return self._comm_state.state_dict(self.reduction.compressor, self.groups)
+
+    def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`comm_state_dict` gave.
+
+        Raises:
+            ValueError: The state is of another rank, number of ranks, module or compressor.
+        """
+        if isinstance(self.reduction, CompressorReduction):
+            devices = {spec.name: spec.device for spec in self.module_state.specs}
+            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, devices)
+            self.negotiation.use_plug("a state of the compressor", *self._comm_state.agreed)
+        elif state:
+            raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
+
+    def local(self, mask: bytes | bytearray) -> bytes:
+        """The part of a mask over all parameters that belongs to this reduction group."""
+        return bytes([mask[i] for i in self.indices])
+
+
+class BufferBucket(DenseBucket):
+    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step.
+
+    Args:
+        extent: The range, and the parameters in it.
+        memory: The range of the buffer, padding included.
+        context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
+        gain: What the mean over the group is multiplied by.
+        scatter: How to reduce-scatter; None to all-reduce.
+
+    Attributes:
+        slots: The ``main_grad`` of each member.
+        message: The memory that it is all-reduced in, and the slots there; None before the first time.
+    """
+
+    def __init__(
+        self,
+        extent: BucketRange,
+        memory: Tensor,
+        context: BucketContext,
+        *,
+        gain: float,
+        scatter: ReduceScatter | None,
+    ) -> None:
+        super().__init__(extent.plan, context)
+        self.extent = extent
+        self._groups = context.groups
+        self._memory = memory
+        self._gain = gain
+        self._scatter = scatter
+        self._range = memory.narrow(0, 0, extent.plan.numel)
+        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
+        self._is_reduced = False
+        self._carried: Tensor | None = None
+        self.message: tuple[Tensor, list[Tensor]] | None = None
+        self._reduced_share: Tensor | None = None
+
+    @property
+    def _averaged_part(self) -> Tensor:
+        """Where averages come: the whole range, or where it is reduce-scattered this rank's equal part, 1-D."""
+        if self._scatter is None:
+            return self._range
+        size = self.extent.padded // self._groups.world_size
+        return self._memory.narrow(0, self._groups.rank * size, size)
+
+    def reset(self) -> None:
+        """The buffer was zeroed."""
+        self._is_reduced = False
+        self._carried = None
+
+    def clear(self, indices: Sequence[int]) -> None:
+        """Set the gradients of the parameters at ``indices``, some of its members, to zero."""
+        if len(indices) == len(self.extent.plan.members):
+            self._memory.zero_()
+            self.reset()
+            return
+        first = self._averaged_part.storage_offset() - self._memory.storage_offset()
+        for slot, index, offset in zip(self.slots, self.extent.plan.members, self.extent.plan.offsets, strict=True):
+            if index in indices:
+                slot.zero_()
+                if self._carried is not None:
+                    self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
+
+    def scale(self, factor: float | Tensor) -> None:
+        """The buffer was multiplied by ``factor``."""
+        if self._carried is not None:
+            self._carried.mul_(factor)
+
+    def reopen(self) -> None:
+        """Let more be added to averages, so that the next reduction gives their sum with its own averages."""
+        if not self._is_reduced:
+            return
+        self._is_reduced = False
+        if self._scatter is None and self._gain == 1.0:
+            return  # the mean of what all ranks have is the same
+        # No other rank has this share of the averages, or what they were multiplied by would be multiplied once more:
+        # undone beforehand, they would be rounded in halves, or too large for them.
+        self._carried = self._averaged_part.clone()
+        self._memory.zero_()
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add an average that came late to that of parameter ``index``."""
+        self.slots[self.extent.plan.members.index(index)].add_(gradient)
+        self._is_reduced = True
+
+    def launch(self, *, is_last: bool) -> None:
+        """Start the reduction: an all-reduce of a copy, or a reduce-scatter into other memory."""
+        self.reopen()
+        if self.extent.padded == 0:
+            return
+        if self._scatter is None:
+            super().launch(is_last=is_last)
+        else:
+            factor = self._gain * self._reduction.mean_factor
+            self._reduced_share = self._scatter.memory_for_share(self._memory)
+            self.pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
+
+    def _pack(self) -> tuple[Tensor, list[Tensor]]:
+        factor = self._gain * self.factor
+        if self._reduction.sends_nothing:
+            scale(self._range, self._range, factor)
+            return self._range, self.slots
+        if self.message is None:
+            flat = allocator(self._groups.buckets)(self.plan.numel, self.plan.dtype, self.plan.device)
+            self.message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
+        flat, slots = self.message
+        scale(flat, self._range, factor)
+        return flat, slots
+
+    def finish(self) -> Steps:
+        """Wait for the result.
+
+        Raises:
+            CommunicationError: The transport failed.
+            FunctionError: The user's reduce function broke its contract.
+        """
+        if self._scatter is None:
+            yield from super().finish()
+        else:
+            yield from self._scatter.finish(self)
+
+    def averages(self) -> list[Tensor]:
+        """Write the averages into ``main_grad``, of a reduce-scatter into this rank's share; one view a member."""
+        reduced = self._reduced_share if self._scatter is not None else self._flat
+        if reduced is not None and reduced is not self._range:
+            self._averaged_part.copy_(reduced)
+        if self._carried is not None:
+            self._averaged_part.add_(self._carried)
+            self._carried = None
+        self._is_reduced = True
+        return self.slots
+
+    def release(self) -> None:
+        """Drop what belongs to one reduction."""
+        super().release()
+        self._reduced_share = None
+
+    def put_back(self) -> list[tuple[int, Tensor]]:
+        """Abandon the reduction, whose connections were closed; ``main_grad`` is as it was.
+
+        Waits a moment for a reduce-scatter to end, which reads ``main_grad``.
+        """
+        is_done = probe(self.pending)
+        if self._scatter is not None and is_done is not None:
+            ends_soon(is_done)
+        self.release()
+        self.message = None  # the reduction may still write there
+        return []

@@ -25,6 +25,7 @@ from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import FINALIZE, reason_of
 from ppe_ddp.engine.groups import Groups, renew_all
+from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.zero.shards import Shard
 
 _DATA = ("dp", "cp", "ep")
 _SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
@@ -170,22 +172,12 @@ def _owner(module: nn.Module, attribute: str) -> nn.Module | None:
     return None
 
 
-class CopiesOfParameters:
-    """Tells which parameters of a module are copies of another rank's, so that a norm counts each element once.
-
-    Args:
-        module: The module.
-        config: The model's configuration.
-        data: The data-parallel group. Its ranks have different shards, and different experts.
-        groups: The other groups.
-
-    Attributes:
-        groups: The data-parallel group, and those that split the model among more than one rank.
-    """
+class CopiesOfParameters(Copies):
+    """Tells which parameters of a module are copies of another rank's, so that a norm counts each element once."""
 
     def __init__(self, module: nn.Module, config: object, data: ProcessGroup, groups: ParallelGroups) -> None:
         splits = [group for group in (groups.tensor, groups.pipeline) if group is not None]
-        self.groups: Sequence[ProcessGroup] = [data, *(group for group in splits if dist.get_world_size(group) > 1)]
+        super().__init__(data, *(group for group in splits if dist.get_world_size(group) > 1))
         self._tensor_rank = _rank(groups.tensor)
         self._expert_rank = self._tensor_rank if groups.expert_tensor is None else _rank(groups.expert_tensor)
         self._stage = _rank(groups.pipeline)
@@ -197,18 +189,14 @@ class CopiesOfParameters:
         is_split = groups.tensor is not None and dist.get_world_size(groups.tensor) > 1
         self.are_splits_marked = not is_split or any(hasattr(p, "tensor_model_parallel") for p in module.parameters())
 
-    def counts(self, name: str, parameter: nn.Parameter, names: set[str]) -> bool:
-        """Whether a parameter adds to the norm on this rank.
+    def counts(self, shard: Shard, names: set[str]) -> bool:
+        """Whether the parameter of ``shard`` adds to the norm on this rank.
 
         Parameters marked ``tensor_model_parallel`` are split over the tensor-parallel ranks; of the others these ranks
         have copies, and the first rank's counts. Of parameters that pipeline stages share, the first stage's counts;
         of ``pipeline_parallel`` ones of one name, its first chunk's. Parameters marked ``shared`` never count.
-
-        Args:
-            name: The parameter's name in its chunk of the model.
-            parameter: The parameter.
-            names: The ``pipeline_parallel`` parameters that were counted already; changed in place.
         """
+        name, parameter = shard.name, shard.parameter
         if getattr(parameter, "shared", False) or id(parameter) in self._copied:
             return False
         if getattr(parameter, "pipeline_parallel", False):

@@ -43,13 +43,7 @@ _KNOWN = tuple(getattr(torch.optim, name) for name in _KNOWN_NAMES.split())
 
 
 class MasterWeight:
-    """The master weight of one shard.
-
-    Args:
-        index: The position of the shard among the model's.
-        shard: The shard.
-        dtype: The dtype of the weight, if the parameter is not wider.
-    """
+    """The master weight of one shard."""
 
     def __init__(self, index: int, shard: Shard, dtype: torch.dtype) -> None:
         self.index = index
@@ -252,10 +246,6 @@ class FlatStep:
 
 class FlatShards:
     """Weights of the same hyper-parameters, dtype and device that have made as many steps, laid end to end.
-
-    Args:
-        weights: The weights, 1-D.
-        states: Their state, which becomes views of that of the flat tensor.
 
     Attributes:
         weight: All of them, in memory of its own.

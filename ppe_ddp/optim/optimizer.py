@@ -1,28 +1,34 @@
-"""DistributedOptimizer: shards the state of any element-wise torch optimizer over the ranks (ZeRO stage 1)."""
+"""DistributedOptimizer: shards the state of any element-wise torch optimizer over the ranks (ZeRO stage 1).
+
+All ranks agree on what is true of all gradients: their norm, and that none is inf. ``torch.amp.GradScaler`` looks for
+inf where it divides by the scale, in one call of torch for all gradients. A tensor of a subclass among them adds an
+all-reduce of what was found: inf in one rank's shard skips the step on all ranks.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.optim import optimizer_state
-from ppe_ddp.optim.clipping import ScaleCheck, SharedScaleCheck, scale_to, total_norm
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
-from ppe_ddp.torch_internals import uncompiled
+from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -206,7 +212,7 @@ class DistributedOptimizer(Optimizer):
         for master in self._masters:
             if (gradient := master.weight.grad) is not None:
                 kinds.setdefault((gradient.device, gradient.dtype), master)
-        check = ScaleCheck(len(kinds), self._model.groups_of_model)
+        check = ScaleCheck(len(kinds), self._model.copies.groups)
         for master in kinds.values():
             assert master.weight.grad is not None
             master.weight.grad = SharedScaleCheck.of(master.weight.grad, check)
@@ -275,8 +281,8 @@ class DistributedOptimizer(Optimizer):
         """The gradients of this rank's shards; all of them, and those that add to the norm."""
         self._model.assign_gradients()
         self._end_inf_checks()
-        there = [(master.index, g) for master in self._masters if (g := master.weight.grad) is not None]
-        return [g for _, g in there], [g for index, g in there if self._model.counts(index, names)]
+        there = [(master.shard, g) for master in self._masters if (g := master.weight.grad) is not None]
+        return [g for _, g in there], [g for shard, g in there if self._model.copies.counts(shard, names)]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -338,14 +344,14 @@ def clip_grad_norm_(
         RuntimeError: By ``error_if_nonfinite``.
     """
     models = [optimizer._model for optimizer in optimizers]
-    groups = models[0].groups_of_model
-    if any(list(model.groups_of_model) != list(groups) for model in models):
+    groups = models[0].copies.groups
+    if any(list(model.copies.groups) != list(groups) for model in models):
         raise ValueError("clip_grad_norm_ takes optimizers whose models are split over the same process groups")
     names: set[str] = set()
     parts = [optimizer._gradients(names) for optimizer in optimizers]
     weights = [master.weight for optimizer in optimizers for master in optimizer._masters]
     device = weights[0].device if weights else torch.device("cpu")
-    is_unknown = not all(model.are_splits_marked for model in models)
+    is_unknown = not all(model.copies.are_splits_marked for model in models)
     with torch.no_grad():
         counted = [gradient for _, of_one in parts for gradient in of_one]
         norm = total_norm(counted, float(norm_type), device, groups, is_unknown=is_unknown)
@@ -354,7 +360,9 @@ def clip_grad_norm_(
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
                 "error_if_nonfinite=False to clip by it all the same"
             )
-        scale_to([gradient for gradients, _ in parts for gradient in gradients], norm, max_norm)
+        gradients = [gradient for own, _ in parts for gradient in own]
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
     return norm
 
 
@@ -402,3 +410,99 @@ def _refuse_other_steps(owner: weakref.ref[DistributedOptimizer], optimizer: Opt
             f"this {type(optimizer).__name__} is wrapped by a DistributedOptimizer, and its own step() would leave "
             "other parameters on each rank: call the DistributedOptimizer's step(), also by way of a gradient scaler"
         )
+
+
+def total_norm(
+    shards: Sequence[Tensor],
+    norm_type: float,
+    device: torch.device,
+    groups: Sequence[ProcessGroup],
+    *,
+    is_unknown: bool = False,
+) -> Tensor:
+    """The norm of the gradients whose shards the ranks have: 0-dimensional, the same on every rank.
+
+    Args:
+        shards: This rank's, without those that are copies of another rank's.
+        norm_type: The p of the p-norm; may be ``inf``.
+        device: The device of the result.
+        groups: The ranks that must call this; they agree over one group after another.
+        is_unknown: Whether this rank does not know which of its shards are copies.
+
+    Raises:
+        ValueError: On all ranks, if one does not know.
+    """
+    present = [shard for shard in shards if shard.numel()]
+    dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
+    is_max = math.isinf(norm_type)
+    value = torch.zeros((), dtype=torch.float64, device=device)
+    if present:
+        norms = torch._foreach_norm(present, norm_type, dtype=dtype)
+        stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        value = stacked.max() if is_max else stacked.pow(norm_type).sum()
+    unknown = torch.full_like(value, float(is_unknown))
+    total = torch.stack([value, value.isnan().to(value), unknown])  # transports take the maximum with NaN differently
+    for group in groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    if len(groups) > 1 and total[2] > 0:
+        raise ValueError(
+            "tensor-parallel ranks clip by the norm of the whole model, for which it must be known which parameters "
+            "are split: set parameter.tensor_model_parallel, True for these and False for copies, as Megatron does"
+        )
+    norm = total[0] if is_max else total[0].pow(1.0 / norm_type)
+    return torch.where(total[1] > 0, math.nan, norm).to(dtype)
+
+
+class ScaleCheck:
+    """One check for inf over all ranks, which the scaler makes in one call for each device and dtype.
+
+    Args:
+        calls: The number of calls that this rank's scaler makes. Only the last one communicates, so that ranks whose
+            gradients have other dtypes and devices send as many messages.
+        groups: The groups whose ranks agree, one after another.
+    """
+
+    def __init__(self, calls: int, groups: Sequence[ProcessGroup]) -> None:
+        self._missing = calls
+        self._groups = groups
+        self._found: list[Tensor] = []
+
+    def add(self, found: Tensor) -> None:
+        """Take what one call has found; the last one is told what any rank has found in any call."""
+        self._found.append(found)
+        self._missing -= 1
+        if self._missing:
+            return
+        for other in self._found[:-1]:
+            found.copy_(found.maximum(other.to(found.device)))
+        for group in self._groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+
+
+class SharedScaleCheck(Tensor):
+    """A gradient shard whose check for inf is shared. Everything else works on it as on any tensor."""
+
+    _check: ScaleCheck
+
+    @classmethod
+    def of(cls, gradient: Tensor, check: ScaleCheck) -> SharedScaleCheck:
+        """``gradient`` itself, in another type."""
+        shared: SharedScaleCheck = gradient.as_subclass(cls)
+        shared._check = check
+        return shared
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``; if it was the scaler's check, agree on what it found."""
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+            if is_scaler_check(func):
+                check = next(gradient._check for gradient in args[0] if isinstance(gradient, cls))
+                check.add(args[1])
+            return result

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.engine.zero.chunks import bounds_of
+from ppe_ddp.engine.zero.shards import bounds_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,23 +1,152 @@
-"""The entries that a checkpoint has and those that modules expect: described, sent as JSON, and matched by name. Pure.
+"""The entries of a checkpoint and those that modules expect: described, packed to be sent, matched by name. Pure.
 
-Descriptions are small enough to be sent, and nothing in JSON can be executed.
+    tensor of 10 rows over 4 ranks, Shard(0)         0 1 2 | 3 4 5 | 6 7 8 | 9
+
+A region is a list of runs ``(start, stop)`` for each dimension. One run is the rule; FSDP over tensor parallelism
+(torch's ``_StridedShard``) may leave a rank with several.
 """
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint_reader import dump_plain
-from ppe_ddp.sharding.regions import ShardLayout, shape_of
-from ppe_ddp.torch_internals import holds_tensors
+from ppe_ddp.sharding.checkpoint_reader import as_text
+from ppe_ddp.torch_internals import holds_tensors, split_by, strided_shard
+
+Run: TypeAlias = "tuple[int, int]"
+Runs: TypeAlias = "tuple[Run, ...]"
+Region: TypeAlias = "tuple[Runs, ...]"
+Box: TypeAlias = "tuple[Run, ...]"
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The placement of a DTensor on a device mesh.
+
+    Attributes:
+        ranks: The global ranks of the mesh, in row-major order.
+        mesh_shape: The sizes of the mesh's dimensions.
+        placements: One for each mesh dimension: ``()`` replicates, ``(dim,)`` is a Shard, and ``(dim, split_factor)``
+            torch's _StridedShard.
+    """
+
+    ranks: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    placements: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> ShardLayout:
+        """The layout of ``tensor``.
+
+        Raises:
+            ValueError: A placement is Partial: such a tensor is a sum that has not been made yet.
+        """
+        placements: list[tuple[int, ...]] = []
+        placement: Any
+        for placement in tensor.placements:
+            if isinstance(placement, Replicate):
+                placements.append(())
+            elif hasattr(placement, "split_factor"):  # in some versions of torch it is a Shard, in others not
+                placements.append((placement.dim, placement.split_factor))
+            elif isinstance(placement, Shard):
+                placements.append((placement.dim,))
+            else:
+                raise ValueError(f"it is placed as {placement}, and only Shard and Replicate can be loaded")
+        mesh = tensor.device_mesh
+        return cls(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), tuple(placements))
+
+    def region(self, shape: tuple[int, ...], rank: int) -> Region | None:
+        """The region that global rank ``rank`` holds of a tensor of ``shape``; None where it is not in the mesh."""
+        if rank not in self.ranks:
+            return None
+        dims = list(whole(shape))
+        place, stride = self.ranks.index(rank), len(self.ranks)
+        for placement, parts in zip(self.placements, self.mesh_shape, strict=True):
+            stride //= parts
+            index, place = divmod(place, stride)
+            if placement:
+                dims[placement[0]] = _part(dims[placement[0]], placement, parts, index)
+        return tuple(dims)
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """The region that is all of a tensor of ``shape``."""
+    return tuple(((0, size),) for size in shape)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """The shape of a region, packed together."""
+    return tuple(sum(stop - start for start, stop in runs) for runs in region)
+
+
+def cut(tensor: Tensor, region: Region, box: Box) -> Tensor:
+    """The values of ``box``, which counts within ``region``: a view where there is one run in each dimension."""
+    for dim, (runs, (start, stop)) in enumerate(zip(region, box, strict=True)):
+        parts = [tensor.narrow(dim, first, last - first) for first, last in _within(runs, start, stop)]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return tensor
+
+
+def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int, int]]:
+    """Cut a contiguous tensor into boxes of at most ``most`` elements, each contiguous in it.
+
+    Yields:
+        A box, where it starts in the flat tensor, and how many elements it has.
+    """
+    if 0 in shape:
+        return
+    if not shape:
+        yield (), 0, 1
+        return
+    # Dimensions before ``dim`` are cut into single indices, those behind it not at all.
+    dim, inner = 0, math.prod(shape[1:])
+    while inner > most:
+        dim += 1
+        inner //= shape[dim]
+    tail = tuple((0, size) for size in shape[dim + 1 :])
+    rows, offset = max(1, most // inner), 0
+    for lead in itertools.product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], rows):
+            stop = min(start + rows, shape[dim])
+            yield (*((index, index + 1) for index in lead), (start, stop), *tail), offset, (stop - start) * inner
+            offset += (stop - start) * inner
+
+
+def _part(runs: Runs, placement: tuple[int, ...], parts: int, index: int) -> Runs:
+    """The runs that a placement gives to the ``index``-th of ``parts``, from a dimension of which ``runs`` are left."""
+    count = sum(stop - start for start, stop in runs)
+    if len(placement) == 1:
+        size = -(-count // parts)
+        return _within(runs, min(index * size, count), min((index + 1) * size, count))
+    # Only torch knows how this one interleaves: it is given the positions and returns which go where.
+    dim, split_factor = placement
+    positions = torch.cat([torch.arange(start, stop) for start, stop in runs])
+    mine = split_by(strided_shard(dim, split_factor), positions.view([1] * dim + [count]), parts)[index].flatten()
+    breaks = (mine.diff() != 1).nonzero().flatten() + 1
+    pieces = mine.tensor_split(breaks) if mine.numel() else ()
+    return tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces) or ((0, 0),)
+
+
+def _within(runs: Runs, start: int, stop: int) -> Runs:
+    """The part from ``start`` to ``stop`` of runs laid one after another; one empty run if there is nothing."""
+    found = []
+    for first, last in runs:
+        size = last - first
+        if start < size and stop > 0 and start < stop:
+            found.append((first + max(start, 0), first + min(stop, size)))
+        start, stop = start - size, stop - size
+    return tuple(found) or ((0, 0),)
+
 
 _EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
 # Wrappers put these into names; a checkpoint made without the wrapper, or with another one, lacks them.
@@ -32,14 +161,14 @@ class SourceEntry(NamedTuple):
         shape: The shape of the full tensor; None for an entry that is no tensor.
         dtype: The dtype of the tensor.
         kind: The name of its type.
-        content: The bytes of an entry that is no tensor, where it is sent with its description.
+        content: An entry that is no tensor, as :func:`as_text` gives it, where it is sent with its description.
     """
 
     key: str
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     kind: str
-    content: bytes = b""
+    content: str = ""
 
 
 class ExpectedEntry(NamedTuple):
@@ -78,7 +207,7 @@ def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntr
             found.append(SourceEntry(key, tuple(value.shape), value.dtype, "Tensor"))
             continue
         try:
-            content = dump_plain(value) if is_sent else b""
+            content = as_text(value) if is_sent else ""
         except TypeError as error:
             raise TypeError(f"{key!r} cannot be sent: {error}") from error
         found.append(SourceEntry(key, None, None, type(value).__name__, content))
@@ -139,52 +268,17 @@ def _layout(key: str, value: Tensor, local: Tensor, rank: int) -> ShardLayout | 
     return layout
 
 
-# ---------------------------------------------------------------------- JSON
-
-
-def sources_to_json(entries: Sequence[SourceEntry]) -> Any:
-    """What is sent of a checkpoint's entries."""
-    return [[e.key, e.shape, _name(e.dtype), e.kind, b64encode(e.content).decode()] for e in entries]
-
-
-def sources_from_json(sent: Any) -> list[SourceEntry]:
-    """The entries that :func:`sources_to_json` was given."""
-    return [
-        SourceEntry(key, _tuples(shape), _dtype(name), kind, b64decode(content))
-        for key, shape, name, kind, content in sent
-    ]
-
-
-def expectations_to_json(entries: Sequence[ExpectedEntry]) -> Any:
-    """What is sent of a module's expectations; each of its layouts, which are few, once."""
+def packed(entries: Sequence[ExpectedEntry]) -> Any:
+    """What is sent of a module's expectations, as plain values; each of its layouts, which are few, once."""
     layouts: dict[ShardLayout | None, int] = {}
-    rows = [[e.key, e.shape, _name(e.dtype), layouts.setdefault(e.layout, len(layouts)), e.tie] for e in entries]
-    return [[one and (one.ranks, one.mesh_shape, one.placements) for one in layouts], rows]
+    rows = [(e.key, e.shape, e.dtype, layouts.setdefault(e.layout, len(layouts)), e.tie) for e in entries]
+    return [[one and astuple(one) for one in layouts], rows]
 
 
-def expectations_from_json(sent: Any) -> list[ExpectedEntry]:
-    """The entries that :func:`expectations_to_json` was given."""
-    layouts = [one and ShardLayout(*map(_tuples, one)) for one in sent[0]]
-    return [
-        ExpectedEntry(key, _tuples(shape), _dtype(name), layouts[layout], tie)
-        for key, shape, name, layout, tie in sent[1]
-    ]
-
-
-def _tuples(sent: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    return tuple(map(_tuples, sent)) if isinstance(sent, list) else sent
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    dtype = None if name is None else getattr(torch, name)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype of torch")
-    return dtype
+def unpacked(sent: Any) -> list[ExpectedEntry]:
+    """The entries that :func:`packed` was given."""
+    layouts = [one and ShardLayout(*one) for one in sent[0]]
+    return [ExpectedEntry(key, shape, dtype, layouts[layout], tie) for key, shape, dtype, layout, tie in sent[1]]
 
 
 # ---------------------------------------------------------------------- names

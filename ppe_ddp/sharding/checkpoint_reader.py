@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,16 @@ def load_plain(content: bytes) -> Any:
         pickle.UnpicklingError: It would run code.
     """
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def as_text(value: Any) -> str:
+    """What :func:`dump_plain` gives, as a text that JSON can hold."""
+    return b64encode(dump_plain(value)).decode()
+
+
+def from_text(text: str) -> Any:
+    """The value of :func:`as_text`; nothing in it is executed."""
+    return load_plain(b64decode(text))
 
 
 def _open(file: Path) -> dict[str, Callable[[], Any]]:

@@ -1,37 +1,47 @@
-"""Distributes a checkpoint from rank 0 into the shards of all ranks: options, public functions, and how it is done."""
+"""Distributes a checkpoint from rank 0 into the shards of all ranks: options, public functions, memory and messages."""
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
-from base64 import b64decode, b64encode
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
+from ppe_ddp.errors import CheckpointError, CommunicationError
 from ppe_ddp.sharding.checkpoint_entries import (
     ExpectedEntry,
+    ShardLayout,
     SourceEntry,
     check,
+    cut,
     describe,
     expect,
-    expectations_from_json,
-    expectations_to_json,
+    local_of,
     match,
-    sources_from_json,
-    sources_to_json,
+    packed,
+    shape_of,
+    takes_anything,
+    unpacked,
 )
-from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
+from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
-from ppe_ddp.sharding.tensor_transfer import LoadTargets, TensorTransfer, device_for, refuse_meta
-from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, route_tensors
+from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, route_tensors, tree
 from ppe_ddp.torch_internals import metadata_of, set_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ppe_ddp.sharding.checkpoint_entries import Match
+    from ppe_ddp.sharding.transfer_plan import Piece, TransferMessage
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
@@ -198,7 +208,7 @@ class _Distribution:
         load_targets.prepare(load_group.ranks[load_group.rank], self._checkpoint if lends else None)
         failure = self._transfer(routed, load_targets, device_of(header["wire"]))
         result: OrderedDict[str, Any] = OrderedDict()
-        set_metadata(result, load_plain(b64decode(header["metadata"])))
+        set_metadata(result, header["metadata"])
 
         def finish() -> None:
             if failure is not None:
@@ -228,31 +238,33 @@ class _Distribution:
         def make_header() -> dict[str, Any]:
             self._checkpoint = checkpoint_of()
             device = device_for(self._targets, load_group, options.device)
+            found = describe(self._checkpoint, is_sent=load_group.size > 1)
             return {
-                "found": sources_to_json(describe(self._checkpoint, is_sent=load_group.size > 1)),
-                "expected": expectations_to_json(expected),  # most often the same as everywhere
+                # most often the same is expected everywhere
+                "content": as_text([list(map(tuple, found)), packed(expected), metadata_of(self._checkpoint)]),
                 "options": options.compared(),
                 "what": options.what,
-                "metadata": b64encode(dump_plain(metadata_of(self._checkpoint))).decode(),
                 "wire": load_group.wire_kind(device.type),
             }
 
         header: dict[str, Any] = load_group.from_source(make_header)
-        self._found = sources_from_json(header["found"])
-        usual = expectations_from_json(header["expected"])
+        usual: list[ExpectedEntry] = []
 
         def answer() -> Any:
             if failure is not None:
                 raise failure
+            found, sent, header["metadata"] = from_text(header["content"])
+            self._found = [SourceEntry(*entry) for entry in found]
+            usual.extend(unpacked(sent))
             own = options.compared()
             if own != header["options"]:
                 raise ValueError(f"it loads with {own}, and rank 0 with {header['options']}; they have to be the same")
             if not options.fresh:
                 refuse_meta(self._targets, match(self._found, [expected]))
-            return None if expected == usual else expectations_to_json(expected)
+            return None if expected == usual else as_text(packed(expected))
 
         answers = load_group.from_each(answer)
-        self._expectations = [usual if other is None else expectations_from_json(other) for other in answers]
+        self._expectations = [usual if other is None else unpacked(from_text(other)) for other in answers]
         return header
 
     def _transfer(
@@ -287,3 +299,319 @@ def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[int], ob
             bar = tqdm(total=total, desc="loading", leave=False, delay=_SHOWN_AFTER, file=sys.stderr, **size)
     with bar as counter:
         yield counter.update if counter is not None else lambda nbytes: None
+
+
+_IN_FLIGHT = 16  # enough to keep every receiver busy; each costs a request, not memory
+
+
+@dataclass(eq=False)
+class RegionMemory:
+    """This rank's memory for its region of one tensor.
+
+    Attributes:
+        target: A tensor of the region's shape, on any device and of any dtype: values are converted as they come.
+        filled: The values are there already, because the memory is the checkpoint's own.
+    """
+
+    target: Tensor
+    filled: bool = False
+
+    def put(self, piece: Piece, values: Tensor) -> None:
+        """Copy the flat ``values`` of a piece to their place."""
+        if self.filled:
+            return
+        place = self.target
+        for dim, (start, stop) in enumerate(piece.box):
+            place = place.narrow(dim, start, stop - start)
+        place.copy_(values.view(place.shape))
+
+
+@dataclass(eq=False)
+class _PendingMessage:
+    """A message in flight; ``staged`` is the memory that it takes beyond the checkpoint and the targets, in bytes."""
+
+    message: TransferMessage
+    buffer: Tensor
+    staged: int
+    receives: list[Any] = field(default_factory=list)
+    onward: list[int] = field(default_factory=list)
+    sends: list[Any] = field(default_factory=list)
+
+
+class TensorTransfer:
+    """Sends and receives the planned messages. All ranks of the load group run one, with the same plan.
+
+    Nothing here raises for what goes wrong with a tensor on one rank, since the others count on its messages: look
+    at ``failure`` when all has been sent.
+
+    Args:
+        load_group: The ranks.
+        read: Gives a full tensor of the checkpoint; called on rank 0 only.
+        memories: This rank's memory, by the key of the checkpoint.
+        device: The device whose tensors are sent.
+        staging_nbytes: How much memory may be used for messages that cannot be received or sent in place.
+
+    Attributes:
+        failure: The first error of reading or writing tensors here.
+    """
+
+    def __init__(
+        self,
+        load_group: LoadGroup,
+        read: Callable[[str], Tensor],
+        memories: dict[str, RegionMemory],
+        device: torch.device,
+        *,
+        staging_nbytes: int,
+    ) -> None:
+        self._load_group = load_group
+        self._read = read
+        self._memories = memories
+        self._device = device
+        self._room = staging_nbytes
+        self._staged = 0
+        self._pending: deque[_PendingMessage] = deque()
+        self._last_is_broadcast = False
+        self.failure: Exception | None = None
+
+    def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
+        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent.
+
+        Raises:
+            CommunicationError: The process group failed.
+        """
+        try:
+            for message in messages:
+                self._make_room(message)
+                self._start(message)
+                tell(message.nbytes)
+            while self._pending:
+                self._finish()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self._load_group.rank} of {self._load_group.size}: loading a checkpoint together failed: "
+                f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
+            ) from error
+
+    def _is_broadcast(self, message: TransferMessage) -> bool:
+        return len(message.route) == self._load_group.size > 1
+
+    def _make_room(self, message: TransferMessage) -> None:
+        while self._pending and (len(self._pending) >= _IN_FLIGHT or self._staged + message.nbytes > self._room):
+            self._finish()
+        # NCCL may not have a broadcast and a message between two ranks in flight at a time.
+        is_broadcast = self._is_broadcast(message)
+        while self._pending and self._device.type != "cpu" and is_broadcast != self._last_is_broadcast:
+            self._finish()
+        self._last_is_broadcast = is_broadcast
+
+    def _start(self, message: TransferMessage) -> None:
+        load_group = self._load_group
+        if message.route == (0,):
+            for piece in message.pieces:
+                self._try(self._keep, piece)
+            return
+        held = self._try(self._pack if load_group.is_source else self._window, message)
+        # The others count on so many bytes, even after an error, which they get at the end.
+        buffer, staged = held or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
+        pending = _PendingMessage(message, buffer, staged)
+        if self._is_broadcast(message):
+            work = dist.broadcast(buffer, load_group.ranks[0], group=load_group.group, async_op=True)
+            pending.receives = [work]
+        else:
+            parent, pending.onward = tree(message.route, load_group.rank)
+            if parent is None:
+                self._send(pending)
+            else:
+                pending.receives = [dist.irecv(buffer, load_group.ranks[parent], group=load_group.group)]
+        self._staged += staged
+        self._pending.append(pending)
+
+    def _send(self, pending: _PendingMessage) -> None:
+        ranks = [self._load_group.ranks[child] for child in pending.onward]
+        pending.sends = [dist.isend(pending.buffer, rank, group=self._load_group.group) for rank in ranks]
+
+    def _finish(self) -> None:
+        pending = self._pending.popleft()
+        for work in pending.receives:
+            work.wait()
+        if not self._load_group.is_source:
+            self._send(pending)
+            self._try(self._unpack, pending)
+        for work in pending.sends:
+            work.wait()
+        self._staged -= pending.staged
+
+    def _keep(self, piece: Piece) -> None:
+        """Put a piece that rank 0 alone needs into its memory."""
+        region_memory = self._memories[piece.routed.key]
+        if not region_memory.filled:
+            region_memory.put(piece, self._cut(piece)[0])
+
+    def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:
+        """The bytes of a message on rank 0, and how much memory they took; rank 0's own part is put there."""
+        parts = [self._cut(piece) for piece in message.pieces]
+        if 0 in message.route:
+            for piece, (values, _) in zip(message.pieces, parts, strict=True):
+                self._memories[piece.routed.key].put(piece, values)
+        flat = [values.view(torch.uint8) for values, _ in parts]
+        if len(flat) > 1:
+            return torch.cat(flat), message.nbytes
+        return flat[0], message.nbytes if parts[0][1] else 0
+
+    def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
+        """The flat values of a piece, ready to be sent, and whether they are a copy."""
+        source = self._read(piece.routed.key).detach()
+        values = cut(source, piece.region, piece.box).to(self._device, piece.routed.dtype)
+        values = values.resolve_conj().resolve_neg().contiguous().view(-1)
+        return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+
+    def _window(self, message: TransferMessage) -> tuple[Tensor, int] | None:
+        """The memory that a message is for, where it can be received straight into it."""
+        if len(message.pieces) > 1:
+            return None
+        piece = message.pieces[0]
+        target = self._memories[piece.routed.key].target
+        if target.device != self._device or target.dtype is not piece.routed.dtype or not target.is_contiguous():
+            return None
+        return target.view(-1)[piece.offset : piece.offset + piece.numel].view(torch.uint8), 0
+
+    def _unpack(self, pending: _PendingMessage) -> None:
+        if not pending.staged:
+            return
+        start = 0
+        for piece in pending.message.pieces:
+            content = pending.buffer[start : start + piece.nbytes]
+            if content.storage_offset() % piece.routed.dtype.itemsize:
+                content = content.clone()
+            self._memories[piece.routed.key].put(piece, content.view(piece.routed.dtype))
+            start += piece.nbytes
+
+    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.failure = self.failure or error
+            return None
+
+
+class LoadTargets:
+    """This rank's part of a checkpoint: memory for each tensor, once for tied ones.
+
+    Attributes:
+        memories: By the key of the checkpoint.
+        failure: Why there is not memory for all; the load has to go on, since other ranks count on this one.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Any],
+        matched: Match,
+        found: Sequence[SourceEntry],
+        device: torch.device,
+        *,
+        fresh: bool,
+        keeps_dtype: bool,
+    ) -> None:
+        self._targets = targets
+        self._sources = {key: source for key, source in matched.sources.items() if key in targets}
+        self._found = {entry.key: entry for entry in found}
+        self._device = device
+        self._fresh = fresh
+        self._keeps_dtype = keeps_dtype
+        self.memories: dict[str, RegionMemory] = {}
+        self.failure: Exception | None = None
+
+    def prepare(self, rank: int, lent: Mapping[str, Any] | None) -> None:
+        """Get the memory; an error is kept in ``failure``.
+
+        Args:
+            rank: The global rank of this process.
+            lent: The checkpoint, whose own tensors are taken where they are all that this rank needs; no memory
+                twice. None to copy.
+        """
+        try:
+            for key, source in self._sources.items():
+                if self._found[source].shape is not None and source not in self.memories:
+                    memory = self._memory(key, self._found[source], rank)
+                    if memory is not None:
+                        self.memories[source] = RegionMemory(memory)
+            if lent is not None:
+                self._borrow(lent)
+        except Exception as error:
+            self.failure = error
+
+    def state_dict(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
+        made: dict[str, Any] = {}
+        result = {}
+        uses = Counter(self._sources.values())
+        for key, source in self._sources.items():
+            if self._found[source].shape is None:
+                own = source in checkpoint
+                result[key] = copy.deepcopy(checkpoint[source]) if own else from_text(self._found[source].content)
+            elif source in self.memories:
+                if source not in made:
+                    made[source] = self._wrapped(self._targets[key], self.memories[source].target, uses[source] > 1)
+                result[key] = made[source]
+        return result
+
+    def _memory(self, key: str, entry: SourceEntry, rank: int) -> Tensor | None:
+        """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
+        target = self._targets[key]
+        shape: Sequence[int] = entry.shape or ()
+        if takes_anything(key, target):
+            return torch.empty(shape, dtype=entry.dtype, device=self._device)
+        if not self._fresh:
+            return local_of(target).detach()
+        if isinstance(target, DTensor):
+            region = ShardLayout.of(target).region(tuple(shape), rank)
+            if region is None:
+                return None
+            shape = shape_of(region)
+        dtype = target.dtype if self._keeps_dtype else entry.dtype
+        return torch.empty(shape, dtype=dtype, device=self._device if target.is_meta else target.device)
+
+    def _borrow(self, state_dict: Mapping[str, Any]) -> None:
+        taken = set()
+        for key, region_memory in self.memories.items():
+            value, room = state_dict[key].detach(), region_memory.target
+            same = (value.shape, value.dtype, value.device) == (room.shape, room.dtype, room.device)
+            if same and value.is_contiguous() and value.data_ptr() not in taken:
+                taken.add(value.data_ptr())
+                region_memory.target, region_memory.filled = value, True
+
+    def _wrapped(self, target: Any, local: Tensor, tied: bool) -> Any:
+        value = local
+        if isinstance(target, DTensor):
+            shape = target.shape
+            stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            mesh, placements = target.device_mesh, target.placements
+            value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        # nn.Module wraps a tensor anew for each name; a Parameter it takes as it is.
+        if tied and self._fresh and isinstance(target, nn.Parameter):
+            return nn.Parameter(value, requires_grad=target.requires_grad)
+        return value
+
+
+def refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
+    """Raise ``CheckpointError`` where values would be written to the meta device."""
+    meta = [key for key in matched.sources if isinstance(targets[key], Tensor) and targets[key].is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{len(meta)} entries of the module are on the meta device, such as {meta[0]!r}, and have no memory to "
+            "load into: pass assign=True, or call to_empty() first"
+        )
+
+
+def device_for(
+    targets: Mapping[str, Any], load_group: LoadGroup, chosen: torch.device | str | None = None
+) -> torch.device:
+    """The device for tensors that the module has on the meta device."""
+    if chosen is not None:
+        return torch.device(chosen)
+    tensors = [target for target in targets.values() if isinstance(target, Tensor)]
+    for target in tensors:
+        if isinstance(target, DTensor):
+            return device_of(target.device_mesh.device_type)
+    return next((target.device for target in tensors if not target.is_meta), device_of(load_group.wire_kind("cpu")))

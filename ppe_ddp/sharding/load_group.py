@@ -6,7 +6,6 @@ the same text, so that no rank waits for one that has left.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.failures import Failure, Failures, LostRanks, lost_error
 from ppe_ddp.engine.group_duplicates import backends_of
-from ppe_ddp.engine.peer_processes import PeerProcesses, ProcessAddress, own_address
+from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
 
 if TYPE_CHECKING:
@@ -35,9 +34,6 @@ def device_of(kind: str) -> torch.device:
 
 class LoadGroup:
     """The ranks of a process group; this process alone where torch.distributed is not initialized.
-
-    Args:
-        group: None for the default group.
 
     Attributes:
         group: The process group; None for a process alone.
@@ -58,9 +54,7 @@ class LoadGroup:
                     "group load together"
                 )
             self.ranks = dist.get_process_group_ranks(self.group)
-        self._processes: _Processes | None = None
-        if self.group is not None and self.size > 1 and is_registered(self.group):
-            self._processes = _Processes(self.group, self.rank, self.size)
+        self._processes: _Processes | None = None  # a rank may be gone before it comes
 
     @property
     def is_source(self) -> bool:
@@ -117,22 +111,18 @@ class LoadGroup:
         Raises:
             CommunicationError: It has failed; names the ranks that are gone.
         """
-        processes = self._processes
-        if processes is not None:
-            processes.announce()
         try:
-            result = call()
+            if self._processes is None and self.group is not None and self.size > 1 and is_registered(self.group):
+                self._processes = _Processes(self.group, self.rank)
+            return call()
         except RuntimeError as error:
-            instead = None if processes is None else processes.explained(error)
+            instead = None if self._processes is None else self._processes.explained(error)
             if instead is not None:
                 raise instead from error
             raise CommunicationError(
                 f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. "
                 "Every rank must call it; look for the first traceback of all ranks."
             ) from error
-        if processes is not None:
-            processes.connect()
-        return result
 
 
 def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
@@ -144,52 +134,16 @@ def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
 
 
 class _Processes:
-    """The processes of a load group's ranks.
+    """The processes of a load group's ranks, which all make this together."""
 
-    Nobody waits for another here: a rank may be gone before it comes.
-
-    Args:
-        group: One that torch.distributed has made.
-        rank: This process in it.
-        size: How many ranks it has.
-    """
-
-    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: ProcessGroup, rank: int) -> None:
         made = kept_with(group, _LoadGroupCount)
         made.count += 1
-        self._name = f"ppe_ddp/load/{made.count}"
-        self._keys = [f"{self._name}/{other}" for other in range(size)]
-        self._group = group
+        name, store, address = f"ppe_ddp/load/{made.count}", BoundedStore(store_of(group)), own_address()
+        addresses = all_gather_json(None if address is None else address.packed(), group)
         self._rank = rank
-        self._store = BoundedStore(store_of(group))
-        self._address: ProcessAddress | None = None
-        self._is_announced = False
-        self._lost: LostRanks | None = None
-        self._failures: Failures | None = None
-
-    def announce(self) -> None:
-        """Write where this process can be seen, once."""
-        if not self._is_announced:
-            self._is_announced = True
-            self._address = own_address()
-            packed = None if self._address is None else self._address.packed()
-            with suppress(dist.DistError, CommunicationError):  # the store is gone: what follows fails by itself
-                self._store.do(lambda store: store.set(self._keys[self._rank], json.dumps(packed)))
-
-    def connect(self) -> None:
-        """See where the others are, once all have written that."""
-
-        def read(store: Any) -> list[bytes]:
-            return [store.get(key) for key in self._keys] if store.check(self._keys) else []
-
-        texts: list[bytes] = []
-        if self._lost is None:
-            with suppress(dist.DistError, CommunicationError):
-                texts = self._store.do(read)
-        if texts:
-            processes = PeerProcesses(self._rank, self._address, [json.loads(text) for text in texts])
-            self._lost = LostRanks(self._store, self._name, self._rank, len(texts), processes)
-            self._failures = Failures(self._store, self._name, self._rank, self._lost)
+        self._lost = LostRanks(store, name, rank, len(addresses), PeerProcesses(rank, address, addresses))
+        self._failures = Failures(store, name, rank, self._lost)
 
     def explained(self, error: Exception) -> PpeDdpError | None:
         """The error that names the ranks that are gone, as far as this one can see; None where it sees none.
@@ -197,8 +151,6 @@ class _Processes:
         What one rank has found is told to the others: they may look when that rank has left, too.
         """
         failures, others = self._failures, list[Failure]()
-        if self._lost is None or failures is None:
-            return None
 
         def is_reported() -> bool:
             with suppress(dist.DistError, CommunicationError):

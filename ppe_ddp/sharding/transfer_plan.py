@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from ppe_ddp.sharding.regions import Box, Region, ShardLayout, boxes, shape_of, whole
+from ppe_ddp.sharding.checkpoint_entries import Box, Region, ShardLayout, boxes, shape_of, whole
 
 if TYPE_CHECKING:
     import torch

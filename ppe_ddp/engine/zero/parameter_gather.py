@@ -31,8 +31,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ppe_ddp.engine.record import EventLog
-from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.shard_collectives import all_gather
+from ppe_ddp.engine.zero.shards import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function
@@ -306,13 +306,6 @@ class UnitGather:
     """Gathers some parameters of one dtype and device, as often as they are updated.
 
     Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
-
-    Args:
-        members: The caller's numbers of the parameters.
-        parameters: The parameters.
-        specs: Their specifications.
-        groups: The process groups to communicate in.
-        pool: Memory for it.
     """
 
     def __init__(

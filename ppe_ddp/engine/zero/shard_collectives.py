@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.memory import offers_memory
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.bucket import Bucket
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.memory import MemoryPool
 
@@ -33,9 +37,6 @@ class ReduceScatter:
         from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
         by_all_to_all: Whether to do it by an all-to-all and a local sum, which takes a second buffer as large as the
             message until the result was waited for; else by the backend's own collective.
-
-    Attributes:
-        from_pool: The argument.
     """
 
     def __init__(self, groups: Groups, pool: MemoryPool, *, from_pool: bool, by_all_to_all: bool) -> None:
@@ -81,6 +82,32 @@ class ReduceScatter:
             return None
         return (self._exchange if self._by_all_to_all else self._reduce)(share, flat, factor, spare)
 
+    def finish(self, bucket: Bucket) -> Steps:
+        """Wait for the reduce-scatter of ``bucket``.
+
+        Raises:
+            CommunicationError: The transport failed.
+        """
+        # Not a variable: a generator that nobody resumes would hold what is pending.
+        if bucket.pending is None:
+            return
+        try:
+            yield probe(bucket.pending)
+            self._groups.failures.wait(bucket.pending, bucket.plan.device)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise self.failure(bucket, error) from error
+        bucket.pending = None
+
+    def failure(self, bucket: Bucket, error: RuntimeError) -> CommunicationError:
+        """The error to raise for one of the transport."""
+        return CommunicationError(
+            f"rank {self._groups.rank}, bucket {bucket.plan.index} with {bucket.names[0]!r}: the reduce-"
+            f"scatter failed: {error}. An error or a crash on another rank ends here: look for the first traceback of "
+            "all ranks."
+        )
+
     def _exchange(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
         received = self._pool.take(flat.numel(), flat.dtype, flat.device)
         # as bytes, since gloo does not know every dtype
@@ -119,12 +146,7 @@ class ReduceScatter:
 
 
 class _Then:
-    """A Work with a function to call when it has completed.
-
-    Args:
-        work: What is in flight.
-        finish: Called once.
-    """
+    """A Work with a function to call when it has completed."""
 
     def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
         self.work = work

@@ -45,9 +45,6 @@ class GradientShard:
 
     It knows nothing of the parameter, whose ``.grad`` refers to it: such a circle would never be freed.
 
-    Args:
-        title: For messages.
-
     Attributes:
         local: What this rank's backwards have added, whole and not averaged.
         weight: Whose ``grad`` is the average.
@@ -159,9 +156,6 @@ class ShardedGradient(Tensor):
 class GradientSlot:
     """``.grad`` of one parameter, as far as it is sharded.
 
-    Args:
-        shard: The shard.
-
     Attributes:
         content: The average, and what was added since.
         mark: What ``.grad`` is while there is an average.
@@ -198,12 +192,6 @@ class GradientSlot:
             self.content.value, self.content.local = None, local_of(self._parameter.grad)
             self._parameter.grad = self.mark
         self.content.add(average)
-
-    def set_to_zero(self) -> None:
-        """Set the gradient to zero, as ``zero_grad(set_to_none=False)`` of any optimizer does."""
-        gradient = self._parameter.grad
-        if gradient is not None:
-            gradient.detach_().zero_()
 
 
 def local_of(gradient: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The shards of the plain wrapper: gradients are reduce-scattered, and updated parameters are gathered.
 
 A bucket is whatever exists in a step, so no buffer is laid out beforehand: each parameter is cut by itself (see
-``chunks.py``), and every rank gets its chunks of any bucket in one message.
+``shards.py``), and every rank gets its chunks of any bucket in one message.
 
     packed     .grad -> rows, one a rank -> reduce-scatter -> this rank's row of the average
     adopted    .grad, where it lies in memory as such rows -> reduce-scatter -> this rank's row of the average
@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket import Bucket, reducible_in_place
 from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.zero.chunks import Rows, bounds_of, flattened, is_dense
 from ppe_ddp.engine.zero.parameter_gather import UnitGather
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
-from ppe_ddp.engine.zero.shards import Shard, ShardedModel
-from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.engine.zero.shards import Copies, Rows, Shard, ShardedModel, bounds_of, flattened, is_dense
 from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import without_torch_function
 
@@ -51,15 +48,11 @@ _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its o
 
 
 class ShardedParameters(ShardedModel):
-    """The trainable parameters of a wrapped module, each cut into even chunks.
-
-    Args:
-        groups: Where to communicate.
-        module_state: The parameters.
-    """
+    """The trainable parameters of a wrapped module, each cut into even chunks."""
 
     def __init__(self, groups: Groups, module_state: ModuleState) -> None:
         self._groups = groups
+        self.copies = Copies(groups.parent)
         self._pool = MemoryPool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
         pairs = zip(module_state.parameters, module_state.specs, strict=True)
@@ -241,7 +234,8 @@ class ShardedParameters(ShardedModel):
         with without_torch_function():
             if not set_to_none:
                 for index in indices:
-                    self._gradients[index].set_to_zero()
+                    if (gradient := self._parameters[index].grad) is not None:
+                        gradient.detach_().zero_()
                 return
             for index in indices:
                 self._parameters[index].grad = None
@@ -324,16 +318,7 @@ class AveragedShards(list["Tensor"]):
 
 
 class ReduceScatterBucket(Bucket):
-    """A bucket of dense gradients that is reduce-scattered.
-
-    Args:
-        plan: What it is.
-        context: What all buckets have in common.
-        present: One byte a parameter: whether some rank has its gradient.
-        pool: Memory for it.
-        transport: The reduce-scatter to use.
-        rows: The layout of the bucket.
-    """
+    """A bucket of dense gradients that is reduce-scattered."""
 
     def __init__(
         self,
@@ -374,7 +359,7 @@ class ReduceScatterBucket(Bucket):
         try:
             self.pending = self._transport.start(self._row, rows.view(-1), factor=self._factor, spare=ours)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._transport.failure(self, error) from error
 
     def _gradient_as_rows(self) -> Tensor | None:
         """The rows, if the bucket is a single gradient whose memory can be used as such; else None."""
@@ -402,15 +387,8 @@ class ReduceScatterBucket(Bucket):
 
     def finish(self) -> Steps:
         """Wait for the result."""
-        try:
-            if self.pending is not None:
-                yield probe(self.pending)
-                self._groups.failures.wait(self.pending, self.plan.device)
-        except PeerAbortedError:
-            raise
-        except RuntimeError as error:
-            raise self._failure(error) from error
-        self.pending = self._message = None
+        yield from self._transport.finish(self)
+        self._message = None
 
     def averages(self) -> list[Tensor]:
         """This rank's chunk of each member's average, 1-D."""
@@ -423,10 +401,3 @@ class ReduceScatterBucket(Bucket):
         """Drop what belongs to one backward."""
         super().release()
         self._message = self._row = None
-
-    def _failure(self, error: RuntimeError) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self._groups.rank}, bucket {self.plan.index} with {self.specs[0].name!r}: the reduce-"
-            f"scatter failed: {error}. An error or a crash on another rank ends here: look for the first traceback of "
-            "all ranks."
-        )

@@ -1,17 +1,30 @@
-"""The contract between a distributed optimizer (ZeRO-1) and a model whose gradients are reduce-scattered.
+"""The contract between a distributed optimizer (ZeRO-1) and a model whose gradients are reduce-scattered; even shards.
 
     parameters   |    A    |  B  |     C     |          in the layout of the model's wrapper
     shards       | 0  |  1    |   2   |  3   |          each rank owns a range of each parameter, perhaps an empty one
 
 The optimizer knows neither buffers nor collectives: it asks for the gradients of this rank's shards, writes new
-values, and lets the wrapper gather the parameters, unit by unit.
+values, and lets the wrapper gather the parameters, unit by unit. Without buffers, each parameter is cut by itself:
+
+    parameter A  (5 elements)     0 1 2 | 3 4          rank 0 owns 0 1 2, rank 1 owns 3 4
+    parameter B  (4 elements)     5 6   | 7 8
+    rows         chunk 0 of all   0 1 2 5 6            the message: one row a rank, so that rows can be
+                 chunk 1 of all   3 4 . 7 8            reduce-scattered and all-gathered in equal parts
+
+Any parameters make up such rows, so a bucket can be what this step has. A tensor is flattened in the order of its
+memory where that is dense (``channels_last`` too), else in the order of indices.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.torch_internals import chunk_cat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.plan import ParameterSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +58,24 @@ class Shard:
         return self.stop - self.start
 
 
+class Copies:
+    """Tells which shards are copies of another rank's, so that a norm counts each element once. Here, none are.
+
+    Attributes:
+        groups: Over which, one after another, what is true of the whole model is agreed: norms, and inf.
+        are_splits_marked: Whether it is known which parameters are split over ranks, and which are copies.
+    """
+
+    are_splits_marked = True
+
+    def __init__(self, *groups: ProcessGroup) -> None:
+        self.groups: Sequence[ProcessGroup] = groups
+
+    def counts(self, shard: Shard, names: set[str]) -> bool:
+        """Whether ``shard`` adds to the norm; ``names``, of what was counted already, is changed in place."""
+        return True
+
+
 class ShardedModel(ABC):
     """The interface of a wrapper to a distributed optimizer. The shards of all ranks cover each parameter once.
 
@@ -51,36 +83,19 @@ class ShardedModel(ABC):
         shards: One for each trainable parameter, the same parameters in the same order on every rank.
         units: Positions in ``shards`` of the parameters that are gathered together, in the order in which a
             forward is expected to need them. Each parameter is in one unit.
+        copies: Which shards are copies of another rank's.
     """
 
     has_even_shards = True
     """Whether each rank owns the chunk of each flattened parameter that ``torch.chunk`` would give it."""
     shards: Sequence[Shard]
     units: Sequence[Sequence[int]]
+    copies: Copies
 
     @property
     @abstractmethod
     def group(self) -> ProcessGroup:
         """The ranks that share the parameters."""
-
-    @property
-    def groups_of_model(self) -> Sequence[ProcessGroup]:
-        """The groups over which, one after another, what is true of the whole model is agreed: norms, and inf."""
-        return [self.group]
-
-    def counts(self, index: int, _names: set[str]) -> bool:
-        """Whether the shard at ``index`` adds to the norm of the model's gradients, and is no copy of another rank's.
-
-        Args:
-            index: Position in ``shards``.
-            _names: Of copies that this rank has counted already; changed in place.
-        """
-        return True
-
-    @property
-    def are_splits_marked(self) -> bool:
-        """Whether it is known which parameters are split over ranks, and which are copies."""
-        return True
 
     @property
     def is_synchronized(self) -> bool:
@@ -145,3 +160,81 @@ class ShardedModel(ABC):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
+
+
+def chunk_of(numel: int, world_size: int) -> int:
+    """The length of every chunk but the last ones, which may be shorter or empty: that of ``torch.chunk``."""
+    return -(-numel // world_size)
+
+
+def bounds_of(numel: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Start and stop of the chunk of ``rank``."""
+    chunk = chunk_of(numel, world_size)
+    return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+
+
+def is_dense(tensor: Tensor, spec: ParameterSpec) -> bool:
+    """Whether the memory of ``tensor`` is the flattened tensor."""
+    return tensor.layout is torch.strided and tuple(tensor.stride()) == spec.stride
+
+
+def flattened(tensor: Tensor, spec: ParameterSpec) -> Tensor:
+    """``tensor`` in one dimension: its own memory where that is dense, else a copy."""
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if not is_dense(tensor, spec):
+        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = laid_out.copy_(tensor)
+    return tensor.detach().as_strided((spec.numel,), (1,))
+
+
+class Rows:
+    """The flattened tensors of some parameters as one row of chunks a rank."""
+
+    def __init__(self, specs: Sequence[ParameterSpec], rank: int, world_size: int) -> None:
+        numels = [spec.numel for spec in specs]
+        self._world_size = world_size
+        self._chunks = [chunk_of(numel, world_size) for numel in numels]
+        self.width = sum(self._chunks)
+        """The length of a row."""
+        self._offsets = [0, *accumulate(self._chunks)][:-1]
+        own = [stop - start for start, stop in (bounds_of(numel, rank, world_size) for numel in numels)]
+        self._short = [(k, size) for k, size in enumerate(own) if size != self._chunks[k]]
+        self.is_full = not self._short
+        """Whether no chunk of this rank is padded."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all rows."""
+        return self.width * self._world_size
+
+    def fill(self, rows: Tensor, flats: Sequence[Tensor]) -> None:
+        """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero.
+
+        One whose first dimension is a multiple of the world size need not be flattened.
+        """
+        present = [flat for flat in flats if flat.numel()]
+        chunk_cat(present, self._world_size, out=rows)
+
+    def parts(self, row: Tensor) -> list[Tensor]:
+        """Views of one row: the chunk of this rank, without padding, of each parameter."""
+        parts = list(row.split(self._chunks))
+        for k, size in self._short:
+            parts[k] = parts[k][:size]
+        return parts
+
+    def pairs(self, rows: Tensor, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of ``flats`` and of ``rows`` that hold the same elements, to copy the one into the other."""
+        whole: list[Tensor] = []
+        cut: list[Tensor] = []
+        for flat, chunk, offset in zip(flats, self._chunks, self._offsets, strict=True):
+            if chunk == 0:
+                continue
+            full = flat.numel() // chunk
+            rest = flat.numel() - full * chunk
+            whole.append(flat[: full * chunk].view(full, chunk))
+            cut.append(rows[:full, offset : offset + chunk])
+            if rest:
+                whole.append(flat[full * chunk :])
+                cut.append(rows[full, offset : offset + rest])
+        return whole, cut

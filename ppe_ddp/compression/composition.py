@@ -1,0 +1,126 @@
+"""Compressors that wrap others: error feedback, a warm-up, and another method for each kind of parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppe_ddp.compression.compressor import Compressor, together
+from ppe_ddp.compression.quantization import Uncompressed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ppe_ddp.compression.compressor import FlatGradients, Segment
+    from ppe_ddp.compression.link import Exchange, Link
+
+_STATE = "residual"
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Compressor):
+    """Adds what ``compressor`` has not sent of each parameter's gradients, the residual, to what it gets next.
+
+    F. Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+    Speech DNNs, Interspeech 2014; why it converges: S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
+    Gradient Compression Schemes, ICML 2019 (https://arxiv.org/abs/1901.09847).
+
+    Takes memory for it, of the size of the gradients (of halves: in float32), and as much again while backward runs. A
+    parameter that is in no bucket keeps its residual; one that only other ranks have in a step sends it. Where a step
+    is dropped (it has failed, or an average is not finite, which an optimizer has to leave out), all residuals are what
+    they were before its backward: of several synchronized backwards to one step, those before stay sent. With a
+    ``GradScaler`` they are residuals of scaled gradients, which count for twice or half as much, once, when the scale
+    has changed.
+
+    Attributes:
+        compressor: Any but another ErrorFeedback.
+    """
+
+    compressor: Compressor
+
+    def __post_init__(self) -> None:
+        """Refuse what would keep residuals twice."""
+        if isinstance(self.compressor, ErrorFeedback):
+            raise TypeError("ErrorFeedback(ErrorFeedback(...)) would add what was not sent twice: one is enough")
+
+    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """See :meth:`Compressor.average`."""
+        if not gradients.segments:
+            return
+        corrected = torch.empty_like(gradients.given)
+        parts = gradients.views(corrected)
+        torch._foreach_copy_(parts, gradients.views(gradients.given))
+        for segment, part in zip(gradients.segments, parts, strict=True):
+            residual = segment.state.get(_STATE)
+            if residual is not None and residual.shape == part.shape and residual.dtype is part.dtype:
+                part.add_(residual)
+        yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
+        if gradients.keeps:  # nobody else shall send it once more
+            torch._foreach_zero_(gradients.views(gradients.given))
+        for segment, part in zip(gradients.segments, parts, strict=True):
+            # A new tensor: the old one is put back where the step is dropped. A copy: a view would keep the bucket.
+            segment.state[_STATE] = part.clone()
+
+
+@dataclass(frozen=True)
+class WarmUp(Compressor):
+    """Compresses by ``compressor`` after ``steps`` synchronized backwards: gradients change fast before, and most.
+
+    As torch's PowerSGD hook has it (``start_powerSGD_iter``), and Y. Lin et al., Deep Gradient Compression, ICLR 2018
+    (https://arxiv.org/abs/1712.01887). All that begin count: also one that has failed on some rank, and one whose
+    optimizer step a ``GradScaler`` skips.
+
+    Attributes:
+        compressor: From then on.
+        steps: The number of synchronized backwards before.
+        before: Until then.
+    """
+
+    compressor: Compressor
+    steps: int
+    before: Compressor = field(default_factory=Uncompressed)
+
+    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """See :meth:`Compressor.average`."""
+        chosen = self.before if gradients.step < self.steps else self.compressor
+        yield from chosen.average(gradients, link)
+
+
+@dataclass(frozen=True)
+class ByParameter(Compressor):
+    """Chooses the method by the name of the parameter.
+
+    Each method sends messages of its own, side by side with those of the others.
+
+    Attributes:
+        patterns: From a pattern of shells (``"*.bias"``, ``"encoder.*"``) to a compressor. The first that fits the name
+            in the wrapped module counts.
+        otherwise: For names that none fits.
+        min_numel: Parameters with fewer elements are sent uncompressed, whatever their names.
+    """
+
+    patterns: Mapping[str, Compressor]
+    otherwise: Compressor = field(default_factory=Uncompressed)
+    min_numel: int = 0
+
+    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """See :meth:`Compressor.average`."""
+        chosen: dict[int, list[Segment]] = {}
+        compressors = [*self.patterns.values(), self.otherwise, Uncompressed()]
+        for segment in gradients.segments:
+            chosen.setdefault(self._index(segment), []).append(segment)
+        yield from together(
+            [
+                compressors[index].average(gradients.with_segments(segments), link)
+                for index, segments in sorted(chosen.items())
+            ]
+        )
+
+    def _index(self, segment: Segment) -> int:
+        if segment.numel < self.min_numel:
+            return len(self.patterns) + 1
+        fitting = (k for k, pattern in enumerate(self.patterns) if fnmatchcase(segment.name, pattern))
+        return next(fitting, len(self.patterns))
