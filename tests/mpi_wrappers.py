@@ -55,7 +55,7 @@ def on_three_ranks():
 
 
 def main():
-    faulthandler.dump_traceback_later(100)
+    faulthandler.dump_traceback_later(200)
     torch.set_num_threads(1)
     count = 0
     for place, options in enumerate(OPTIONS):  # every case once, and each way has some of each kind

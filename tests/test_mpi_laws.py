@@ -28,9 +28,8 @@ WAYS = {
 def reports(ranks):
     """What each way has come to, by its name; all of them in one run, which has optimizer and Megatron as well."""
     command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", json.dumps(WAYS[ranks])]
-    code, output, errors = run(command, timeout=120)
-    assert code == 0, errors
-    return json.loads(output.splitlines()[-1])
+    code, output, errors = run(command, timeout=240)
+    return json.loads(output.splitlines()[-1]) if code == 0 else errors  # a run that fails is not tried again
 
 
 @pytest.mark.parametrize(
@@ -38,14 +37,18 @@ def reports(ranks):
     [pytest.param(ranks, way, marks=[pytest.mark.long] * (ranks == 4)) for ranks, ways in WAYS.items() for way in ways],
 )
 def test_the_laws_hold_over_mpi(ranks, way):
-    report = reports(ranks)[way]
+    found = reports(ranks)
+    assert isinstance(found, dict), found
+    report = found[way]
     assert report["problems"] == []
     assert report["backend"] == "mpi4py"
     assert ranks == 1 or report["cases"] >= 2 * WAYS[ranks][way]
 
 
 def test_megatrons_wrapper_over_mpi():
-    assert reports(2)["megatron"] == {"passed": 48, "backend": "mpi4py"}
+    found = reports(2)
+    assert isinstance(found, dict), found
+    assert found["megatron"] == {"passed": 48, "backend": "mpi4py"}
 
 
 SCRIPT = """
