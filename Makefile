@@ -32,7 +32,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs pictures format demo bench clean
+.PHONY: help setup test test-long test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs pictures format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -44,10 +44,13 @@ test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-nodes: setup ## Run all tests on nodes made of namespaces, as root
-	@$(RUN) -m pytest -m nodes --long-on-nodes -rs $(ARGS)
+	@$(RUN) -m pytest -m nodes --long -rs $(ARGS)
 	@for launcher in mpirun torchrun; do \
 	    $(RUN) -m pytest $(ON_NODES:%=tests/test_%.py) --ranks-on-nodes $$launcher $(ARGS) || exit 1; \
 	done
+
+test-long: setup ## Run the tests that take too long for `make test`
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m long --long $(ARGS)
 
 soak: setup ## Look for leaks under random faults, over gloo and mpi4py (MINUTES=10)
 	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=3 --no-python $(BIN) tests/soak.py \
@@ -63,7 +66,7 @@ test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 
 test-integrations: ## Run the tests of every integration, in .venv-integrations with Ray
 	@$(MAKE) --no-print-directory setup VENV=.venv-integrations EXTRAS=dev,examples,mpi,integrations
-	@OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -rs $(ARGS) tests/test_lightning.py \
+	@OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest --long -rs $(ARGS) tests/test_lightning.py \
 	    tests/test_accelerate.py tests/test_transformers.py tests/test_ppe_trainer.py tests/test_ray.py
 
 # Where the driver is for CUDA 12: make test-gpu GPU_TORCH="torch<2.11" CUPY=cupy12

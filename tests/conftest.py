@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+from collections import defaultdict
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -26,35 +27,49 @@ UNDER_MPIRUN = [
     "test_mpi_backend",
     "test_sharding",
     "test_mpi_laws",
+    "test_two_wrappers",
     "test_nodes",
     "test_nodes_training",
+    "test_node_compression",
     "test_doctor",
 ]
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = [
-    "test_examples",
-    "test_faults",
     "test_shm_backend",
-    "test_bench",
+    "test_examples",
+    "test_one_rank_fails",
+    "test_interrupts",
+    "test_cli",
+    "test_benchmarks",
+    "test_faults",
     "test_laws",
+    "test_bench",
+    "test_memory",
+    "test_failed_steps",
+    "test_graphs_tools",
     "test_soak",
     "test_shm_failures",
     "test_conformance",
     "test_checkpointer",
+    "test_one_rank_changes",
+    "test_accelerate",
+    "test_dropped_steps",
     "test_bad_input",
     "test_torch_hooks",
 ]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long-on-nodes", action="store_true", help="also the tests on nodes that take long")
+    parser.addoption("--long", action="store_true", help="also the tests that take long")
     help = "let two, three and four ranks be on two nodes, started by mpirun over mpi4py or by torchrun over gloo"
     parser.addoption("--ranks-on-nodes", choices=["mpirun", "torchrun"], help=help)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long-on-nodes"):
-        long = [item for item in items if any(mark.kwargs.get("long") for mark in item.iter_markers("nodes"))]
+    _mark_every_second(items)
+    if not config.getoption("--long"):
+        long = [item for item in items if _is_long(item)]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
     first = {name: place for place, name in enumerate([*UNDER_MPIRUN, *LONGEST])}
@@ -65,6 +80,32 @@ def pytest_collection_modifyitems(config, items):
         for name, reason in missing.items():
             if item.get_closest_marker(name) and reason():
                 item.add_marker(pytest.mark.skip(reason=reason()))
+
+
+def _mark_every_second(items):
+    """Of options of the wrapper times something else, every second test is long, as on a chessboard.
+
+    Each value is tested, with half of the values of the other parameters.
+    """
+    places = defaultdict(dict)  # by axis: the place of each value on it
+    for item in items:
+        axes = [_names(mark) for mark in item.iter_markers("parametrize")]
+        if ["options"] in axes and len(axes) > 1 and _needs_ranks(item):
+            total = 0
+            for names in axes:
+                of_axis = places[(item.path, item.originalname, *names)]
+                total += of_axis.setdefault(tuple(id(item.callspec.params[name]) for name in names), len(of_axis))
+            if total % 2:
+                item.add_marker("long")
+
+
+def _names(mark):
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def _is_long(item):
+    return item.get_closest_marker("long") or any(mark.kwargs.get("long") for mark in item.iter_markers("nodes"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -132,11 +173,27 @@ def four_ranks(request):
         yield ranks
 
 
+@pytest.fixture(scope="session")
+def _worlds():
+    """The worlds of the fixture `world`, with what ends them, by launcher and layout; the oldest first."""
+    started = {}
+    yield started
+    for _, stack in started.values():
+        stack.close()
+
+
 @pytest.fixture(scope="module")
-def world(request):
-    """Ranks that a launcher has started on several nodes; its parameters are `node_worlds.worlds()`."""
-    launcher, layout = request.param
-    with Nodes(len(layout)) as nodes:
-        starter = JobStarter(nodes, launcher, layout)
-        with Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120) as ranks:
-            yield ranks
+def world(request, _worlds):
+    """Ranks that a launcher has started on several nodes; its parameters are `node_worlds.worlds()`.
+
+    Their start takes many seconds, so that the last two worlds are kept for the next files.
+    """
+    if request.param not in _worlds:
+        if len(_worlds) == 2:
+            _worlds.pop(next(iter(_worlds)))[1].close()
+        launcher, layout = request.param
+        with contextlib.ExitStack() as stack:
+            starter = JobStarter(stack.enter_context(Nodes(len(layout))), launcher, layout)
+            ranks = Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120)
+            _worlds[request.param] = stack.enter_context(ranks), stack.pop_all()
+    return _worlds[request.param][0]

@@ -43,24 +43,24 @@ def few_communicators():
             one.Free()
 
 
-@check("before", "in_the_middle", "in_the_wait", "in_the_broadcast", "in_packing", "in_backward", ranks=2)
+@check("before", "in_the_middle", "in_the_wait", "in_the_broadcast", "in_packing", "in_backward", ranks=2, most=2)
 def failed_steps_give_their_communicators_back(way):
     with few_communicators():
         failing.hold(way, turns=10)
 
 
-@check("before", "in_backward", ranks=2)
+@check("before", "in_backward", ranks=2, most=2)
 def nothing_is_left_of_failures(way):
     failing.hold_without_a_trace(way)
 
 
-@check("in_packing", "before_the_scatter", ranks=2)
+@check("in_packing", "before_the_scatter", ranks=2, most=2)
 def failed_steps_of_shards_give_their_communicators_back(way):
     with few_communicators():
         failing_shards.hold_optimizer(way, turns=8)
 
 
-@check("sending", "before_the_others", ranks=2)
+@check("sending", "before_the_others", ranks=2, most=2)
 def failed_starts_give_their_communicators_back(when):
     rank, size = dist.get_rank(), dist.get_world_size()
     with few_communicators():
@@ -94,7 +94,7 @@ def failing_start(when, *, is_culprit):
         yield send
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def groups_that_one_rank_has_closed_and_no_wrapper_uses_give_their_communicators_back():
     rank, total = dist.get_rank(), torch.ones(1)
     with few_communicators():
@@ -151,7 +151,7 @@ def give_up(group):
     dist.destroy_process_group(group)
 
 
-@check(*CALLS, ranks=2)
+@check(*CALLS, ranks=2, most=2)
 def a_call_that_some_ranks_have_not_made_is_made_up(name):
     """By zeros that nobody sees: memory stays as it is, and new groups get what they send themselves."""
     size = dist.get_world_size()
@@ -168,7 +168,7 @@ def a_call_that_some_ranks_have_not_made_is_made_up(name):
             assert {value for tensor in memory for value in tensor.tolist()} <= {3.0}
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def calls_that_do_not_belong_together_are_left():
     """Nothing is freed in which messages of a user's may be under way, or other collectives than on the other ranks."""
     rank = dist.get_rank()
@@ -184,7 +184,7 @@ def calls_that_do_not_belong_together_are_left():
         assert total.item() == dist.get_world_size()
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def options_that_one_rank_has_otherwise():
     from ppe_ddp.backends.mpi import MpiOptions
 

@@ -7,12 +7,12 @@ from ppe_ddp.compression import Int8
 from test_compression import METHODS, check_one_rank_alone, check_that_nothing_is_lost
 
 
-@check(*METHODS, ranks=2)
+@check(*METHODS, ranks=2, most=2)
 def compressors_lose_nothing(name):
     check_that_nothing_is_lost(name, bucket_cap_mb=2e-3)
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def compressors_over_shared_memory_lose_nothing():
     group = dist.new_group(pg_options=group_options())
     for name in ("int8", "topk", "powersgd"):
@@ -20,6 +20,6 @@ def compressors_over_shared_memory_lose_nothing():
     dist.destroy_process_group(group)
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def a_rank_without_a_backward_gets_compressed_averages():
     check_one_rank_alone(Int8(block=8), rtol=2e-2, atol=2e-2)

@@ -10,7 +10,7 @@ from ppe_ddp import DisagreementError
 from test_debug_mode import ODD, debug
 
 
-@check(*ODD, ranks=2)
+@check(*ODD, ranks=2, most=2)
 def one_rank_calls_something_else(kind):
     rank, size = dist.get_rank(), dist.get_world_size()
     odd, text = ODD[kind]
@@ -24,7 +24,7 @@ def one_rank_calls_something_else(kind):
         dist.destroy_process_group(group)
 
 
-@check("in_the_middle", "in_backward", ranks=2)
+@check("in_the_middle", "in_backward", ranks=2, most=2)
 def one_rank_that_fails_while_calls_are_compared(way):
     with pytest.MonkeyPatch.context() as patch:
         debug(patch)

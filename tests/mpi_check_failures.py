@@ -8,17 +8,22 @@ import test_torch_join as torch_join
 from mpi_check_kit import check
 
 
-@check(*failing.WAYS, ranks=2)
+@check(*failing.WAYS, ranks=2, most=2)
 def one_rank_fails(way):
     failing.hold(way, turns=3)
 
 
-@check("before", "in_a_sync_hook", "interrupted", ranks=2)
+@check("in_the_middle", "in_the_wait", "in_backward", ranks=3)
+def one_rank_of_three_fails(way):
+    failing.hold(way, turns=3)
+
+
+@check("before", "in_a_sync_hook", "interrupted", ranks=2, most=2)
 def one_rank_fails_in_a_synchronization_by_hand(way):
     failing.hold(way, turns=3, step=failing.by_hand)
 
 
-@check(*failing.Interrupted.MOMENTS, ranks=2)
+@check(*failing.Interrupted.MOMENTS, ranks=2, most=2)
 def one_of_two_ranks_is_interrupted_while_they_connect_again(moment):
     failing.hold_interrupted(moment)
 
@@ -28,22 +33,22 @@ def one_of_three_ranks_is_interrupted_while_they_connect_again(moment):
     failing.hold_interrupted(moment, times=1)
 
 
-@check("group", "stateful", ranks=2)
+@check("group", "stateful", ranks=2, most=2)
 def one_rank_fails_in_a_hook(how):
     failing.hold_hooks(how)
 
 
-@check("before", *failing_shards.PATCHES, "in_backward", ranks=2)
+@check("before", *failing_shards.PATCHES, "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_the_distributed_optimizer(way):
     failing_shards.hold_optimizer(way, turns=3, overlap=way == "in_the_wait")
 
 
-@check("before", "on_a_thread", "in_backward", ranks=2)
+@check("before", "on_a_thread", "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_megatrons_buffers(way):
     failing_shards.hold_megatron(way, turns=3, overlap_grad_reduce=True)
 
 
-@check(*failing_shards.SCATTERS, "in_backward", ranks=2)
+@check(*failing_shards.SCATTERS, "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_megatrons_shards(way):
     failing_shards.hold_megatron(way, turns=3, sharded=True, overlap_grad_reduce=True)
 
@@ -53,11 +58,11 @@ def what_megatron_has_accumulated_is_as_it_was(way):
     failed_steps.test_what_was_accumulated_is_as_it_was.__wrapped__(way, overlap=True)
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def ranks_join_with_no_sync_around_backward_alone():
     torch_join.test_no_sync_around_backward_alone.__wrapped__((7, 4, 6), {})
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def a_torch_that_does_not_answer_is_named():
     reached_parameters.test_a_torch_that_does_not_answer_is_named.__wrapped__({})

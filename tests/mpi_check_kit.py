@@ -40,14 +40,21 @@ LARGE = (40_007,)  # more than one piece, in any dtype but the narrowest
 CHECKS = {}
 
 
-def check(*names, ranks=1):
-    """Register a check under its own name, or under one name for each of `names`, which it gets as its argument."""
+def check(*names, ranks=1, most=99):
+    """Register a check under its own name, or under one name for each of `names`, which it gets as its argument.
+
+    Args:
+        *names: The arguments.
+        ranks: How many ranks it needs.
+        most: With how many it says something that it does not say with fewer.
+    """
+    sizes = range(ranks, most + 1)
 
     def register(body):
         if names:
-            CHECKS.update({f"{body.__name__}-{name}": (functools.partial(body, name), ranks) for name in names})
+            CHECKS.update({f"{body.__name__}-{name}": (functools.partial(body, name), sizes) for name in names})
         else:
-            CHECKS[body.__name__] = (body, ranks)
+            CHECKS[body.__name__] = (body, sizes)
         return body
 
     return register
@@ -56,7 +63,7 @@ def check(*names, ranks=1):
 def names_for(size):
     """The checks for so many ranks: with every dtype on two of them, with some on any other number."""
     left_out = {name for name in DTYPES if name not in FEW_DTYPES} if size != 2 else set()
-    return [name for name, (_, ranks) in CHECKS.items() if ranks <= size and name.rpartition("-")[2] not in left_out]
+    return [name for name, (_, sizes) in CHECKS.items() if size in sizes and name.rpartition("-")[2] not in left_out]
 
 
 def is_over_mpi():

@@ -298,7 +298,7 @@ def shared_memory_out_of_reach():
         group.allocate_tensor(1, dtype=torch.float32, device=CPU)
 
 
-@check("own", "torch")
+@check("own", "torch", most=2)
 def shared_ddp(kind):
     import ppe_ddp
 

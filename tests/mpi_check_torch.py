@@ -43,7 +43,7 @@ def assert_trained(parameters, rtol=1e-5):
         torch.testing.assert_close(actual.detach(), wanted, rtol=rtol, atol=rtol)
 
 
-@check("plain", "fp16_compress", "power_sgd")
+@check("plain", "fp16_compress", "power_sgd", most=2)
 def torch_ddp(hook):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -58,7 +58,7 @@ def torch_ddp(hook):
     assert_trained(model.parameters(), rtol={"plain": 1e-5, "power_sgd": 1e-1}.get(hook, 2e-2))
 
 
-@check()
+@check(most=2)
 def own_ddp():
     import ppe_ddp
 
@@ -67,7 +67,7 @@ def own_ddp():
     assert_trained(model.parameters())
 
 
-@check()
+@check(most=2)
 def zero_redundancy():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own
@@ -83,7 +83,7 @@ def zero_redundancy():
     assert_trained(model.parameters())
 
 
-@check()
+@check(most=2)
 def dtensor():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -99,7 +99,7 @@ def dtensor():
     assert_same(torch.mm(shard.t(), shard).full_tensor(), full.t() @ full, "matrix product")
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def fsdp2():
     from torch.distributed.fsdp import fully_shard
 
@@ -113,7 +113,7 @@ def fsdp2():
     assert_trained([parameter.full_tensor() for parameter in model.parameters()])
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def checkpoint():
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor

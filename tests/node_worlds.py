@@ -13,7 +13,7 @@ long_on_nodes = pytest.mark.nodes(long=True)
 BACKENDS = {"mpirun": "mpi4py", "torchrun": "gloo"}
 
 
-def worlds(*layouts, launchers=tuple(BACKENDS), short=((1, 1),)):
+def worlds(*layouts, launchers=tuple(BACKENDS), short=((2, 1),)):
     """The parameters of the fixture `world`: each launcher with ranks on each node.
 
     `make test` has those whose layout, or launcher and layout, is in `short`; `make test-nodes` all.

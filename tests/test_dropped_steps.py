@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from library_warnings import without_warnings
-from node_worlds import in_own_world, worlds
+from node_worlds import in_own_world
 from one_process import Routes, assert_same_on_all_ranks, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PpeDdpError
 from ppe_ddp.compression import (
@@ -256,12 +256,3 @@ def test_every_way_to_drop_a_step(two_ranks, name, options):
         "accumulated",
     ]
     two_ranks.run(in_own_world, nothing_is_lost, name, options, fates, timeout=120)
-
-
-@pytest.mark.parametrize(
-    "world", worlds((2, 1), (2, 2), short=[("torchrun", (2, 1)), ("mpirun", (2, 2))]), indirect=True
-)
-@pytest.mark.parametrize("name", ["topk", "mixed"])
-def test_every_way_to_drop_a_step_between_nodes(world, name):
-    fates = ["taken", "infinite", "taken", "raises", "compressor raises", "accumulated", "infinite", "resumed"]
-    world.run(in_own_world, nothing_is_lost, name, {"bucket_cap_mb": 1e-3}, fates, timeout=120)

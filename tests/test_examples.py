@@ -66,7 +66,7 @@ def test_digits():
 
 
 def test_syntax_trees(ranks):
-    text = printed_by(ranks, "syntax_trees.py", "--epochs", "1", "--functions", "300")
+    text = printed_by(ranks, "syntax_trees.py", "--epochs", "1", "--functions", "200")
     assert number(r"by the network +│ +([\d.]+)%", text) > 50
     sent = number(r"([\d.]+) MiB were sent", text)
     assert 0 < sent < number(r"would have sent (\d+\.\d+)", text)
@@ -117,6 +117,7 @@ def test_survive_kill_started_again_by_hand():
     assert "killed 2 times, and in the end the same bits as without an interruption" in text
 
 
+@pytest.mark.long
 def test_survive_kill_started_again_by_torchrun(tmp_path):
     (tmp_path / "killed-between").touch()  # as if it had been: one kill is enough, that in the middle of a checkpoint
     command = [*TORCHRUN[:-1], "--max-restarts=1", EXAMPLES / "survive_kill.py", "--steps", "30", "--folder", tmp_path]

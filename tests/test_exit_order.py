@@ -31,7 +31,7 @@ if how == "destroy":
 """
 
 
-@pytest.mark.parametrize("how", ["leave", "destroy"])
+@pytest.mark.parametrize("how", ["leave", pytest.param("destroy", marks=pytest.mark.long)])
 def test_connections_end_before_python(tmp_path, how):
     command = [sys.executable, "-c", SCRIPT, how]
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}

@@ -178,7 +178,7 @@ def test_compile_outside_in_a_larger_function():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False, "overlap": False}], ids=str)
 @on_two_ranks
 def test_compile_a_whole_step_with_its_backward(options):
     # Stochastic depth, or experts: the graph of each step and rank is another.

@@ -28,8 +28,15 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        ("torchrun", "Ctrl-C"),
+        pytest.param("mpirun", "SIGTERM", marks=needs_mpirun),
+        pytest.param("torchrun", "SIGTERM", marks=pytest.mark.long),
+        pytest.param("mpirun", "Ctrl-C", marks=[needs_mpirun, pytest.mark.long]),
+    ],
+)
 def test_all_ranks_end(launcher, how, tmp_path):
     script, here = tmp_path / "train.py", tmp_path / "here"
     script.write_text(SCRIPT)

@@ -77,20 +77,20 @@ def assert_laws(ranks, case, plugs=None, variants=None):
         assert breaches(seen) == [], seen[0].title
 
 
-@laws_hold(max_examples=10)
+@laws_hold(max_examples=6)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_on_two_ranks(two_ranks, case, plugs):
     assert_laws(two_ranks, case, plugs)
 
 
-@laws_hold(max_examples=4)
+@laws_hold(max_examples=3)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_by_gloo_alone(three_ranks, case, plugs):
     variants = [Variant(shared_memory=False, bucket_mb=0.0002), Variant(shared_memory=False, overlap=False, views=True)]
     assert_laws(three_ranks, case, plugs, variants)
 
 
-@laws_hold(max_examples=4)
+@laws_hold(max_examples=3)
 @given(case=CASES, plugs=PLUGS)
 def test_random_models_on_three_ranks(three_ranks, case, plugs):
     assert_laws(three_ranks, case, plugs)

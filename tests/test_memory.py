@@ -61,7 +61,7 @@ def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module(options):
     wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
     # The buffers is empty at the start, so the peak has in it what it comes to hold.
     assert wrapper._reducer.synchronizer.nbytes == 0
-    peak = peak_of(wrapper, range(60), ranks=[dist.get_rank()])
+    peak = peak_of(wrapper, range(40), ranks=[dist.get_rank()])
     rounding = len(wrapper.trace().buckets) * 2**16
     assert peak - bare <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding, f"{peak - bare} bytes more than {bare}"
 
@@ -72,7 +72,7 @@ def test_what_is_held_between_steps(options):
     wrapper = DistributedDataParallel(seeded(Routes, WIDTH, LAYERS), bucket_cap_mb=CAP_MB, **options)
     rank = dist.get_rank()
     held = []
-    for step in range(60):
+    for step in range(40):
         train(wrapper, step, [rank])
         held.append(wrapper._reducer.synchronizer.nbytes)
         agreed = {k for r in range(2) for k in way_of(r, step)}

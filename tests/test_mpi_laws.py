@@ -18,7 +18,7 @@ pytestmark = needs_mpirun
 # More ranks than cores spin in each other's way: fewer cases there.
 WAYS = {
     1: {"messages": 0},
-    2: {"messages": 3, "shared": 5, "thread": 2},
+    2: {"messages": 2, "shared": 4, "thread": 2},
     3: {"messages": 1, "shared": 2},
     4: {"shared": 1},
 }
@@ -28,21 +28,27 @@ WAYS = {
 def reports(ranks):
     """What each way has come to, by its name; all of them in one run, which has optimizer and Megatron as well."""
     command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", json.dumps(WAYS[ranks])]
-    code, output, errors = run(command, timeout=120)
-    assert code == 0, errors
-    return json.loads(output.splitlines()[-1])
+    code, output, errors = run(command, timeout=240)
+    return json.loads(output.splitlines()[-1]) if code == 0 else errors  # a run that fails is not tried again
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(ranks, way) for ranks, ways in WAYS.items() for way in ways])
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [pytest.param(ranks, way, marks=[pytest.mark.long] * (ranks == 4)) for ranks, ways in WAYS.items() for way in ways],
+)
 def test_the_laws_hold_over_mpi(ranks, way):
-    report = reports(ranks)[way]
+    found = reports(ranks)
+    assert isinstance(found, dict), found
+    report = found[way]
     assert report["problems"] == []
     assert report["backend"] == "mpi4py"
     assert ranks == 1 or report["cases"] >= 2 * WAYS[ranks][way]
 
 
 def test_megatrons_wrapper_over_mpi():
-    assert reports(2)["megatron"] == {"passed": 48, "backend": "mpi4py"}
+    found = reports(2)
+    assert isinstance(found, dict), found
+    assert found["megatron"] == {"passed": 48, "backend": "mpi4py"}
 
 
 SCRIPT = """
@@ -61,8 +67,12 @@ dist.destroy_process_group()
     ("launcher", "expected"),
     [
         ([MPIRUN, "-n", "2"], "grad 1.5 mpi4py mpirun"),
-        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"], None),
-        ([], "grad 1.0 gloo alone"),
+        pytest.param(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"],
+            "grad 1.5 gloo torchrun",
+            marks=pytest.mark.long,
+        ),
+        pytest.param([], "grad 1.0 gloo alone", marks=pytest.mark.long),
     ],
     ids=["mpirun", "torchrun", "alone"],
 )
@@ -71,6 +81,5 @@ def test_one_script_under_every_launcher(tmp_path, launcher, expected):
     script.write_text(SCRIPT)
     code, output, errors = run([*launcher, sys.executable, script], timeout=120)
     assert code == 0, errors
-    expected = expected or "grad 1.5 gloo torchrun"
     told = re.findall(r"grad \S+ \S+ \S+", output)  # some versions of gloo write to the output too
     assert told == [expected] * (2 if launcher else 1)

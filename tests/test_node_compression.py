@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import test_compression as flat
+import test_dropped_steps as dropping
 from node_worlds import in_own_world, some, worlds
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel
@@ -17,7 +18,7 @@ from ppe_ddp.engine.plan import ParameterSpec
 
 on_each = pytest.mark.parametrize(
     "world",
-    worlds((2, 1), (2, 2), (1, 2, 1), short=[("torchrun", (2, 1)), ("mpirun", (2, 2))]),
+    worlds((2, 1), (2, 2), (1, 2, 1)),
     indirect=True,
 )
 
@@ -72,6 +73,13 @@ def exact(compressor):
 @pytest.mark.parametrize("compressor", [Uncompressed(), TopK(1.0, min_numel=0)], ids=["none", "all"])
 def test_without_loss_of_information_averages_are_exact(world, compressor):
     call(world, exact, compressor)
+
+
+@on_each
+@pytest.mark.parametrize("name", some(("topk", "mixed"), few=("mixed",)))
+def test_every_way_to_drop_a_step(world, name):
+    fates = ["taken", "infinite", "taken", "raises", "compressor raises", "accumulated", "infinite", "resumed"]
+    call(world, dropping.nothing_is_lost, name, {"bucket_cap_mb": 1e-3}, fates)
 
 
 class Seen(Compressor):

@@ -44,7 +44,6 @@ LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 
 
 on_all = pytest.mark.parametrize("world", worlds(*LAYOUTS), indirect=True)
-on_pairs = pytest.mark.parametrize("world", worlds((1, 1)), indirect=True)
 on_four = pytest.mark.parametrize("world", worlds((2, 2)), indirect=True)
 over_mpi = pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"]), indirect=True)
 
@@ -76,13 +75,13 @@ def test_the_laws_hold(world, seed):
     assert_laws(world, seed)
 
 
-@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
 @pytest.mark.parametrize("seed", some(range(5), few=(1, 4)))
 def test_the_laws_hold_where_all_that_can_goes_through_two_levels(world, seed):
     assert_laws(world, seed, {"shared_bytes": 16, "two_level_bytes": 16, "shared_piece_bytes": 4096})
 
 
-@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
 def test_sums_of_every_kind_go_through_two_levels(world):
     for same in zip(*world.run(sums), strict=True):
         assert len(set(same)) == 1
@@ -127,7 +126,7 @@ def steps_with_own_branches(count):
     return sent, found
 
 
-@pytest.mark.parametrize("world", worlds(*LAYOUTS, short=((1, 1), (2, 1))), indirect=True)
+@pytest.mark.parametrize("world", worlds(*LAYOUTS), indirect=True)
 def test_what_one_node_has_alone_is_sent_by_it_and_by_no_other(world):
     """Half the bytes of a sum over the nodes, in which each sends as much as all of them have."""
     layer, names = 4 * 256 * 512, world.run(socket.gethostname)
@@ -153,12 +152,12 @@ def ends_by_itself():
     return is_over
 
 
-@pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"], short=((2, 1),)), indirect=True)
+@pytest.mark.parametrize("world", worlds(*LAYOUTS, launchers=["mpirun"]), indirect=True)
 def test_messages_move_while_no_backend_is_called(world):
     assert world.run(ends_by_itself) == [True] * world.world_size
 
 
-@pytest.mark.parametrize("world", worlds((2, 1), (2, 2), short=((2, 1),)), indirect=True)
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
 def test_a_timeline_tells_what_is_on_the_wire(world):
     for kinds, sent, wires in world.run(recorded):
         assert {"node", "wire"} <= kinds
@@ -300,19 +299,18 @@ def run_check(name):
 
 
 @over_mpi
-@pytest.mark.parametrize("name", TORCH_CHECKS)
+@pytest.mark.parametrize("name", some(TORCH_CHECKS, few=("torch_ddp-plain", "fsdp2")))
 def test_what_torch_builds_on_groups(world, name):
     world.run(run_check, name)
 
 
-@on_pairs
-def test_megatrons_wrapper(world):
-    world.run(in_own_world, mpi_megatron.gathers)
-
-
 @pytest.mark.parametrize("world", worlds((1, 1), short=()), indirect=True)
-@pytest.mark.parametrize("part", [mpi_megatron.dynamic_graphs, mpi_megatron.splits], ids=lambda part: part.__name__)
-def test_more_of_megatrons_wrapper(world, part):
+@pytest.mark.parametrize(
+    "part",
+    [mpi_megatron.gathers, mpi_megatron.dynamic_graphs, mpi_megatron.splits],
+    ids=lambda part: part.__name__,
+)
+def test_megatrons_wrapper(world, part):
     world.run(in_own_world, part)
 
 

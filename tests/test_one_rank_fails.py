@@ -20,6 +20,7 @@ from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 
+WAYS_OF_SHARDS = (*failing_shards.PATCHES, *failing_shards.PLUGS)
 each_way = pytest.mark.parametrize("way", list(failing.WAYS))
 
 
@@ -32,25 +33,25 @@ def test_of_two(way):
 @each_way
 @on_three_ranks
 def test_of_three(way):
-    failing.hold(way, turns=4, seed=1, gradient_as_bucket_view=False)
+    failing.hold(way, turns=3, seed=1, gradient_as_bucket_view=False)
 
 
 @pytest.mark.parametrize("way", ["before", "in_packing", "in_the_wait"])
 @on_two_ranks
 def test_after_backward(way):
-    failing.hold(way, turns=4, seed=2, overlap=False)
+    failing.hold(way, turns=3, seed=2, overlap=False)
 
 
 @pytest.mark.parametrize("way", [way for way in failing.WAYS if way != "in_backward"])
 @on_two_ranks
 def test_in_a_synchronization_by_hand(way):
-    failing.hold(way, turns=4, seed=4, step=failing.by_hand)
+    failing.hold(way, turns=2, seed=4, step=failing.by_hand)
 
 
 @pytest.mark.parametrize("way", ["in_a_sync_hook", "interrupted"])
 @on_three_ranks
 def test_in_a_synchronization_by_hand_over_gloo(way):
-    failing.hold(way, turns=4, seed=5, step=failing.by_hand, shared_memory=False)
+    failing.hold(way, turns=2, seed=5, step=failing.by_hand, shared_memory=False)
 
 
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["shm", "gloo"])
@@ -72,8 +73,9 @@ def test_torch_hooks_of_three(how, overlap):
     failing.hold_hooks(how, seed=1, overlap=overlap)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("way", ["before", "in_the_middle", "on_a_thread"])
+@pytest.mark.parametrize(
+    ("way", "overlap"), [("before", True), ("before", False), ("in_the_middle", False), ("on_a_thread", True)]
+)
 @on_two_ranks
 def test_megatrons_wrapper(way, overlap):
     failing_shards.hold_megatron(way, overlap_grad_reduce=overlap)
@@ -106,14 +108,13 @@ def test_megatrons_shards_on_three(way):
     failing_shards.hold_megatron(way, sharded=True, seed=1, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("way", [*failing_shards.PATCHES, *failing_shards.PLUGS])
+@pytest.mark.parametrize("way", WAYS_OF_SHARDS)
 @on_two_ranks
-def test_the_distributed_optimizer(way, overlap):
-    failing_shards.hold_optimizer(way, overlap=overlap)
+def test_the_distributed_optimizer(way):
+    failing_shards.hold_optimizer(way, overlap=WAYS_OF_SHARDS.index(way) % 2 == 0)
 
 
-@pytest.mark.parametrize("way", [*failing_shards.PATCHES, *failing_shards.PLUGS])
+@pytest.mark.parametrize("way", WAYS_OF_SHARDS[1::2])
 @on_three_ranks
 def test_the_distributed_optimizer_on_three(way):
     failing_shards.hold_optimizer(way, seed=1, overlap=True)
@@ -127,18 +128,20 @@ def test_groups_without_a_backend_for_cpus_are_connected_again():
     assert (groups.is_closed, groups.generation) == (False, 1)
 
 
-over_each = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "gloo"])
+def over_each_in_turn(*moments):
+    """Each moment by gloo or in shared memory; test_shm_backend.py and test_mpi_backend.py have all of them."""
+    pairs = [(moment, place % 2 == 0) for place, moment in enumerate(moments)]
+    ids = [f"{moment}-{'shm' if shared else 'gloo'}" for moment, shared in pairs]
+    return pytest.mark.parametrize(("moment", "shared_memory"), pairs, ids=ids)
 
 
-@over_each
-@pytest.mark.parametrize("moment", list(failing.Interrupted.MOMENTS))
+@over_each_in_turn(*failing.Interrupted.MOMENTS)
 @on_two_ranks
 def test_interrupted_while_the_ranks_connect_again(moment, shared_memory):
     failing.hold_interrupted(moment, shared_memory=shared_memory)
 
 
-@over_each
-@pytest.mark.parametrize("moment", ["as_it_comes", "while_it_waits", "when_it_has_heard", "when_it_has_made_them"])
+@over_each_in_turn("as_it_comes", "while_it_waits", "when_it_has_heard", "when_it_has_made_them")
 @on_three_ranks
 def test_one_of_three_is_interrupted_while_the_ranks_connect_again(moment, shared_memory):
     failing.hold_interrupted(moment, times=1, shared_memory=shared_memory)

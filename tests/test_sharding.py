@@ -43,8 +43,13 @@ from subprocesses import MPIRUN, run
 
 HERE = Path(__file__).parent
 # What has nothing to do with the transport is enough to be seen over one.
-ONCE = {"dtypes_by_choice", "wrappers_names_are_understood", "files", "accelerate_loads_through_it"}
-OVER_MPI = [name for name in sharding_checks.CHECKS if name not in ONCE]
+OVER_MPI = [
+    "every_layout_and_dtype_bit_by_bit",
+    "groups_of_every_size",
+    "pieces_of_any_size",
+    "fsdp_computes_the_same_and_trains",
+    "a_failure_on_one_rank_reaches_all",
+]
 
 
 def skip_without(*modules):

@@ -40,7 +40,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("way", ["killed", "left"])
+@pytest.mark.parametrize("way", ["killed", pytest.param("left", marks=pytest.mark.long)])
 def test_a_rank_whose_process_has_ended_is_named_at_once(way, tmp_path):
     """Not after the timeout of half an hour."""
     command = [sys.executable, "-c", SCRIPT, tmp_path]
@@ -121,7 +121,7 @@ os._exit(0)
 
 @pytest.mark.nodes
 @pytest.mark.parametrize("how", ["before", pytest.param("between", marks=pytest.mark.nodes(long=True))])
-@pytest.mark.parametrize("culprit", [1, 2])
+@pytest.mark.parametrize("culprit", [pytest.param(1, marks=pytest.mark.nodes(long=True)), 2])
 def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_path):
     """Rank 1 shares memory with rank 0; rank 2 is alone on its node, and at the other end of a link with each."""
     (tmp_path / "train.py").write_text(NODES_SCRIPT)
