@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp.cli.bench_step import WORKLOADS
 from ppe_ddp.cli.command_line import count, fail, output
 from ppe_ddp.compression import BF16, FP16, Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.engine.record import EventLog, Recorder
@@ -99,7 +99,7 @@ def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
     def train(numbers: range) -> None:
         for number in numbers:
             wrapper.zero_grad()
-            workload.loss(wrapper(batch, *workload.route(0, number, rank)), batch).backward()
+            workload.loss(wrapper(batch, *workload.route(number, rank)), batch).backward()
 
     train(range(_LEAD_STEPS))
     with record() as recording:

@@ -22,7 +22,6 @@ LAYERS = [
     "errors",
     "waiting",
     "torch_internals",
-    "torch_internals_check",
     "nested_tensors",
     "scaling",
     "contracts",

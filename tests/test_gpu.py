@@ -96,9 +96,9 @@ def test_one_rank_keeps_the_laws_with_all_reduces_in_flight(backend):
 LAWS = """
 import sys, torch, torch.distributed as dist, ppe_ddp
 from ppe_ddp.testing.probes import probe_backend
-from ppe_ddp.testing.laws import Case
+from laws import Case
 from law_scenarios import check_case
-from ppe_ddp.testing.models import Recipe
+from law_models import Recipe
 ppe_ddp.init_process_group(sys.argv[1], init_method="mpi://", quiet=True)
 assert dist.get_world_size() == int(sys.argv[2]), dist.get_world_size()
 problems = probe_backend("cuda")

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +34,7 @@ from torch import Tensor
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.cli.bench_platform import BACKENDS, DEFAULT_RANKS, Platform, measure_on_ranks, over_mpi
 from ppe_ddp.cli.command_line import count, fail, output, print_table, size_of, told, write_report
-from ppe_ddp.launchers import detect
+from ppe_ddp.launchers import detect, find_mpirun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -126,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _under_mpirun(ranks: int) -> int:
     """Run this very command line under mpirun."""
-    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+    mpirun = find_mpirun()
     if mpirun is None:
         return fail("there is no mpirun: pip install 'ppe_ddp[mpi]', or start with torchrun", 2)
     command = [mpirun, "-n", str(ranks), sys.executable, "-m", "ppe_ddp", *sys.argv[1:]]
