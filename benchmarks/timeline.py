@@ -28,8 +28,7 @@ from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.testing import NodesError, RankError
 from ppe_ddp.torch_internals import at_end_of_backward
 from ppe_ddp.tracing.pictures import draw_steps
-from ppe_ddp.tracing.rank_record import RankRecord, record
-from ppe_ddp.tracing.spans import summarize
+from ppe_ddp.tracing.rank_record import RankRecord, record, summarize
 from ppe_ddp.tracing.timeline import check_pictures
 
 _COMPRESSORS: dict[str, Compressor] = {

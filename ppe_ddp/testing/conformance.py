@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import distributed as dist
 from ppe_ddp.errors import PpeDdpError
 from ppe_ddp.testing.probes import probe_backend, probe_broadcast, probe_reduction
 from ppe_ddp.testing.ranks import RankError, Ranks
-from ppe_ddp.testing.training import Plugs, Trained, train
+from ppe_ddp.testing.training import Plugs, train
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
@@ -190,15 +191,11 @@ def _check(
         # It can take half a minute.
         print(f"{where}: the contract, then a dynamic model ...", file=sys.stderr, flush=True)
         _judge(where, _ran(where, ranks, probe, plugs, tuple(dtypes), world.device))
-        found = _ran(where, ranks, _train, plugs, tuple(trained or dtypes), world.device, has_sparse)
+        found = _ran(where, ranks, partial(train, has_sparse=has_sparse), plugs, tuple(trained or dtypes), world.device)
         _judge(where, [one.problems for one in found])
         first = found[0].digests
         others = "has other bits than on rank 0"
         _judge(where, [[f"{k} {others}" for k, own in one.digests.items() if own != first[k]] for one in found])
-
-
-def _train(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str, has_sparse: bool) -> Trained:
-    return train(plugs, dtypes, device, has_sparse=has_sparse)
 
 
 def _worlds(world: World, name: str) -> Iterator[Ranks]:
