@@ -29,7 +29,7 @@ from subprocesses import MPIRUN, needs_mpirun, run
 
 NCCL = BACKENDS["cuda"][0]
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-CONTESTANTS = ["ppe_ddp", "overlap=False", "torch", "ppe", "bare"]
+CONTESTANTS = ["ppe_ddp", "torch", "ppe", "bare"]
 
 
 def reported(two_ranks, folder, *words):
@@ -74,7 +74,6 @@ def test_branches_follow_from_seed_and_step():
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, two_ranks):
     words = ["--steps", "1", "--repeats", "2", "--model", "supernet-own", "--model", "small"]
-    words += ["--also", "overlap=False"]
     return reported(two_ranks, tmp_path_factory.mktemp("bench"), "step", *words)
 
 
@@ -82,7 +81,7 @@ def test_everything_is_in_the_report(report):
     assert report["versions"]["torch"] == torch.__version__
     assert report["machine"]["cores"] >= 1
     settings = report["settings"]
-    assert (settings["steps"], settings["repeats"], settings["also"]) == (1, 2, ["overlap=False"])
+    assert (settings["steps"], settings["repeats"], settings["also"]) == (1, 2, [])
     assert settings["platform"]["backend"] == "gloo"
     assert [(model["name"], model["world_size"]) for model in report["models"]] == [("supernet-own", 2), ("small", 2)]
     for model in report["models"]:
@@ -92,7 +91,7 @@ def test_everything_is_in_the_report(report):
             assert len(result["steps_ms"]) == 2
             assert min(result["steps_ms"]) > 0
             assert math.isclose(result["milliseconds"]["median"], sum(result["steps_ms"]) / 2)
-        assert set(model["contestants"][2]["ratio"].values()) == {1.0}
+        assert set(model["contestants"][1]["ratio"].values()) == {1.0}
 
 
 def test_what_is_sent_is_what_exists_and_presence_costs_less_than_ppes(report):
@@ -100,7 +99,7 @@ def test_what_is_sent_is_what_exists_and_presence_costs_less_than_ppes(report):
         exist, everything = model["existing_nbytes"], model["parameter_nbytes"]
         assert exist == share * everything
         sent = {result["name"]: result["gradient_nbytes"] for result in model["contestants"]}
-        assert sent == {"ppe_ddp": exist, "overlap=False": exist, "torch": everything, "ppe": exist, "bare": 0}
+        assert sent == {"ppe_ddp": exist, "torch": everything, "ppe": exist, "bare": 0}
         control = {result["name"]: result["control_nbytes"] for result in model["contestants"]}
         assert control["ppe"] == 8 * model["parameters"]
         # The fields of the mask beside presence are more than ppe's 512 bytes for the supernet's 64 parameters.

@@ -68,7 +68,7 @@ class Trained(NamedTuple):
     digests: dict[str, str]
 
 
-class _Affine(nn.Module):
+class _LinearOfDtype(nn.Module):
     """A linear map in its own dtype, of activations in float32."""
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -93,7 +93,7 @@ class DynamicModel(nn.Module):
     def __init__(self, dtypes: Sequence[torch.dtype], *, has_sparse: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        maps = [_Affine(dtypes[k % len(dtypes)], generator) for k in range(9)]
+        maps = [_LinearOfDtype(dtypes[k % len(dtypes)], generator) for k in range(9)]
         self.first, self.recomputed, self.unused = maps[:3]
         self.branches, self.heads = nn.ModuleList(maps[3:6]), nn.ModuleList(maps[6:8])
         self.frozen = maps[8].requires_grad_(False)
@@ -200,11 +200,11 @@ def train(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str, *, has_spars
     """Take steps of many kinds with each variant of options; all ranks of the default group call this together."""
     trained = Trained([], {})
     for options in _VARIANTS:
-        _Training(plugs, options, DynamicModel(dtypes, has_sparse=has_sparse).to(device), device, trained).run()
+        _WrapperOnTrial(plugs, options, DynamicModel(dtypes, has_sparse=has_sparse).to(device), device, trained).run()
     return trained
 
 
-class _Training:
+class _WrapperOnTrial:
     """A wrapper with some plugs and options, and what was found in its steps."""
 
     def __init__(
