@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
-from ppe_ddp.cli.bench_models import WORKLOADS
 from ppe_ddp.cli.bench_platform import measure_on_ranks, over_mpi
+from ppe_ddp.cli.bench_step import WORKLOADS
 from ppe_ddp.cli.command_line import Spread, count, output, print_table, told, write_report
 
 _WARM_UP_STEPS = 4

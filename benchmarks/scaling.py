@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal, NamedTuple
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.step_model import Cluster, Constants, Load, PredictedStep, predict
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.cli.bench_platform import over_mpi
 from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, RankError, Ranks
@@ -42,7 +42,7 @@ _SECONDS, _WARM_UP = 300.0, 4
 # Of backward, as parts of the time that the gradients take on a link; each with a bucket size in MiB.
 _LOADS = ((0.1, 4.0), (1.0, 4.0), (1.0, 1.0))
 # Of the picture.
-_INCHES, _DPI, _FONT, _LINE_HEIGHT = 8.6, 170, 9.0, 0.062
+_INCHES, _DPI, _FONT = 8.6, 170, 9.0
 _RANKS_A_NODE, _MOST_NODES = 8, 1250
 _DRAWN_NBYTES, _DRAWN_PARAMETERS, _LARGE_BUCKET = 256 << 20, 64, 64 << 20
 
@@ -87,6 +87,207 @@ def run(arguments: argparse.Namespace) -> int:
     written = {launcher: asdict(one) for launcher, one in constants.items()}
     write_report(arguments, "scaling", mbit=arguments.mbit, constants=written, lines=lines)
     return 0
+
+
+# ---------------------------------------------------------------------- the model, which is pure
+#
+#     forward | backward: gradients, packed and summed in the node | waiting | spread    what a rank does
+#             | mask ------->                                      | vote ->             the small messages
+#                            | piece 0 -----> | piece 1 -----> | ...                     between the nodes
+#
+# An all-reduce of n bytes takes alpha + beta n in the memory of a node. Between N nodes a ring, as gloo's, takes 2 (N
+# - 1) rounds and 2 (N - 1) / N n bytes on every link; recursive doubling, as in MPICH, log2 N rounds of n bytes, and
+# two more where N is no power of two. No bucket goes before the mask is known, which is noticed when the next
+# gradient arrives, and no more than two pieces are under way at a time. MPI moves what is under way only while it is
+# called: nothing much during backward.
+
+_HEADER_BYTES = 32  # of the mask: two digests
+_UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is measured.
+
+    Attributes:
+        node_latency: Seconds of the smallest all-reduce among the ranks of a node.
+        node_per_byte: Seconds that each further byte adds there.
+        wire_latency: Seconds of one round between nodes.
+        wire_per_byte: Seconds that a byte takes on a node's link.
+        pack_per_byte: Seconds that a rank needs to copy a byte of gradients into a bucket.
+        algorithm: Between the nodes: ``"ring"`` as in gloo, which has threads; ``"doubling"`` as in MPI.
+    """
+
+    node_latency: float
+    node_per_byte: float
+    wire_latency: float
+    wire_per_byte: float
+    pack_per_byte: float = 0.0
+    algorithm: Literal["ring", "doubling"] = "ring"
+
+    def rounds(self, nodes: int) -> int:
+        """How often an all-reduce waits for a message from another node."""
+        if self.algorithm == "ring":
+            return 2 * (nodes - 1)
+        powers = nodes.bit_length() - 1
+        return powers if nodes == 1 << powers else powers + 2
+
+    def volume(self, nodes: int) -> float:
+        """How often the bytes of an all-reduce go over the link of a node, in each direction."""
+        return 2 * (nodes - 1) / nodes if self.algorithm == "ring" else float(self.rounds(nodes))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with as many ranks each; flat where these send to one another in one ring instead of in two levels."""
+
+    nodes: int
+    ranks: int
+    is_flat: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks
+
+
+@dataclass(frozen=True)
+class Load:
+    """One step of a model whose gradients come evenly during backward.
+
+    Attributes:
+        nbytes: Of the gradients that exist on some rank.
+        parameters: Of the model, all of one size.
+        forward: Seconds.
+        backward: Seconds.
+        bucket_bytes: The size of a bucket.
+        piece_bytes: What is larger goes through shared memory in pieces of this size.
+    """
+
+    nbytes: int
+    parameters: int
+    forward: float
+    backward: float
+    bucket_bytes: int = 4 << 20
+    piece_bytes: int = 4 << 20
+
+
+class PredictedStep(NamedTuple):
+    """What comes out, in seconds.
+
+    Attributes:
+        step: From the begin of forward to the last average.
+        exposed: What the step takes beyond forward and backward.
+        mask: From the begin of backward until the mask has arrived.
+        mask_delay: How long the first bucket was complete before that was noticed.
+    """
+
+    step: float
+    exposed: float
+    mask: float
+    mask_delay: float
+
+
+def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
+    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds.
+
+    Over gloo few ranks send it from each to each at once, in one round.
+    """
+    ranks = cluster.world_size
+    nbytes = _HEADER_BYTES + load.parameters + ranks
+    if ranks == 1:
+        return 0.0
+    is_ring = constants.algorithm == "ring"
+    if cluster.nodes > 1 and is_ring and nbytes <= ShmOptions().for_control().direct_up_to(ranks):
+        return constants.wire_latency
+    in_levels = cluster.nodes == 1 or (is_ring and ShmOptions().two_levels_from(ranks) == 0)
+    return all_reduce_seconds(nbytes, cluster if in_levels else replace(cluster, is_flat=True), constants)
+
+
+def all_reduce_seconds(nbytes: float, cluster: Cluster, constants: Constants) -> float:
+    """The time of one all-reduce that nothing else is beside."""
+    return _in_node(nbytes, cluster, constants) + _latency(cluster, constants) + _on_wire(nbytes, cluster, constants)
+
+
+def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep:
+    """The times of one step."""
+    mask = mask_seconds(load, cluster, constants)
+    now = load.forward  # on the rank's own thread
+    known = now + (noticed(mask, load) if mask < load.backward else mask)
+    first_ready = now + load.backward * min(1.0, load.bucket_bytes / load.nbytes)
+    moves_during_backward = constants.algorithm == "ring"
+    wire = _Wire(cluster, constants, 0.0 if moves_during_backward else load.forward + load.backward)
+    waiting: list[int] = []
+    for nbytes in _parts(load.nbytes, load.bucket_bytes):
+        now += load.backward * nbytes / load.nbytes
+        waiting.append(nbytes)
+        if now >= known:
+            now = _launch(waiting, now, load, wire)
+    if waiting:
+        now = _launch(waiting, max(now, known), load, wire)
+    last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
+    over = max(wire.arrivals, default=0.0)
+    arrived = over + _in_node(last, cluster, constants) / 2 if over else now
+    end = max(now, arrived, now + mask)  # the vote is sent beside the last bucket
+    return PredictedStep(end, end - load.forward - load.backward, mask, max(0.0, known - first_ready))
+
+
+def noticed(mask: float, load: Load) -> float:
+    """When a mask that takes so long is noticed, from the begin of backward: when the next gradient arrives."""
+    interval = load.backward / load.parameters
+    return math.ceil(mask / interval) * interval if interval else mask
+
+
+class _Wire:
+    """The links between the nodes, which all carry the same: when the last byte has left, and what arrives when."""
+
+    def __init__(self, cluster: Cluster, constants: Constants, begin: float) -> None:
+        self.cluster, self.constants, self._free = cluster, constants, begin
+        self.arrivals: list[float] = []
+
+    def send(self, nbytes: int, now: float) -> None:
+        """One more piece may go from ``now`` on."""
+        if self.cluster.nodes == 1:
+            return
+        earlier = sorted(self.arrivals)[-_UNDER_WAY] if len(self.arrivals) >= _UNDER_WAY else 0.0
+        start = max(now, earlier)
+        self._free = max(start, self._free) + _on_wire(nbytes, self.cluster, self.constants)
+        self.arrivals.append(max(self._free, start) + _latency(self.cluster, self.constants))
+
+
+def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
+    """Launch the buckets that wait; when the rank has done its part."""
+    for nbytes in waiting:
+        now += nbytes * wire.constants.pack_per_byte
+        for piece in _parts(nbytes, load.piece_bytes):
+            now += _in_node(piece, wire.cluster, wire.constants)
+            wire.send(piece, now)
+    waiting.clear()
+    return now
+
+
+def _parts(nbytes: int, size: int) -> Iterator[int]:
+    for start in range(0, nbytes, size):
+        yield min(size, nbytes - start)
+
+
+def _in_node(nbytes: float, cluster: Cluster, constants: Constants) -> float:
+    if cluster.ranks == 1 or (cluster.is_flat and cluster.nodes > 1):
+        return 0.0
+    return constants.node_latency + nbytes * constants.node_per_byte
+
+
+def _members(cluster: Cluster) -> int:
+    """How many take part between the nodes; volume and rounds of one alone are nothing."""
+    return 1 if cluster.nodes == 1 else cluster.world_size if cluster.is_flat else cluster.nodes
+
+
+def _latency(cluster: Cluster, constants: Constants) -> float:
+    return constants.rounds(_members(cluster)) * constants.wire_latency
+
+
+def _on_wire(nbytes: float, cluster: Cluster, constants: Constants) -> float:
+    return constants.volume(_members(cluster)) * nbytes * constants.wire_per_byte
 
 
 # ---------------------------------------------------------------------- on nodes
@@ -276,7 +477,7 @@ def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], 
 
 
 class Curve(NamedTuple):
-    """One line of the picture: its name, written where it ends, its colour, and what the model is asked."""
+    """One line of the picture: its name, its colour, and what the model is asked."""
 
     name: str
     colour: str
@@ -329,6 +530,7 @@ def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
     _draw(axes[1], ranks, lines, lambda times: times.exposed, "Communication that nothing hides, seconds")
     _draw(axes[2], ranks, masks, lambda times: times.mask, "The mask on its way, seconds")
     _mark_first_bucket(axes[2], load, [curve for curve, _ in masks])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=_FONT)
     axes[2].set_xlabel(f"ranks, {_RANKS_A_NODE} on each node", fontsize=_FONT)
     figure.savefig(path)
 
@@ -342,7 +544,7 @@ def _draw(
 ) -> None:
     axis.set_title(title, fontsize=_FONT + 1, loc="left")
     for curve, times in lines:
-        axis.plot(ranks, [value(one) for one in times], color=curve.colour, linewidth=2)
+        axis.plot(ranks, [value(one) for one in times], color=curve.colour, linewidth=2, label=curve.name)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(2 * _RANKS_A_NODE, ranks[-1])
@@ -351,23 +553,14 @@ def _draw(
     axis.tick_params(labelsize=_FONT)
     axis.grid(which="major", color="#dddddd", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    # Each line is named where it ends, or above the name below it if there is no room.
-    low, high = (math.log(limit) for limit in axis.get_ylim())
-    free = 0.0
-    for end, curve in sorted(((value(times[-1]), curve) for curve, times in lines), key=lambda one: one[0]):
-        half = _LINE_HEIGHT / 2 * (1 + curve.name.count("\n"))
-        height = max((math.log(end) - low) / (high - low), free + half)
-        style = {"color": curve.colour, "fontsize": _FONT, "va": "center", "linespacing": 1.0}
-        axis.annotate(curve.name, (1.008, height), xycoords="axes fraction", **style)
-        free = height + half
 
 
 def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
     """Where the mask begins to show: beyond the time at which the first bucket is complete."""
     seconds = load.backward * load.bucket_bytes / load.nbytes
     axis.axhline(seconds, color="#444444", linewidth=1, linestyle="--")
-    where = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": _FONT, "linespacing": 1.0}
-    axis.annotate("backward completes\nthe first bucket", (1.008, seconds), color="#444444", **where)
+    where = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": _FONT}
+    axis.annotate("backward completes the first bucket", (0.01, seconds), color="#444444", **where)
     for curve in masks:
         if ranks := first_late_mask(curve):
             axis.plot([ranks], [seconds], "o", color=curve.colour)

@@ -21,15 +21,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp.cli.bench_step import WORKLOADS
 from ppe_ddp.cli.command_line import count, fail, output
 from ppe_ddp.compression import BF16, FP16, Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.testing import NodesError, RankError
 from ppe_ddp.torch_internals import at_end_of_backward
 from ppe_ddp.tracing.pictures import draw_steps
-from ppe_ddp.tracing.rank_record import RankRecord, record
-from ppe_ddp.tracing.spans import summarize
+from ppe_ddp.tracing.rank_record import RankRecord, record, summarize
 from ppe_ddp.tracing.timeline import check_pictures
 
 _COMPRESSORS: dict[str, Compressor] = {
@@ -99,7 +98,7 @@ def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
     def train(numbers: range) -> None:
         for number in numbers:
             wrapper.zero_grad()
-            workload.loss(wrapper(batch, *workload.route(0, number, rank)), batch).backward()
+            workload.loss(wrapper(batch, *workload.route(number, rank)), batch).backward()
 
     train(range(_LEAD_STEPS))
     with record() as recording:

@@ -9,24 +9,29 @@ over time (needs matplotlib).
 """
 
 import argparse
+import ast
 import logging
+import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 from statistics import fmean, median, stdev
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.nodes import add_node_arguments, started_ranks
-from benchmarks.tasks import TASKS, Task
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
 from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
@@ -38,6 +43,155 @@ _WARM_UP = 5  # steps, of PowerSGD
 _STEPS_A_SEED = 2_000  # more than any task has, so that no seed has the batches of another
 
 Line = dict[str, Any]
+
+# ---------------------------------------------------------------------- tasks
+# Small, real, on data that are on every machine or come with scikit-learn. Weights follow from torch's global
+# generator, data from rank and step, so that all contestants train the same thing.
+
+_HELD_OUT = 5  # one in so many is for the test
+
+
+class Scorer(nn.Module):
+    """A model whose ``forward(inputs, labels)`` is the loss of one rank in one step."""
+
+    def scores(self, inputs: Any) -> Tensor:
+        """Of each class, for some inputs: classes are the last dimension."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Any, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scores(inputs).flatten(0, -2), labels.flatten())
+
+
+class Task(ABC):
+    """A model, its data, and when it has learned enough.
+
+    Attributes:
+        steps: How many there are, unless the user says otherwise.
+        target: The mean loss of the last steps to reach.
+        lr: Of Adam, in the first half of the steps; then it goes down to nothing.
+        is_dynamic: Whether a step leaves parameters out, other ones on each rank.
+    """
+
+    steps: ClassVar[int]
+    target: ClassVar[float]
+    lr: ClassVar[float]
+    is_dynamic: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self) -> Scorer:
+        """A new model."""
+
+    @abstractmethod
+    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
+        """Inputs and labels of one step."""
+
+    @abstractmethod
+    def held_out(self) -> tuple[Any, Tensor]:
+        """Inputs and labels for the test."""
+
+    def accuracy(self, model: Scorer) -> float:
+        """The part of what was held out that the model gets right."""
+        inputs, labels = self.held_out()
+        return float((model.scores(inputs).argmax(-1) == labels).float().mean())
+
+
+class Digits(Task):
+    """Handwritten digits by a perceptron."""
+
+    steps, target, lr = 400, 0.1, 2e-3
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        self._x, self._y = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1, torch.tensor(labels)[order]
+        self._first = len(order) // _HELD_OUT
+
+    def build(self) -> Scorer:
+        return _Classifier()
+
+    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
+        chosen = torch.randint(self._first, len(self._y), (32,), generator=_generator(rank, step))
+        return self._x[chosen], self._y[chosen]
+
+    def held_out(self) -> tuple[Any, Tensor]:
+        return self._x[: self._first], self._y[: self._first]
+
+
+class _Classifier(Scorer):
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, last = nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 10)
+        self._layers = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+    def scores(self, inputs: Any) -> Tensor:
+        return self._layers(inputs)  # type: ignore[no-any-return]
+
+
+_STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
+
+
+class Trees(Task):
+    """What kind of statement is it, by what is below it? Another network in every step and on every rank."""
+
+    steps, target, lr = 200, 0.45, 4e-3
+    is_dynamic = True
+    _smallest, _largest = 4, 24
+
+    def __init__(self) -> None:
+        roots = [node for path in _library(40) for node in ast.walk(ast.parse(path.read_bytes()))]
+        sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
+        found = [root for root, size in zip(roots, sizes, strict=True) if self._smallest <= size <= self._largest]
+        Random(0).shuffle(found)
+        self._test, self._train = found[:400], found[400:]
+        self._kinds = sorted({type(node).__name__ for root in found for node in ast.walk(root)})
+
+    def build(self) -> Scorer:
+        return _TreeNetwork(self._kinds, 64)
+
+    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
+        return _labelled(Random(f"{rank} {step}").sample(self._train, 24))
+
+    def held_out(self) -> tuple[Any, Tensor]:
+        return _labelled(self._test)
+
+
+def _labelled(roots: list[ast.AST]) -> tuple[Any, Tensor]:
+    return roots, torch.tensor([_STATEMENTS.index(type(root).__name__) for root in roots])
+
+
+class _TreeNetwork(Scorer):
+    """A cell for each kind of node, and a classifier of the sum of what is below a statement."""
+
+    def __init__(self, kinds: list[str], width: int) -> None:
+        super().__init__()
+        self.cells = nn.ModuleDict({kind: nn.Linear(width, width) for kind in kinds})
+        self.leaf = nn.Parameter(torch.randn(width))
+        self.head = nn.Linear(width, len(_STATEMENTS))
+
+    def scores(self, inputs: Any) -> Tensor:
+        return self.head(torch.stack([self._below(root) for root in inputs]))  # type: ignore[no-any-return]
+
+    def _below(self, node: ast.AST) -> Tensor:
+        children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
+        states = [torch.tanh(self.cells[type(child).__name__](self._below(child))) for child in children]
+        return torch.stack(states).sum(0) if states else self.leaf
+
+
+def _library(count: int) -> list[Path]:
+    """Some files of the standard library, the same on every rank of one machine."""
+    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
+
+
+def _generator(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100_000 * rank + step)
+
+
+TASKS: dict[str, type[Task]] = {"digits": Digits, "trees": Trees}
+"""All of them; made when they are wanted, which reads their data."""
+
+# ---------------------------------------------------------------------- methods
 
 
 @dataclass(frozen=True)
@@ -175,7 +329,7 @@ class _Run:
                 method.outer(self._wrapper, self._optimizer)
         if hook := method.hook():
             self._wrapper.register_comm_hook(*hook)
-        self._seconds: list[float] = []
+        self._seconds: list[float] = []  # of a step, by turn
         self._losses: list[float] = []
         self._nbytes = 0
 
@@ -185,29 +339,30 @@ class _Run:
         batches = [self._task.batch(dist.get_rank(), begun + k) for k in range(steps)]
         every = 1 if self._method.outer is None else _OUTER_EVERY
         dist.barrier()
+        start = perf_counter()
         for batch in batches:
-            start = perf_counter()
             self._optimizer.zero_grad()
             loss = self._wrapper(*batch)
             loss.backward()
             self._optimizer.step()
             self._schedule.step()
-            self._seconds.append(perf_counter() - start)
             self._losses.append(float(loss.detach()))
             if isinstance(self._wrapper, DistributedDataParallel) and len(self._losses) % every == 0:
                 trace = self._wrapper.trace()
                 self._nbytes += 0 if trace is None else trace.gradient_nbytes
+        self._seconds.append((perf_counter() - start) / steps)
 
     def line(self) -> Line:
         """The result, the same on every rank: losses are means over ranks, times those of the slowest."""
         size, steps = dist.get_world_size(), len(self._losses)
         losses, seconds = torch.tensor(self._losses), torch.tensor(self._seconds)
-        sent, ends = torch.tensor(float(self._nbytes)), torch.tensor(list(ends_in_turns(self._seconds)))
+        sent = torch.tensor(float(self._nbytes))
         dist.all_reduce(losses)
-        for each in (seconds, sent, ends):
+        for each in (seconds, sent):
             dist.all_reduce(each, dist.ReduceOp.MAX)
-        means, over = (losses / size).tolist(), joined(ends.tolist())
-        reached = reached_at(means, self._task.target)
+        means = (losses / size).tolist()
+        over = list(accumulate(_IN_TURN * step for step in seconds.tolist()))
+        reached = (end for end, loss in zip(over, of_turns(means), strict=True) if loss <= self._task.target)
         with torch.no_grad():
             accuracy = self._task.accuracy(self._module)
         hook = self._method.hook()
@@ -218,37 +373,16 @@ class _Run:
             "whole_nbytes": sum(parameter.nbytes for parameter in self._module.parameters()),
             "step_seconds": median(seconds.tolist()),
             "target": self._task.target,
-            "seconds_to_target": None if reached is None else over[reached],
+            "seconds_to_target": next(reached, None),
             "accuracies": [accuracy],
             "seconds": over,
             "losses": means,
         }
 
 
-def reached_at(losses: Sequence[float], target: float) -> int | None:
-    """The step in which the mean of the last ones is down to ``target``."""
-    ends = range(_IN_TURN, len(losses) + 1)
-    return next((end - 1 for end in ends if fmean(losses[end - _IN_TURN : end]) <= target), None)
-
-
-def ends_in_turns(seconds: Sequence[float]) -> Iterator[float]:
-    """When each step was over on this rank, from the beginning of its turn, in which all ranks begin together."""
-    for begun in range(0, len(seconds), _IN_TURN):
-        yield from accumulate(seconds[begun : begun + _IN_TURN])
-
-
-def joined(ends: Sequence[float]) -> list[float]:
-    """The same from the beginning of the training.
-
-    Args:
-        ends: See :func:`ends_in_turns`; of the rank on which each step was over last. The longest step of any rank,
-            added up, would be too much: ranks that do not wait for each other are slow in different steps.
-    """
-    over: list[float] = []
-    for begun in range(0, len(ends), _IN_TURN):
-        before = over[-1] if over else 0.0
-        over += [before + end for end in ends[begun : begun + _IN_TURN]]
-    return over
+def of_turns(losses: Sequence[float]) -> list[float]:
+    """The mean loss of each turn."""
+    return [fmean(losses[begun : begun + _IN_TURN]) for begun in range(0, len(losses), _IN_TURN)]
 
 
 def _rows(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
@@ -266,7 +400,7 @@ def _rows(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
                 f"{one['step_seconds'] / first['step_seconds']:.2f}",
                 "-" if reached is None else f"{reached:.1f}",
                 f"{reached / first['seconds_to_target']:.2f}" if reached and first["seconds_to_target"] else "-",
-                f"{fmean(one['losses'][-_IN_TURN:]):.2f}",
+                f"{of_turns(one['losses'])[-1]:.2f}",
                 f"{100 * fmean(right):.1f}{error} %",
             )
         yield ()
@@ -284,12 +418,10 @@ def _draw(lines: Sequence[Line], file: Path, caption: str) -> None:
         target = own[0]["target"]
         axis.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=0)
         for line in own:
-            name, losses = line["name"], line["losses"]
-            first = min(_IN_TURN, len(losses))  # before it there are too few for a mean
-            smooth = [fmean(losses[k - first : k]) for k in range(first, len(losses) + 1)]
+            name = line["name"]
             colour = _COLOURS[list(METHODS).index(name.removesuffix(", torch"))]
             dashed = {"linestyle": "--", "linewidth": 1.1} if "torch" in name else {"linewidth": 1.6}
-            axis.plot(line["seconds"][first - 1 :], smooth, label=name, color=colour, **dashed)
+            axis.plot(line["seconds"], of_turns(line["losses"]), label=name, color=colour, **dashed)
             if (reached := line["seconds_to_target"]) is not None:
                 inside = "white" if "torch" in name else colour
                 axis.plot(reached, target, "o", color=colour, markerfacecolor=inside, markersize=5, zorder=4)

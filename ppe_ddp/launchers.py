@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["LAUNCHERS", "Rendezvous", "detect", "first_host"]
+__all__ = ["LAUNCHERS", "Rendezvous", "detect", "find_mpirun", "first_host"]
 
 Environment = Mapping[str, str]
 
@@ -93,6 +96,11 @@ def first_host(nodelist: str) -> str:
     if match is None:
         raise ValueError(f"{nodelist!r} is not a list of machines in Slurm's notation")
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", match.group())
+
+
+def find_mpirun() -> str | None:
+    """The mpirun beside this Python, which is that of its MPI; else the one on PATH; None where there is neither."""
+    return shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
 
 def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezvous | None:

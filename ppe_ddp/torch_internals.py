@@ -1,9 +1,8 @@
 """The parts of torch that this library uses and torch does not promise: autograd, hooks, tensors, AMP.
 
 Nothing else in the package touches them (process groups have a file of their own, ``backends/group_internals.py``).
-Each is a function with the reason for it, and each has a trial in ``torch_internals_check.py``, which
-`python -m ppe_ddp doctor` runs and a test: a torch that has changed says so by name, instead of training wrongly in
-silence.
+Each is a function with the reason for it, and each has a trial in ``tests/torch_internals_check.py``, which tells by
+name what a torch does otherwise.
 """
 
 from __future__ import annotations
@@ -36,6 +35,17 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _Subclass = TypeVar("_Subclass", bound=Tensor)
+
+_TRIED = ("2.9", "2.10", "2.13", "2.15")
+
+
+def tried_versions() -> str:
+    """Whether the trials of these functions have been run with this torch, and how to run them; for people."""
+    known = f"tried with torch {', '.join(_TRIED)}; this is {torch.__version__}"
+    if ".".join(torch.__version__.split(".")[:2]) in _TRIED:
+        return known
+    return f"{known}: in a checkout of ppe_ddp, `python -m pytest tests/test_torch_internals.py` tries it"
+
 
 BufferCommHookLocation = _BufferCommHookLocation
 """When torch's ``_register_buffer_comm_hook`` has a hook called."""

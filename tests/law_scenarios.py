@@ -5,9 +5,11 @@ import itertools
 import torch.distributed as dist
 
 import ppe_ddp
-from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe
-from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
+from law_models import Recipe
+from law_steps import StepKind, TrainingStep, Zeroing
+from laws import Case, Variant, breaches, observe
+from ppe_ddp.testing import ConformanceError
+from ppe_ddp.testing.training import Plugs
 
 KINDS = list(StepKind)
 ZEROINGS = list(Zeroing)

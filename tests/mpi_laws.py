@@ -17,10 +17,10 @@ from mpi4py import MPI
 
 import mpi_megatron
 from law_scenarios import every_variant, scenarios
+from laws import breaches, observe_all
 from optim_runners import first_half, second_half
 from optimizing import OPTIMIZERS, hold_to_one_process
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.testing.laws import breaches, observe_all
 from ppe_ddp.testing.probes import probe_backend
 from random_training import differences, train
 

@@ -9,15 +9,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# All private uses are here, each behind a named function, and their trials.
-INTERNALS = frozenset(
-    {
-        "torch_internals.py",
-        "torch_internals_check.py",
-        "backends/group_internals.py",
-        "backends/group_internals_check.py",
-    }
-)
+# All private uses are here, each behind a named function.
+INTERNALS = frozenset({"torch_internals.py", "backends/group_internals.py"})
 # These still have some of their own.
 PENDING: frozenset[str] = frozenset()
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from law_models import Recipe
+from law_steps import Reference, StepKind, TrainingStep, Zeroing, perform
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import Reference, StepKind, TrainingStep, Zeroing, perform
 
 
 class Normed(nn.Module):

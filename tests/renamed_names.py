@@ -7,8 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from ppe_ddp import torch_internals, torch_internals_check
-from ppe_ddp.backends import group_internals, group_internals_check
+import group_internals_check
+import torch_internals_check
+from ppe_ddp import torch_internals
+from ppe_ddp.backends import group_internals
 
 # Not private by its look, though of a private object.
 FURTHER = {"backend_config", "device_backend_map", "creator_fn", "extended_api", "backend_type_map"}

@@ -22,7 +22,6 @@ LAYERS = [
     "errors",
     "torch_internals",
     "waiting",
-    "torch_internals_check",
     "nested_tensors",
     "scaling",
     "contracts",

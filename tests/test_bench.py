@@ -21,9 +21,8 @@ from ppe_ddp.cli import bench_platform, bench_step
 from ppe_ddp.cli.bench_collective import OPERATIONS, count_wrong
 from ppe_ddp.cli.bench_collective import measure as measure_collectives
 from ppe_ddp.cli.bench_compression import METHODS
-from ppe_ddp.cli.bench_models import WORKLOADS
 from ppe_ddp.cli.bench_platform import BACKENDS, Platform
-from ppe_ddp.cli.bench_step import GradientMismatchError, RankResult, combine, measure, tolerance
+from ppe_ddp.cli.bench_step import WORKLOADS, GradientMismatchError, RankResult, combine, measure, tolerance
 from ppe_ddp.cli.command_line import Spread
 from ppe_ddp.testing import RankError
 from subprocesses import MPIRUN, needs_mpirun, run
@@ -51,7 +50,7 @@ def test_every_step_of_a_model_gives_gradients_that_are_numbers():
         torch.manual_seed(0)
         model = workload.build()
         batch = workload.batch(torch.Generator().manual_seed(0))
-        workload.loss(model(batch, *workload.route(0, 0, 0)), batch).backward()
+        workload.loss(model(batch, *workload.route(0, 0)), batch).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert (len(gradients) < len(list(model.parameters()))) == workload.is_dynamic, name
         for gradient in gradients:
@@ -62,11 +61,11 @@ def test_every_step_of_a_model_gives_gradients_that_are_numbers():
 def test_branches_follow_from_seed_and_step():
     common, own = WORKLOADS["supernet-common"], WORKLOADS["supernet-own"]
     for step in range(5):
-        assert common.route(3, step, 0) == common.route(3, step, 0) == common.route(3, step, 1)
-        (paths,) = zip(*(own.route(3, step, rank) for rank in range(4)), strict=True)
+        assert common.route(step, 0) == common.route(step, 0) == common.route(step, 1)
+        (paths,) = zip(*(own.route(step, rank) for rank in range(4)), strict=True)
         for layer in zip(*paths, strict=True):
             assert sorted(layer) == [0, 1, 2, 3]
-    assert len({common.route(3, step, 0) for step in range(5)}) > 1
+    assert len({common.route(step, 0) for step in range(5)}) > 1
 
 
 # --- bench step
@@ -74,7 +73,7 @@ def test_branches_follow_from_seed_and_step():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, two_ranks):
-    words = ["--steps", "1", "--repeats", "2", "--model", "supernet-own", "--model", "small", "--no-views"]
+    words = ["--steps", "1", "--repeats", "2", "--model", "supernet-own", "--model", "small"]
     return reported(two_ranks, tmp_path_factory.mktemp("bench"), "step", *words)
 
 
@@ -82,7 +81,7 @@ def test_everything_is_in_the_report(report):
     assert report["versions"]["torch"] == torch.__version__
     assert report["machine"]["cores"] >= 1
     settings = report["settings"]
-    assert (settings["steps"], settings["repeats"], settings["views"]) == (1, 2, False)
+    assert (settings["steps"], settings["repeats"], settings["also"]) == (1, 2, [])
     assert settings["platform"]["backend"] == "gloo"
     assert [(model["name"], model["world_size"]) for model in report["models"]] == [("supernet-own", 2), ("small", 2)]
     for model in report["models"]:
@@ -147,9 +146,9 @@ def measure_wrongly(settings):
 
 
 def test_contestants_that_compute_something_else_are_not_timed(two_ranks):
-    settings = {"models": ["supernet-common"], "steps": 1, "repeats": 1, "seed": 0, "bucket_sizes": [], "views": True}
+    settings = {"models": ["supernet-common"], "steps": 1, "repeats": 1, "also": []}
     with pytest.raises(RankError) as caught:
-        two_ranks.run(measure_wrongly, {**settings, "overlap": True, "by_gloo": False, "mpi_thread": False})
+        two_ranks.run(measure_wrongly, settings)
     for error in caught.value.exceptions.values():
         assert isinstance(error, GradientMismatchError)
         assert "step 0" in str(error)
@@ -165,8 +164,19 @@ def test_coarse_types_may_differ_by_more():
 @needs_mpirun
 def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
-    words = ["step", "--quick", "--steps", "1", "--model", "supernet-own", "--json", "-", "--by-gloo"]
-    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", "bench", *words, "--bucket-size=0.5", "--mpi-thread"]
+    words = [
+        "step",
+        "--quick",
+        "--steps",
+        "1",
+        "--model",
+        "supernet-own",
+        "--json",
+        "-",
+        "--also",
+        "shared_memory=False",
+    ]
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", "bench", *words, "--also=bucket_cap_mb=0.5"]
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]), "COLUMNS": "80"}
     code, output, errors = run(command, timeout=150, environment=environment)
     assert code == 0, errors
@@ -174,7 +184,7 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     assert "ppe skipped: pytorch-pfn-extras is not installed (not here)" in errors
     assert "not here" in model["skipped"]["ppe"]
     results = {result["name"]: result for result in model["contestants"]}
-    assert [*results] == ["ppe_ddp", "0.5 MiB", "by gloo", "over mpi4py", "mpi thread", "torch", "bare"]
+    assert [*results] == ["ppe_ddp", "shared_memory=False", "bucket_cap_mb=0.5", "over mpi4py", "torch", "bare"]
     assert results["ppe_ddp"]["gradient_nbytes"] == model["existing_nbytes"]
     assert all(name in errors for name in results)
     assert max(map(len, errors.splitlines())) <= 80
@@ -237,15 +247,15 @@ def test_what_is_missing_is_named_with_a_remedy(gpus):
 def test_more_ranks_than_gpus_need_an_nccl_that_shares_them(gpus, backend):
     platform = Platform("cuda", backend)
     gpus(2, (2, 29, 1))
-    platform.admit(2)
+    platform.start(2)
     assert SHARING not in os.environ
     if backend == "gloo":
-        platform.admit(3)
+        platform.start(3)
         return
     with pytest.raises(ValueError, match=r"2 ranks would share a GPU, which NCCL 2\.29\.1 .* take --backend gloo"):
-        platform.admit(3)
+        platform.start(3)
     gpus(2, (2, 30, 0))
-    platform.admit(3)
+    platform.start(3)
     assert os.environ[SHARING] == "1"
 
 

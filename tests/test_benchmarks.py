@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import COMMANDS, load, optimizer, scaling, timeline, training
-from benchmarks.step_model import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
+from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
 from ppe_ddp import cli
 from ppe_ddp.cli.bench_platform import Platform
 from ppe_ddp.tracing.pictures import draw_steps
@@ -110,7 +110,8 @@ def test_a_task_is_trained_by_each_method_and_drawn(two_ranks, tmp_path, capsys)
     for line in lines:
         assert (line["task"], line["ranks"], len(line["losses"])) == ("trees", 2, 20)
         assert sum(line["losses"][-5:]) < 0.8 * sum(line["losses"][:5])
-        assert line["seconds"] == sorted(line["seconds"])
+        assert len(line["seconds"]) == 2
+        assert 0 < line["seconds"][0] < line["seconds"][1]
         assert len(line["accuracies"]) == 2
         assert all(0.2 < accuracy <= 1 for accuracy in line["accuracies"])
     torchs, ours, int8 = lines
@@ -127,15 +128,8 @@ def test_every_method_trains(two_ranks):
         assert sum(line["losses"][-10:]) < 0.5 * sum(line["losses"][:10]), line["name"]
 
 
-def test_a_loss_is_reached_when_the_mean_of_ten_is_and_a_turn_is_over_when_its_last_rank_is():
-    losses = [2.0] * 10 + [1.0] * 10
-    assert [training.reached_at(losses, target) for target in (1.5, 2.0, 0.9)] == [14, 9, None]
-    quick_at_first = list(training.ends_in_turns([1.0, 3.0] * 5 + [2.0] * 3))
-    quick_at_last = list(training.ends_in_turns([3.0, 1.0] * 5 + [1.0] * 3))
-    assert quick_at_first[:2] + quick_at_first[10:] == [1.0, 4.0, 2.0, 4.0, 6.0]
-    over = training.joined([max(both) for both in zip(quick_at_first, quick_at_last, strict=True)])
-    assert over[:4] == [3.0, 4.0, 7.0, 8.0]  # and not 3, 6, 9, 12
-    assert over[9:] == [20.0, 22.0, 24.0, 26.0]
+def test_losses_are_means_of_turns():
+    assert training.of_turns([2.0] * 10 + [1.0] * 5 + [0.0] * 5 + [3.0] * 2) == [2.0, 0.5, 3.0]
 
 
 # --- timeline

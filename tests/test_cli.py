@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks import COMMANDS as BENCHMARKS
-from ppe_ddp import cli
+from ppe_ddp import cli, torch_internals
 from ppe_ddp.backends.cupy_nccl import nccl_version
 from ppe_ddp.backends.cupy_nccl.nccl_version import version_text
-from ppe_ddp.cli import env
+from ppe_ddp.cli import doctor
 from ppe_ddp.cli.command_line import Spread, folder, positive, print_table, size_of
-from ppe_ddp.cli.env import Libraries, candidates, find_libraries, many_ranks_a_device
+from ppe_ddp.cli.doctor import Libraries, candidates, find_libraries, many_ranks_a_device
 from subprocesses import run
 
 # --- finding a command
@@ -68,7 +68,8 @@ def test_help_fits_a_terminal(program, monkeypatch, capsys):
         ["bench step", "--model", "huge"],
         ["bench step", "--ranks", "0"],
         ["bench step", "--steps", "-1"],
-        ["bench step", "--bucket-size", "nan"],
+        ["bench step", "--also", "bucket_cap_mb=0"],
+        ["bench step", "--also", "bucket_size=1"],
         ["bench step", "--json", "no/such/folder/result.json"],
         ["bench collective", "--max-size", "4KB"],
         ["doctor", "--setup", "no_such_module:register"],
@@ -134,8 +135,7 @@ def test_env_tells_people_and_programs_the_same():
         assert f"backend {backend['name']}:" in text
         assert backend["missing"] in " ".join(text.split())
     assert "launcher:           alone, rank 0 of 1" in text
-    assert report["torch_internals"] == []
-    assert "torch internals:    as expected\n" in text
+    assert "torch internals:    tried with torch 2." in text
     assert max(map(len, text.splitlines())) <= 80
     assert os.path.dirname(sys.executable) not in output + text
 
@@ -214,7 +214,7 @@ def test_it_is_the_nccl_version_that_counts(monkeypatch, files, number):
     ],
 )
 def test_two_nccls_clash(torch_nccl, libraries, clash):
-    found = env.clash_of(torch_nccl, Libraries(**libraries))
+    found = doctor.clash_of(torch_nccl, Libraries(**libraries))
     assert clash in found
     assert bool(clash) == bool(found)
 
@@ -222,7 +222,7 @@ def test_two_nccls_clash(torch_nccl, libraries, clash):
 def test_wrong_variables_of_a_launcher_are_told(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert env.launcher_here().startswith("its variables are wrong: WORLD_SIZE")
+    assert doctor.launcher_here().startswith("its variables are wrong: WORLD_SIZE")
 
 
 WORKS = "Get_library_version = lambda: 'Open  MPI v5\\nmore\\0'"
@@ -259,15 +259,13 @@ def test_a_library_is_asked_apart_from_this_process(tmp_path, monkeypatch, files
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    monkeypatch.setattr(env, "_SECONDS", 20.0 if "mpi4py.py" in files else 100.0)
+    monkeypatch.setattr(doctor, "_ASK_SECONDS", 20.0 if "mpi4py.py" in files else 100.0)
     found = find_libraries()
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_a_torch_that_has_changed_is_told_of(monkeypatch, capsys):
-    monkeypatch.setattr(env, "changes_of_torch", lambda: ("version_of: torch 9: it is gone",))
-    monkeypatch.setattr(env, "find_libraries", Libraries)
-    assert cli.main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert "torch internals:    1 changed" in text
-    assert "\n                    version_of: torch 9: it is gone\n" in text
+def test_a_torch_that_was_not_tried_is_told_of(monkeypatch):
+    assert torch_internals.tried_versions().endswith(f"this is {torch.__version__}")
+    monkeypatch.setattr(torch, "__version__", "9.1.0")
+    told = torch_internals.tried_versions()
+    assert "this is 9.1.0: in a checkout of ppe_ddp, `python -m pytest tests/test_torch_internals.py` tries it" in told

@@ -21,8 +21,7 @@ import nccl_stand_in
 import ppe_ddp
 from nccl_contract import check_library
 from ppe_ddp.backends.cupy_nccl.nccl_version import NCCL_OF_SHARED_DEVICES, torch_nccl
-from ppe_ddp.cli.doctor import diagnose
-from ppe_ddp.cli.env import Candidate
+from ppe_ddp.cli.doctor import Candidate, diagnose
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.testing import Ranks, World, check_backend, check_reduce_function
 from subprocesses import MPIRUN, needs_mpirun, run
@@ -96,9 +95,9 @@ def test_one_rank_keeps_the_laws_with_all_reduces_in_flight(backend):
 LAWS = """
 import sys, torch, torch.distributed as dist, ppe_ddp
 from ppe_ddp.testing.probes import probe_backend
-from ppe_ddp.testing.laws import Case
+from laws import Case
 from law_scenarios import check_case
-from ppe_ddp.testing.models import Recipe
+from law_models import Recipe
 ppe_ddp.init_process_group(sys.argv[1], init_method="mpi://", quiet=True)
 assert dist.get_world_size() == int(sys.argv[2]), dist.get_world_size()
 problems = probe_backend("cuda")
@@ -117,7 +116,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(("backend", "size"), [("mpi4py", 2), ("cpu:mpi4py,cuda:nccl", 1), ("cpu:mpi4py,cuda:nccl", 2)])
 def test_ranks_keep_the_laws_over_mpi4py(tmp_path, backend, size):
     needs(backend, size)
-    script = tmp_path / "laws.py"
+    script = tmp_path / "hold_to_laws.py"
     script.write_text(LAWS)
     # Open MPI refuses root, and more ranks than cores, unless it is told.
     environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -16,13 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
+from law_models import Kind, LayerRecipe, Recipe
 from law_scenarios import check_case, every_variant
+from law_steps import StepKind, TrainingStep, Zeroing
+from laws import Case, Variant, breaches, observe, observe_all
 from library_warnings import without_warnings
 from ppe_ddp.engine.mask_exchange import MaskExchanger
-from ppe_ddp.testing import RankError, Ranks
-from ppe_ddp.testing.laws import Case, ConformanceError, Plugs, Variant, breaches, observe, observe_all
-from ppe_ddp.testing.models import Kind, LayerRecipe, Recipe
-from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
+from ppe_ddp.testing import ConformanceError, RankError, Ranks
+from ppe_ddp.testing.training import Plugs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 LAYERS = st.builds(LayerRecipe, st.sampled_from(Kind), st.sampled_from(DTYPES))

@@ -20,6 +20,7 @@ import mpi_megatron
 import ppe_ddp
 import sharding_checks
 from law_scenarios import every_variant, scenario
+from laws import breaches, observe_all
 from library_warnings import without_warnings
 from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
 from node_worlds import BACKENDS, in_own_world, long_on_nodes, some, worlds
@@ -32,7 +33,6 @@ from ppe_ddp.testing import (
     check_comm_hook,
     check_reduce_function,
 )
-from ppe_ddp.testing.laws import breaches, observe_all
 from ppe_ddp.tracing.rank_record import record
 from random_training import differences, train
 from subprocesses import needs_mpirun

@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from law_models import Recipe
 from law_scenarios import every_variant
+from law_steps import StepKind, TrainingStep, Zeroing
+from laws import Case
 from mpi_check_collectives import all_gather_single
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
@@ -23,9 +26,6 @@ from ppe_ddp.backends.shm import shm_group as shm_group_module
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
-from ppe_ddp.testing.laws import Case
-from ppe_ddp.testing.models import Recipe
-from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
 from ppe_ddp.waiting import background_thread, progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
 from shm_checks import names_for, run_checks, run_wrappers

@@ -22,8 +22,18 @@ from ppe_ddp.engine.record import EventLog, Span
 from ppe_ddp.testing import Ranks
 from ppe_ddp.tracing import rank_record
 from ppe_ddp.tracing.pictures import group_names
-from ppe_ddp.tracing.rank_record import ClockOffset, RankRecord, measure_offset, record
-from ppe_ddp.tracing.spans import KINDS, length, merged, summarize, union, without
+from ppe_ddp.tracing.rank_record import (
+    KINDS,
+    ClockOffset,
+    RankRecord,
+    length,
+    measure_offset,
+    merged,
+    record,
+    summarize,
+    union,
+    without,
+)
 from ppe_ddp.tracing.timeline import read_records, write_chrome_trace
 from rank_tests import on_two_ranks
 

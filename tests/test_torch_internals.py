@@ -9,8 +9,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from ppe_ddp import torch_internals_check
-from ppe_ddp.backends import group_internals, group_internals_check
+import group_internals_check
+import torch_internals_check
+from ppe_ddp.backends import group_internals
 from ppe_ddp.errors import TorchChangedError
 from renamed_names import names_of_torch, problems_after_renaming
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 import test_megatron_graphs as graphs
+from law_models import Recipe, losses
 from one_process import (
     assert_gradients,
     assert_same_on_all_ranks,
@@ -24,7 +25,6 @@ from one_process import (
     seeded,
 )
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from ppe_ddp.testing.models import Recipe, losses
 from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import MPIRUN, needs_mpirun, run
 from test_graphs_broken import Broken, Fused

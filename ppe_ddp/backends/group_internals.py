@@ -1,8 +1,8 @@
 """The parts of torch that this library uses and torch does not promise: process groups, their stores and names.
 
 Nothing else in the package touches them (autograd, hooks and tensors have ``torch_internals.py``). Each is a
-function with the reason for it, and each has a trial in ``group_internals_check.py``, which `python -m ppe_ddp doctor`
-runs and a test. What can be told where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
+function with the reason for it, and each has a trial in ``tests/group_internals_check.py``. What can be told
+where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
 """
 
 from __future__ import annotations

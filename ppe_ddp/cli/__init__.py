@@ -28,8 +28,8 @@ class Command(NamedTuple):
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("env", "versions, launcher, devices, backends that can be made here", "ppe_ddp.cli.env"),
-    Command("doctor", "tries each of these backends on ranks, torch's internals", "ppe_ddp.cli.doctor"),
+    Command("env", "versions, launcher, devices, backends that can be made here", "ppe_ddp.cli.doctor:Env"),
+    Command("doctor", "tries each of these backends on ranks, or inside a job", "ppe_ddp.cli.doctor:Doctor"),
     Command("trace", "runs a script and draws what each rank computes and sends", "ppe_ddp.cli.timelines:TraceScript"),
     Command("timeline", "draws that again, from the records of all ranks", "ppe_ddp.cli.timelines:DrawTimeline"),
     Command("bench step", "a step beside torch DDP, ppe's and the bare module", "ppe_ddp.cli.bench_step"),

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +34,7 @@ from torch import Tensor
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.cli.bench_platform import BACKENDS, DEFAULT_RANKS, Platform, measure_on_ranks, over_mpi
 from ppe_ddp.cli.command_line import count, fail, output, print_table, size_of, told, write_report
-from ppe_ddp.launchers import detect
+from ppe_ddp.launchers import detect, find_mpirun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,32 +46,17 @@ _BLOCK_SECONDS = 0.05
 _DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
 
 
-def _all_reduce(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
-    dist.all_reduce(whole, group=group)
-    return whole
-
-
-def _broadcast(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
-    dist.broadcast(whole, 0, group=group)
-    return whole
-
-
-def _all_gather(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
-    dist.all_gather_into_tensor(whole, part, group=group)
-    return whole
-
-
 def _reduce_scatter(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
     dist.reduce_scatter_tensor(part, whole, group=group)
     return part
 
 
-def _sums(result: Tensor, ranks: int) -> Tensor:
-    return torch.full_like(result, ranks * (ranks + 1) / 2)
+def _into_whole(collective: Callable[..., object]) -> Callable[[Tensor, Tensor, Any], Tensor]:
+    def run(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+        collective(whole, part, group)
+        return whole
 
-
-def _firsts(result: Tensor, ranks: int) -> Tensor:
-    return torch.ones_like(result)
+    return run
 
 
 def _parts(result: Tensor, ranks: int) -> Tensor:
@@ -84,12 +67,24 @@ def _parts(result: Tensor, ranks: int) -> Tensor:
 # What runs it, what its result should be where each rank gave rank + 1, and busbw / algbw by the number of ranks.
 OPERATIONS: dict[
     str,
-    tuple[Callable[[Tensor, Tensor, Any], Tensor], Callable[[Tensor, int], Tensor], Callable[[int], float]],
+    tuple[Callable[[Tensor, Tensor, Any], Tensor], Callable[[Tensor, int], Any], Callable[[int], float]],
 ] = {
-    "all_reduce": (_all_reduce, _sums, lambda n: 2 * (n - 1) / n),
-    "broadcast": (_broadcast, _firsts, lambda n: 1),
-    "all_gather": (_all_gather, _parts, lambda n: (n - 1) / n),
-    "reduce_scatter": (_reduce_scatter, _sums, lambda n: (n - 1) / n),
+    "all_reduce": (
+        _into_whole(lambda whole, _part, group: dist.all_reduce(whole, group=group)),
+        lambda _result, n: n * (n + 1) / 2,
+        lambda n: 2 * (n - 1) / n,
+    ),
+    "broadcast": (
+        _into_whole(lambda whole, _part, group: dist.broadcast(whole, 0, group=group)),
+        lambda _result, _n: 1,
+        lambda _n: 1,
+    ),
+    "all_gather": (
+        _into_whole(lambda whole, part, group: dist.all_gather_into_tensor(whole, part, group=group)),
+        _parts,
+        lambda n: (n - 1) / n,
+    ),
+    "reduce_scatter": (_reduce_scatter, lambda _result, n: n * (n + 1) / 2, lambda n: (n - 1) / n),
 }
 
 
@@ -117,20 +112,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         platform = Platform.of(arguments.device)
         if platform.device == "cpu" and detect(os.environ).launcher == "alone":
-            return _under_mpirun(arguments.ranks or DEFAULT_RANKS)
+            mpirun = find_mpirun()
+            if mpirun is None:
+                return fail("there is no mpirun: pip install 'ppe_ddp[mpi]', or start with torchrun", 2)
+            ranks = str(arguments.ranks or DEFAULT_RANKS)
+            command = [mpirun, "-n", ranks, sys.executable, "-m", "ppe_ddp", *sys.argv[1:]]
+            return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
     except (ImportError, RuntimeError, ValueError) as error:
         return fail(error, 2)
     words, publish = (arguments, platform), partial(_publish, arguments, platform)
     return measure_on_ranks(measure, words, publish, ranks=arguments.ranks, platform=platform)
-
-
-def _under_mpirun(ranks: int) -> int:
-    """Run this very command line under mpirun."""
-    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
-    if mpirun is None:
-        return fail("there is no mpirun: pip install 'ppe_ddp[mpi]', or start with torchrun", 2)
-    command = [mpirun, "-n", str(ranks), sys.executable, "-m", "ppe_ddp", *sys.argv[1:]]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
 
 
 def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str, Any]]:

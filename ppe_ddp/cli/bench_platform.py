@@ -18,7 +18,7 @@ from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES, torch_nccl_te
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.cli.command_line import count, fail
-from ppe_ddp.cli.env import many_ranks_a_device
+from ppe_ddp.cli.doctor import many_ranks_a_device
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
 from ppe_ddp.testing import RankError, Ranks
@@ -77,7 +77,6 @@ def measure_on_ranks(
     platform = platform or Platform()
     try:
         if detect(os.environ).launcher == "alone":
-            platform.admit(ranks or DEFAULT_RANKS)
             with platform.start(ranks or DEFAULT_RANKS) as started:
                 return publish(started.run(measure, *words))
         platform.join(ranks)
@@ -131,17 +130,14 @@ class Platform:
             raise ValueError(f"--backend {backend}: this torch is built without NCCL; take --backend gloo")
         return cls(device, backend)
 
-    def admit(self, ranks: int) -> None:
-        """Let ``ranks`` processes of this machine share its devices.
+    def start(self, ranks: int) -> Ranks:
+        """Ranks of our own, which start when they are first used.
 
         Raises:
-            ValueError: NCCL is too old for that.
+            ValueError: They would have to share devices, and NCCL is too old for that.
         """
         if self.device == "cuda":
             self._check_sharing(-(-ranks // torch.cuda.device_count()))
-
-    def start(self, ranks: int) -> Ranks:
-        """Ranks of our own, which start when they are first used."""
         return Ranks(ranks, backend=self.backend, timeout=_RUN_SECONDS, group_timeout=_COLLECTIVE_SECONDS)
 
     def join(self, wanted: int | None = None) -> None:

@@ -11,13 +11,14 @@ those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
 
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json
-  mpirun -n 2 python -m ppe_ddp bench step
+  mpirun -n 2 python -m ppe_ddp bench step --also shared_memory=False
   python -m ppe_ddp bench step --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import gc
 import importlib
@@ -25,29 +26,151 @@ import random
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.bench_models import WORKLOADS
+from ppe_ddp import DistributedDataParallel, Options
 from ppe_ddp.cli.bench_platform import Platform, add_platform_arguments, measure_on_ranks, over_mpi
-from ppe_ddp.cli.command_line import Spread, count, fail, output, positive, print_table, told, write_report
+from ppe_ddp.cli.command_line import Spread, count, fail, output, print_table, told, write_report
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GradientMismatchError", "add_arguments", "combine", "measure", "run", "tolerance"]
+__all__ = ["WORKLOADS", "GradientMismatchError", "Workload", "add_arguments", "combine", "measure", "run", "tolerance"]
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
 # The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.
 _WARM_UP_STEPS = 3
 # Of the largest value: what averaging in another order changes, with room for kernels that sum in another order.
 _TOLERANCE, _ROUNDINGS = 1e-5, 4
+
+
+# ---------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model with its data; weights, data and branches follow from seeds, so that all train the same thing.
+
+    Attributes:
+        build: Makes a new model, with weights from torch's global generator.
+        batch: Makes the input of every step of one rank.
+        loss: Of the model's output and the batch, a scalar to differentiate.
+        route: The model's further arguments by step and rank: nothing, or the branches to take.
+        steps: Steps in a block, unless the user says otherwise: more where a step is short.
+        is_dynamic: Whether a step leaves some parameters out, which torch DDP has to be told.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor] = lambda output, _batch: output.square().mean()
+    route: Callable[[int, int], tuple[object, ...]] = lambda _step, _rank: ()
+    steps: int = 3
+    is_dynamic: bool = False
+
+
+def _random(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(*shape, generator=generator)
+
+
+def _chain(width: int, depth: int) -> nn.Sequential:
+    """Many small layers in a row."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width)
+        # With others, gradients become denormal in a thousand layers, which makes arithmetic slow.
+        nn.init.orthogonal_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def _linear(width: int) -> nn.Linear:
+    linear = nn.Linear(width, width)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    return linear
+
+
+_LAYERS, _BRANCHES = 8, 4
+
+
+class _Supernet(nn.Module):
+    """Layers of several branches each; one branch of each layer is used at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(_linear(512) for _ in range(_LAYERS * _BRANCHES))
+
+    def forward(self, x: Tensor, choices: tuple[int, ...]) -> Tensor:
+        for layer, choice in enumerate(choices):
+            x = functional.relu(self.branches[layer * _BRANCHES + choice](x))
+        return x
+
+
+def _supernet(place: Callable[[int], int]) -> Workload:
+    """One random branch of each layer in every step: in a random order of them, that at a rank's ``place``."""
+
+    def route(step: int, rank: int) -> tuple[object, ...]:
+        chooser = random.Random(step)
+        orders = [chooser.sample(range(_BRANCHES), _BRANCHES) for _ in range(_LAYERS)]
+        return (tuple(order[place(rank)] for order in orders),)
+
+    return Workload(_Supernet, _random(32, 512), route=route, steps=8, is_dynamic=True)
+
+
+class _TokenModel(nn.Module):
+    """An embedding, an encoder and a head."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return scores
+
+
+def _token_model(vocabulary: int, width: int, depth: int, shape: tuple[int, int], dtype: torch.dtype) -> Workload:
+    """Random tokens, each to be told from all of them."""
+    return Workload(
+        lambda: _TokenModel(vocabulary, width, depth).to(dtype),
+        lambda generator: torch.randint(vocabulary, shape, generator=generator),
+        lambda output, batch: functional.cross_entropy(output.flatten(0, 1).float(), batch.flatten()),
+    )
+
+
+WORKLOADS: dict[str, Workload] = {
+    # Few large gradients, all in every step: nothing to save but waiting.
+    "mlp": Workload(
+        lambda: nn.Sequential(*[layer for _ in range(8) for layer in (_linear(1024), nn.ReLU())]), _random(64, 1024)
+    ),
+    # Gradients so small that handling them costs more than sending them: 400.
+    "small": Workload(lambda: _chain(64, 200), _random(16, 64), steps=8),
+    # Three quarters of the gradients do not exist; all ranks take the same branches.
+    "supernet-common": _supernet(lambda rank: 0),
+    # A gradient that exists, exists on one rank only (of up to four).
+    "supernet-own": _supernet(lambda rank: rank % _BRANCHES),
+    # Gradients of all sizes, and the largest one, of the embedding, last of all.
+    "transformer": _token_model(4096, 256, 4, (4, 32), torch.float32),
+    # As large as GPT-2 small, in half precision: work for a GPU, and 330 MB of gradients to send beside it.
+    "transformer-bf16": _token_model(50304, 768, 12, (8, 1024), torch.bfloat16),
+    # On one rank what is left is the wrapper's own time for each of 2000 parameters.
+    "tiny": Workload(lambda: _chain(8, 1000), _random(8, 8)),
+}
+"""All models, by name."""
+
+
+# ---------------------------------------------------------------------- the command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,25 +183,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, metavar="N", help=f"repetitions (default: {_REPEATS})")
     quick = f"{_QUICK_STEPS} steps, {_QUICK_REPEATS} repetitions: a first look"
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, data and order")
     to_json = "write all numbers there; - for stdout, with the table on stderr"
     parser.add_argument("--json", type=output, metavar="FILE", help=to_json)
-    own = parser.add_argument_group("options of ppe_ddp's wrapper")
-    size = "once more with this size of a bucket, beside the one that is chosen; repeatable"
-    own.add_argument("--bucket-size", type=positive, action="append", default=[], metavar="MIB", help=size)
-    own.add_argument("--no-views", action="store_true", help="gradient_as_bucket_view=False")
-    own.add_argument("--no-overlap", action="store_true", help="communicate after backward")
-    own.add_argument("--by-gloo", action="store_true", help="once more with shared_memory=False")
-    thread = "under mpirun: once more over mpi4py with MpiOptions(thread=True)"
-    own.add_argument("--mpi-thread", action="store_true", help=thread)
+    also = "ppe_ddp once more with this keyword of the wrapper, such as bucket_cap_mb=1 or shared_memory=False"
+    parser.add_argument("--also", type=keyword, action="append", default=[], metavar="NAME=VALUE", help=also)
+
+
+def keyword(text: str) -> str:
+    """An option of the wrapper, as ``name=value``, that its class takes."""
+    name, _, value = text.partition("=")
+    try:
+        Options(**{name: ast.literal_eval(value)})
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no keyword of the wrapper with its value ({error})") from error
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints what came out.
 
     Returns:
-        0 if all was measured; 1 if a rank that was started here failed; 2 if
-        the ranks that there are cannot be used, or are not as many as were asked for.
+        0 if all was measured; 1 if a rank that was started here failed; 2 if the ranks that there are cannot be used,
+        or are not as many as were asked for.
 
     Raises:
         GradientMismatchError: In a rank that was started outside: two contestants do not compute the same.
@@ -87,19 +213,12 @@ def run(arguments: argparse.Namespace) -> int:
         platform = Platform.of(arguments.device, arguments.backend)
     except (ImportError, ValueError) as error:
         return fail(error, 2)
-    usual = [
-        name for name, one in WORKLOADS.items() if one.is_usual or (name.endswith("bf16") and platform.device == "cuda")
-    ]
+    left_out = {"tiny"} if platform.device == "cuda" else {"tiny", "transformer-bf16"}
     settings = {
-        "models": list(dict.fromkeys(arguments.model or usual)),
+        "models": list(dict.fromkeys(arguments.model or [name for name in WORKLOADS if name not in left_out])),
         "steps": arguments.steps or (_QUICK_STEPS if arguments.quick else None),
         "repeats": arguments.repeats or (_QUICK_REPEATS if arguments.quick else _REPEATS),
-        "seed": arguments.seed,
-        "bucket_sizes": arguments.bucket_size,
-        "views": not arguments.no_views,
-        "overlap": not arguments.no_overlap,
-        "by_gloo": arguments.by_gloo,
-        "mpi_thread": arguments.mpi_thread,
+        "also": arguments.also,
     }
     publish = partial(_publish, arguments, settings, platform)
     return measure_on_ranks(measure, (settings, platform), publish, ranks=arguments.ranks, platform=platform)
@@ -130,27 +249,14 @@ def _ours(options: Mapping[str, Any], module: nn.Module, group: ProcessGroup | N
     return DistributedDataParallel(module, process_group=group, **options)
 
 
-def _ours_in(own: ProcessGroup | None, options: Mapping[str, Any]) -> Wrap:
-    """In a group of its own; None for the default group."""
-    return lambda module, _group, is_dynamic: _ours(options, module, own, is_dynamic)
-
-
-def _contestants(settings: Mapping[str, Any]) -> dict[str, Wrap]:
-    """Who takes part, in the order of results. All ranks must call this together."""
-    options: dict[str, Any] = {} if settings["views"] else {"gradient_as_bucket_view": False}
-    options |= {} if settings["overlap"] else {"overlap": False}
-    found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, options)}
-    for size in settings["bucket_sizes"]:
-        sized = {**options, "bucket_cap_mb": size}
-        found[f"{size:g} MiB"] = _ours_in(None, sized)
-    if settings["by_gloo"]:
-        found["by gloo"] = partial(_ours, {**options, "shared_memory": False})
+def _contestants(also: Sequence[str]) -> dict[str, Wrap]:
+    """Who takes part, in the order of results."""
+    found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
+    for text in also:
+        name, _, value = text.partition("=")
+        found[text] = partial(_ours, {name: ast.literal_eval(value)})
     if over_mpi():
-        found["over mpi4py"] = _ours_in(None, options)
-        if settings["mpi_thread"]:
-            mpi = importlib.import_module("ppe_ddp.backends.mpi.mpi_group")
-            group = dist.new_group(backend="mpi4py", pg_options=mpi.MpiOptions(thread=True))
-            found["mpi thread"] = _ours_in(group, options)
+        found["over mpi4py"] = lambda module, _group, is_dynamic: _ours({}, module, None, is_dynamic)
     return {**found, "torch": _torch, "ppe": _ppe, "bare": lambda module, _group, _is_dynamic: module}
 
 
@@ -208,7 +314,7 @@ def measure(settings: Mapping[str, Any], platform: Platform) -> list[RankResult]
     with warnings.catch_warnings():
         # ppe's own, which a benchmark can do nothing about.
         warnings.filterwarnings("ignore", "Using .*non-full backward hook", FutureWarning)
-        contestants = _contestants(settings)
+        contestants = _contestants(settings["also"])
         return [_Race(name, settings, platform, control).measured(contestants, group) for name in settings["models"]]
 
 
@@ -224,9 +330,9 @@ class _Race:
         self._trained: dict[str, nn.Module] = {}
         self._steps: dict[str, int] = {}
         # Made on the CPU, so that they are the same on every kind of device.
-        generator = torch.Generator().manual_seed(1000 * settings["seed"] + self._rank)
+        generator = torch.Generator().manual_seed(self._rank)
         self._batch = self._workload.batch(generator).to(platform.device)
-        torch.manual_seed(settings["seed"])
+        torch.manual_seed(0)
         self._module = self._workload.build().to(platform.device)
 
     def measured(self, contestants: Mapping[str, Wrap], group: ProcessGroup | None) -> RankResult:
@@ -259,14 +365,14 @@ class _Race:
         """Let one contestant make its next steps. The n-th is the same for all contestants."""
         first = self._steps[name]
         for number in range(first, first + steps):
-            route = self._workload.route(self._settings["seed"], number, self._rank)
+            route = self._workload.route(number, self._rank)
             self._modules[name].zero_grad(set_to_none=True)
             self._workload.loss(self._trained[name](self._batch, *route), self._batch).backward()
         self._steps[name] = first + steps
 
     def _timed(self) -> dict[str, list[float]]:
         seconds: dict[str, list[float]] = {name: [] for name in self._trained}
-        order, shuffler = list(seconds), random.Random(self._settings["seed"])
+        order, shuffler = list(seconds), random.Random(0)
         steps = self._settings["steps"] or self._workload.steps
         gc.collect()
         for _ in range(self._settings["repeats"]):
@@ -342,7 +448,6 @@ def combine(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
     existing = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
     return {
         "name": name,
-        "title": WORKLOADS[name].title,
         "world_size": size,
         "parameters": len(first.nbytes),
         "parameter_nbytes": sum(first.nbytes),

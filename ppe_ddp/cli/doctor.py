@@ -1,54 +1,271 @@
-"""Starts ranks over each backend that can be made here, and tells which work.
-
-First it tries what this library uses of torch and torch does not promise.
-The ranks then make collectives whose results are known, and train a model
-whose graph differs from rank to rank beside one process that does the same.
-Two ranks, or one for CUDA where they would have to share a device (two all
-the same, over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is
-set). A rank that hangs is killed and reported.
-
-Under mpirun, torchrun or srun it examines the ranks of that job instead:
-which share a node, and for the groups of all ranks, of a node, and of one
-rank of each node, what goes through memory and what over the network.
-
-  python -m ppe_ddp doctor
-  mpirun -hosts n0:2,n1:2 -n 4 python -m ppe_ddp doctor
-  python -m ppe_ddp doctor --backend mine --setup my_module:register
-"""
+"""The commands that look at the place where they run: ``env`` lists what is there, ``doctor`` tries it on ranks."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
-from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES
-from ppe_ddp.cli import examination
-from ppe_ddp.cli.command_line import fail, output, positive, print_rows, told, write_report
-from ppe_ddp.cli.env import (
-    Candidate,
-    candidates,
-    changes_of_torch,
-    find_libraries,
-    many_ranks_a_device,
-    text_of_changes,
+from ppe_ddp.backends.cupy_nccl.nccl_version import (
+    NCCL_OF_SHARED_DEVICES,
+    SHARE_DEVICES,
+    torch_nccl,
+    torch_nccl_text,
 )
-from ppe_ddp.launch import check_backend, init_process_group
-from ppe_ddp.launchers import detect
-from ppe_ddp.testing import RankError, Ranks
+from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.backends.json_collectives import all_gather_json
+from ppe_ddp.cli.command_line import (
+    fail,
+    machine_facts,
+    output,
+    positive,
+    print_rows,
+    told,
+    versions,
+    write_report,
+)
+from ppe_ddp.engine.group_duplicates import backends_of
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.memory import offers_memory
+from ppe_ddp.launch import Job, check_backend, init_process_group
+from ppe_ddp.launchers import detect, find_mpirun
+from ppe_ddp.testing import JobStarter, NodesError, RankError, Ranks
+from ppe_ddp.testing.conformance import examine_backend
+from ppe_ddp.torch_internals import tried_versions
 
-__all__ = ["Diagnosis", "add_arguments", "diagnose", "run"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Candidate", "Doctor", "Env", "Libraries", "candidates", "diagnose", "find_libraries"]
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+# ---------------------------------------------------------------------- what is there
+
+_ASK_SECONDS = 60.0
+_ANSWER = "ppe_ddp: "
+_OF_TORCH = ("cuda_compiled_version", "nvidia_driver_version", "nvidia_gpu_models", "os", "gcc_version", "libc_version")
+# Each is asked in a process of its own: importing mpi4py may start MPI in this one, CuPy would bring its NCCL, and a
+# library that does not fit crashes. What a script knows before it fails is told, too.
+_ASK = f"import atexit, json; a = {{}}; atexit.register(lambda: print({_ANSWER!r} + json.dumps(a), flush=True))\n"
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+a["mpi4py"] = mpi4py.__version__
+from mpi4py import MPI
+a["mpi"] = " ".join(MPI.Get_library_version().strip("\\0 \\n").splitlines()[0].split())
+"""
+# torch first, as a program of ours has it. What is mapped says which libnccl is really used.
+_ASK_CUPY = """
+import warnings
+warnings.simplefilter("ignore")
+import torch, cupy
+a["cupy"] = cupy.__version__
+from cupy.cuda import nccl
+from ppe_ddp.backends.cupy_nccl.nccl_version import loaded_files, version_text
+a["cupy_nccl"] = version_text(nccl.get_version()) if nccl.available else None
+a["nccl_files"] = len(loaded_files())
+"""
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """The communication libraries that Python finds here.
+
+    Attributes:
+        mpi4py: Its version; None where it is not installed.
+        mpi: What the MPI library behind it calls itself.
+        mpirun: The path of the one beside this Python, which is that of its MPI, else of the one on PATH.
+        mpi_problem: Why mpi4py or its MPI cannot be loaded; empty where they can.
+        cupy: Its version; None where it is not installed.
+        cupy_nccl: The version of the NCCL that CuPy finds, such as ``"2.27.7"``.
+        nccl_files: How many different libnccl files torch and CuPy load together; more than one is a clash.
+        cupy_problem: Why CuPy cannot be loaded; empty where it can.
+    """
+
+    mpi4py: str | None = None
+    mpi: str | None = None
+    mpirun: str | None = None
+    mpi_problem: str = ""
+    cupy: str | None = None
+    cupy_nccl: str | None = None
+    nccl_files: int = 0
+    cupy_problem: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend that this library can train over.
+
+    Attributes:
+        name: As ``init_process_group`` takes it.
+        device: Whose tensors it is for: "cpu" or "cuda".
+        missing: Why it cannot be made here; empty where it can.
+        remedy: What to do about that.
+    """
+
+    name: str
+    device: str
+    missing: str = ""
+    remedy: str = ""
+
+
+class Env:
+    """Lists versions, launcher, devices, and the backends that can be made here.
+
+    Copy what it prints into a bug report: it names no machine and no user. It
+    starts no ranks; `doctor` does.
+    """
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds this command's arguments to ``parser``."""
+        parser.add_argument("--json", type=output, metavar="FILE", help="write it as JSON there; - for stdout")
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Looks and prints; returns 0, whatever there is or is not."""
+        found, nccl, info = find_libraries(), torch_nccl_text(), collect_env.get_env_info()
+        torchs = {name: getattr(info, name, None) for name in _OF_TORCH}
+        facts, clash, launcher = machine_facts(), clash_of(nccl, found), launcher_here()
+        mpirun = "nowhere"  # without a path, which may name a user
+        if found.mpirun:
+            is_ours = Path(found.mpirun).parent == Path(sys.executable).parent
+            mpirun = "beside this Python" if is_ours else "on PATH"
+        threads = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}, torch takes {torch.get_num_threads()}"
+        rows = {
+            **versions(),
+            "system": f"{torchs['os']}, {torchs['libc_version']}, gcc {torchs['gcc_version']}",
+            "processor": f"{facts['cpu']}, {facts['cores']} cores for this process",
+            "threads": threads,
+            "torch's CUDA": f"{torchs['cuda_compiled_version']}, NCCL {nccl}, driver {torchs['nvidia_driver_version']}",
+            "torch internals": tried_versions(),
+            "mpi4py": found.mpi4py and f"{found.mpi4py}, {found.mpi}, mpirun {mpirun}",
+            "CuPy": found.cupy and f"{found.cupy}, NCCL {found.cupy_nccl}",
+            "NCCL clash": clash or "no",
+            "launcher": launcher,
+            "devices": torchs["nvidia_gpu_models"],
+            "ranks a device": f"several, with {SHARE_DEVICES}=1" if many_ranks_a_device() else None,
+        }
+        backends = candidates(found)
+        for one in backends:
+            state = f"no: {one.missing}; remedy: {one.remedy}" if one.missing else f"yes, for {one.device} tensors"
+            rows[f"backend {one.name}"] = state
+        print_rows([(f"{name}:", str(text or "-")) for name, text in rows.items()], [19], told(arguments))
+        content: dict[str, Any] = {"launcher": launcher, "threads": threads, "torch": torchs, "torch_nccl": nccl}
+        content |= {"nccl_clash": clash, "libraries": {**asdict(found), "mpirun": mpirun}}
+        write_report(arguments, "env", **content, backends=[asdict(one) for one in backends])
+        return 0
+
+
+def find_libraries() -> Libraries:
+    """Ask for MPI and CuPy, each in a process of its own, which takes seconds."""
+    (mpi, mpi_problem), (cupy, cupy_problem) = _ask(_ASK_MPI), _ask(_ASK_CUPY)
+    return Libraries(**mpi, **cupy, mpirun=find_mpirun(), mpi_problem=mpi_problem, cupy_problem=cupy_problem)
+
+
+def _ask(script: str) -> tuple[dict[str, Any], str]:
+    """What a script puts into ``a`` before it ends or fails, and the last line of its error."""
+    command = [sys.executable, "-c", _ASK + script]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {}, f"it has not answered within {_ASK_SECONDS:g} s"
+    answers = [line.removeprefix(_ANSWER) for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    lines = done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"]
+    return json.loads(answers[-1]) if answers else {}, lines[-1] if done.returncode else ""
+
+
+def candidates(found: Libraries) -> tuple[Candidate, ...]:
+    """All backends, those first that need least."""
+    no_gloo = "" if dist.is_gloo_available() else "this build of torch has no gloo"
+    nccl = cuda = _without_cuda()
+    if not cuda[0] and not dist.is_nccl_available():
+        nccl = "this build of torch has no NCCL", "install a torch for CUDA on Linux"
+    cupy = _without_cupy(found, has_cuda=not cuda[0])
+    return (
+        Candidate("gloo", "cpu", no_gloo, no_gloo and "install a torch that is built with gloo"),
+        Candidate("mpi4py", "cpu", *_without_mpi(found)),
+        Candidate("nccl", "cuda", *nccl),
+        Candidate("cupy_nccl", "cuda", *("; ".join(filter(None, both)) for both in zip(cuda, cupy, strict=True))),
+    )
+
+
+def _without_mpi(found: Libraries) -> tuple[str, str]:
+    """What is missing, and the remedy; both empty for nothing."""
+    install = 'pip install "ppe-ddp[mpi]"'
+    if found.mpi4py is None:
+        return "mpi4py is not installed", install
+    if found.mpi is None:
+        return f"mpi4py finds no MPI library ({found.mpi_problem})", install
+    if found.mpirun is None:
+        return "there is no mpirun, which starts its ranks", f"put the mpirun of {found.mpi} on PATH, or {install}"
+    return "", ""
+
+
+def _without_cuda() -> tuple[str, str]:
+    if torch.version.cuda is None:
+        return "this build of torch is without CUDA", "install a torch for CUDA, on a machine with an NVIDIA GPU"
+    if not torch.cuda.is_available():
+        version = f"see nvidia-smi, whose CUDA version must be of torch's number ({torch.version.cuda}) or above"
+        return "no CUDA device is visible", f"{version}, and CUDA_VISIBLE_DEVICES"
+    return "", ""
+
+
+def _without_cupy(found: Libraries, *, has_cuda: bool) -> tuple[str, str]:
+    install = f'pip install "ppe-ddp[{"cupy12" if (torch.version.cuda or "13").startswith("12") else "cupy13"}]"'
+    if found.cupy is None:
+        is_absent = "No module named 'cupy'" in found.cupy_problem
+        return "CuPy is not installed" if is_absent else f"CuPy cannot be imported ({found.cupy_problem})", install
+    if has_cuda and found.cupy_nccl is None:
+        why = f" ({found.cupy_problem})" if found.cupy_problem else ""
+        remedy = "install a torch for CUDA, which brings NCCL, and import it before CuPy"
+        return f"CuPy {found.cupy} finds no NCCL{why}", remedy
+    if found.nccl_files > 1:
+        clash = "torch and CuPy load two different NCCLs, which get in each other's way"
+        return clash, f"install the CuPy that fits torch: {install}"
+    return "", ""
+
+
+def clash_of(torchs: str | None, found: Libraries) -> str:
+    """Why torch's NCCL and CuPy's do not go together; empty where they do."""
+    if found.nccl_files > 1:
+        return f"torch and CuPy load {found.nccl_files} different libnccl files into one process"
+    if torchs and found.cupy_nccl and torchs != found.cupy_nccl:
+        return f"torch calls NCCL {torchs}, and CuPy calls {found.cupy_nccl}"
+    return ""
+
+
+def many_ranks_a_device() -> bool:
+    """Whether torch's NCCL takes several ranks on one GPU, where it is told to."""
+    return (torch_nccl() or 0) >= NCCL_OF_SHARED_DEVICES
+
+
+def launcher_here() -> str:
+    """Who started this process and with how many ranks, or what is wrong with its variables."""
+    try:
+        place = detect(os.environ)
+    except (ValueError, RuntimeError) as error:
+        return f"its variables are wrong: {error}"
+    return f"{place.launcher}, rank {place.rank} of {place.world_size}{place.note and f' ({place.note})'}"
+
+
+# ---------------------------------------------------------------------- which of it works
 
 _SECONDS, _RANKS, _TOLD_LINES = 60.0, 2, 12
 _NCCL_REMEDY = "run it again with NCCL_DEBUG=INFO, which tells what NCCL meets; see also `python -m ppe_ddp env`"
@@ -60,14 +277,6 @@ _REMEDIES = {
     "cupy_nccl": _NCCL_REMEDY,
 }
 _OWN_REMEDY = "hold it to ppe_ddp.testing.check_backend, which says more"
-# Open MPI refuses to run as root, or with more ranks than cores, unless it is told to.
-_ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
-# Where this process itself was started by a launcher, its ranks are not those that are started here.
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "SLURM_")
 
 
 @dataclass(frozen=True)
@@ -93,16 +302,71 @@ class Diagnosis:
     details: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments to ``parser``."""
-    only = "only this one, of ours or your own; may be repeated"
-    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help=only)
-    setup = "called without arguments in each rank before it joins: registers a backend of your own"
-    parser.add_argument("--setup", type=function_named, metavar="MODULE:FUNCTION", help=setup)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what your own backend is for")
-    limit = f"for each backend (default: {_SECONDS:g})"
-    parser.add_argument("--timeout", type=positive, default=_SECONDS, metavar="S", help=limit)
-    parser.add_argument("--json", type=output, metavar="FILE", help="write the findings there; - for stdout")
+class Doctor:
+    """Starts ranks over each backend that can be made here, and tells which work.
+
+    The ranks make calls whose results are known, and train a model whose graph
+    differs from rank to rank beside one process that does the same. Two ranks,
+    or one for CUDA where they would have to share a device (two all the same,
+    over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set). A rank
+    that hangs is killed and reported.
+
+    Under mpirun, torchrun or srun it examines the ranks of that job instead:
+    which share a node, and for the groups of all ranks, of a node, and of one
+    rank of each node, what goes through memory and what over the network.
+
+      python -m ppe_ddp doctor
+      mpirun -hosts n0:2,n1:2 -n 4 python -m ppe_ddp doctor
+      python -m ppe_ddp doctor --backend mine --setup my_module:register
+    """
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds this command's arguments to ``parser``."""
+        only = "only this one, of ours or your own; may be repeated"
+        parser.add_argument("--backend", action="append", default=[], metavar="NAME", help=only)
+        setup = "called without arguments in each rank before it joins: registers a backend of your own"
+        parser.add_argument("--setup", type=function_named, metavar="MODULE:FUNCTION", help=setup)
+        parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what your own backend is for")
+        limit = f"for each backend (default: {_SECONDS:g})"
+        parser.add_argument("--timeout", type=positive, default=_SECONDS, metavar="S", help=limit)
+        parser.add_argument("--json", type=output, metavar="FILE", help="write the findings there; - for stdout")
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Examines one backend after the other, and prints what it finds as it goes.
+
+        Returns:
+            0 if nothing failed; 1 if something did, or a backend that was asked for by name cannot be made here; 2 if
+            a name is no backend's.
+        """
+        file, asked = told(arguments), arguments.backend
+        try:
+            place = detect(os.environ)
+        except (ValueError, RuntimeError) as error:
+            return fail(error, 1)
+        if place.world_size > 1:
+            return _in_job(arguments)
+        try:
+            for name in asked if arguments.setup is None else ():
+                check_backend(name)
+        except ValueError as error:
+            return fail(f"{error}: --setup MODULE:FUNCTION names a function that does", 2)
+        print_rows([("torch internals:", tried_versions())], [16], file)
+        ours = {candidate.name: candidate for candidate in candidates(find_libraries())}
+        diagnoses = []
+        for candidate in [ours.get(name) or Candidate(name, arguments.device) for name in asked or ours]:
+            if not candidate.missing:
+                print(f"{candidate.name}: ranks are starting ...", file=sys.stderr, flush=True)
+            found = diagnose(candidate, arguments.timeout, arguments.setup if candidate.name in asked else None)
+            diagnoses.append(found)
+            ranks = (
+                f"{found.ranks} rank{'s' if found.ranks != 1 else ''}, {found.seconds:.1f} s: " if found.ranks else ""
+            )
+            texts = [ranks + found.reason, found.details, found.remedy and f"remedy: {found.remedy}"]
+            print_rows([(found.backend, found.outcome, "\n".join(filter(None, texts)))], [11, 8], file)
+        write_report(arguments, "doctor", diagnoses=[asdict(one) for one in diagnoses])
+        return int(any(one.outcome == "failed" or (asked and one.outcome == "skipped") for one in diagnoses))
 
 
 def function_named(text: str) -> Callable[[], object]:
@@ -115,82 +379,12 @@ def function_named(text: str) -> Callable[[], object]:
     return function
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Examines one backend after the other, and prints what it finds as it goes.
-
-    Returns:
-        0 if nothing failed; 1 if something did, a backend that was asked for by name cannot be made here, or torch
-        has changed; 2 if a name is no backend's.
-    """
-    file, asked = told(arguments), arguments.backend
-    try:
-        place = detect(os.environ)
-    except (ValueError, RuntimeError) as error:
-        return fail(error, 1)
-    if place.world_size > 1:
-        return _in_job(arguments, place.rank, file)
-    try:
-        for name in asked if arguments.setup is None else ():
-            check_backend(name)
-    except ValueError as error:
-        return fail(f"{error}: --setup MODULE:FUNCTION names a function that does", 2)
-    changes = _told_changes(file)
-    diagnoses = []
-    for candidate in _chosen(asked, arguments.device):
-        if not candidate.missing:
-            print(f"{candidate.name}: ranks are starting ...", file=sys.stderr, flush=True)
-        own = arguments.setup if candidate.name in asked else None
-        found = diagnose(candidate, arguments.timeout, own)
-        diagnoses.append(found)
-        ranks = f"{found.ranks} rank{'s' if found.ranks != 1 else ''}, {found.seconds:.1f} s: " if found.ranks else ""
-        texts = [ranks + found.reason, found.details, found.remedy and f"remedy: {found.remedy}"]
-        print_rows([(found.backend, found.outcome, "\n".join(filter(None, texts)))], [11, 8], file)
-    write_report(arguments, "doctor", torch_internals=changes, diagnoses=[asdict(one) for one in diagnoses])
-    unwell = [one for one in diagnoses if one.outcome == "failed" or (asked and one.outcome == "skipped")]
-    return int(bool(unwell or changes))
-
-
-def _told_changes(file: TextIO) -> tuple[str, ...]:
-    changes = changes_of_torch()
-    print("\n  ".join(f"torch internals: {text_of_changes(changes)}".splitlines()), file=file, flush=True)
-    return changes
-
-
-def _in_job(arguments: argparse.Namespace, rank: int, file: TextIO) -> int:
-    """Examine the job whose rank this process is, together with the others; rank 0 tells."""
-    asked = arguments.backend or [None]
-    if len(asked) > 1:
-        return fail(f"the ranks of a job have one backend: not --backend {' --backend '.join(asked)}", 2)
-    changes = _told_changes(file) if rank == 0 else ()
-    if arguments.setup is not None:
-        arguments.setup()
-    try:
-        job = init_process_group(asked[0], timeout=arguments.timeout, quiet=True)
-    except (ValueError, RuntimeError) as error:
-        return fail(error, 1)
-    findings = examination.examine_job(job)
-    dist.destroy_process_group()
-    if rank == 0:
-        print("\n".join(examination.lines_of(findings)), file=file, flush=True)
-        write_report(arguments, "doctor", torch_internals=changes, job=findings)
-    return int(bool(findings["problems"] or changes))
-
-
-def _chosen(asked: Sequence[str], device: str) -> Iterator[Candidate]:
-    ours = {candidate.name: candidate for candidate in candidates(find_libraries())}
-    for name in asked or ours:
-        yield ours.get(name) or Candidate(name, device)
-
-
-# ---------------------------------------------------------------------- one backend
-
-
 def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] | None = None) -> Diagnosis:
     """Start ranks over one backend, have them examine it, and end them, whatever they do.
 
     Args:
         candidate: The backend; one that cannot be made here is skipped.
-        timeout: Seconds that the examination may take; the start of the processes has as many again, at least.
+        timeout: Seconds that the examination may take, without the start of the processes.
         setup: Called in each rank before it joins, for example to register the backend. A function of a module.
     """
     name, size = candidate.name, _RANKS
@@ -201,53 +395,109 @@ def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] |
         # NCCL can do it from 2.30 on, as an experiment: only where it is asked for.
         is_wanted = os.environ.get(SHARE_DEVICES) == "1" and name in ("nccl", "cupy_nccl")
         size = _RANKS if is_wanted and many_ranks_a_device() else 1
+    starter = JobStarter(None, "mpirun", (size,)) if name == "mpi4py" else None
     try:
-        if name == "mpi4py":
-            problems, details = _under_mpirun(timeout)
-        else:
-            with Ranks(size, backend=name, timeout=timeout, prepare=setup) as ranks:
-                problems = [one for found in ranks.run(examination.examine, candidate.device) for one in found]
-    except RankError as error:
+        with Ranks(size, backend=name, timeout=timeout, prepare=setup, starter=starter) as ranks:
+            problems = [one for found in ranks.run(examine_backend, _DTYPES, candidate.device) for one in found]
+    except (NodesError, RankError) as error:
         reason, _, details = str(error).partition("\n")
         problems = [reason]
-    details = "\n".join(details.strip().splitlines()[-_TOLD_LINES:])
     seconds = time.monotonic() - start
     if not problems:
-        return Diagnosis(name, "ok", size, seconds, examination.EXAMINED)
-    reason = "\n".join(dict.fromkeys(problems))  # the same sentence from several ranks is told once
+        return Diagnosis(name, "ok", size, seconds, "collectives, training of a model that changes")
+    details = "\n".join(details.strip().splitlines()[-_TOLD_LINES:])
+    told_once = list(dict.fromkeys(problems))  # several ranks say the same
+    reason = "\n".join([*told_once[:_TOLD_LINES], *(["..."] if len(told_once) > _TOLD_LINES else [])])
     return Diagnosis(name, "failed", size, seconds, reason, _REMEDIES.get(name, _OWN_REMEDY), details)
 
 
-def _under_mpirun(timeout: float) -> tuple[list[str], str]:
-    """The problems that ranks under mpirun find, and what they have written to stderr where they fail."""
-    mpirun = find_libraries().mpirun
-    command = [str(mpirun), "-n", str(_RANKS), sys.executable, "-m", "ppe_ddp.cli.examination", str(timeout / 2)]
-    inherited = {name: text for name, text in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**_ENVIRONMENT, **inherited, "OMP_NUM_THREADS": "1"},
-    )
-    limit, is_over = 2 * timeout, True  # the ranks import torch first
+# ---------------------------------------------------------------------- inside a job
+
+_NBYTES, _SMALL_NBYTES = 4 << 20, 64  # as a bucket, and as a mask
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def _in_job(arguments: argparse.Namespace) -> int:
+    """Examine the job that this process is a rank of, together with the others; rank 0 tells."""
+    asked = arguments.backend or [None]
+    if len(asked) > 1:
+        return fail(f"the ranks of a job have one backend: not --backend {' --backend '.join(asked)}", 2)
+    if arguments.setup is not None:
+        arguments.setup()
     try:
-        text, errors = process.communicate(timeout=limit)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        text, errors = process.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        is_over = False
-    lines = [line.removeprefix(examination.ANSWER) for line in text.splitlines() if line.startswith(examination.ANSWER)]
-    answers = [json.loads(line) for line in lines]
-    if not is_over:
-        answered = [answer["rank"] for answer in answers] or "none"
-        return [f"the ranks were killed after {limit:g} s; those that had answered: {answered}"], errors
-    if process.returncode or not answers:
-        return [f"mpirun ended with exit code {process.returncode}"], errors
-    if (sizes := {answer["ranks"] for answer in answers}) != {_RANKS}:
-        return [f"mpirun started {_RANKS} ranks, and they see a world of {sorted(sizes)}"], ""
-    return [problem for answer in answers for problem in answer["problems"]], ""
+        job = init_process_group(asked[0], timeout=arguments.timeout, quiet=True)
+    except (ValueError, RuntimeError) as error:
+        return fail(error, 1)
+    findings = _examine_job(job)
+    dist.destroy_process_group()
+    if job.rank == 0:
+        print("\n".join(_lines_of(findings)), file=told(arguments), flush=True)
+        write_report(arguments, "doctor", job=findings)
+    return int(bool(findings["problems"]))
+
+
+def _examine_job(job: Job) -> dict[str, Any]:
+    """The same on every rank: nodes with their ranks, how messages travel in each kind of group, and problems."""
+    boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # tells apart machines of one name
+    names = [tuple(name) for name in _gathered([socket.gethostname(), boot_id])]
+    nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]
+    by_node = [ranks for _, ranks in nodes]
+    routes = [_route("all ranks", [list(range(job.world_size))], by_node)]
+    if len(nodes) > 1:
+        routes.append(_route("of a node", by_node, by_node))
+        columns = [[rank for rank in ranks if rank is not None] for ranks in itertools.zip_longest(*by_node)]
+        routes.append(_route("one of each node", columns, by_node))
+    found = _gathered(examine_backend(_DTYPES, job.device.type))
+    return {
+        "launcher": job.launcher,
+        "backend": job.backend,
+        "nodes": [[name, ranks] for (name, _), ranks in nodes],
+        "routes": routes,
+        "problems": list(dict.fromkeys(problem for problems in found for problem in problems)),
+    }
+
+
+def _lines_of(findings: dict[str, Any]) -> list[str]:
+    count = sum(len(ranks) for _, ranks in findings["nodes"])
+    lines = [f"torch internals: {tried_versions()}"]
+    lines += [f"job: {count} ranks by {findings['launcher']}, backend {findings['backend']}"]
+    lines += [f"  node {name}: {_listed([ranks])}" for name, ranks in findings["nodes"]]
+    for route in findings["routes"]:
+        lines.append(f"  {route['group']} ({_listed(route['ranks'])})")
+        lines += [f"    buckets: {route['buckets']}", f"    masks:   {route['masks']}"]
+    return lines + ([f"  failed: {problem}" for problem in findings["problems"]] or ["  ok: collectives and training"])
+
+
+def _route(name: str, groups: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Ask every group of a kind, each by its own ranks, as a wrapper would have it: duplicated, and after a message."""
+    own: tuple[str, str] | None = None
+    for ranks in groups:
+        # Made by all ranks: those that make groups alone would have to make equally many.
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks and len(ranks) > 1:
+            made = Groups.duplicate(group, shared_memory=True)
+            for one, nbytes in ((made.buckets, _NBYTES), (made.control, _SMALL_NBYTES)):
+                dist.all_reduce(torch.zeros(nbytes // 4), group=one)
+            spans = sum(1 for node in nodes if set(node) & set(ranks)) > 1
+            own = _way(made.buckets, spans=spans, is_small=False), _way(made.control, spans=spans, is_small=True)
+    found = [ways for ways in _gathered(own) if ways is not None]
+    buckets, masks = (" or ".join(dict.fromkeys(ways[k] for ways in found)) or "nothing is sent" for k in (0, 1))
+    return {"group": name, "ranks": [list(ranks) for ranks in groups], "buckets": buckets, "masks": masks}
+
+
+def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
+    backend = backends_of(group).get("cpu", "its backend")
+    messages = f"messages of {'gloo' if backend == 'shm' else backend}"
+    is_fit = backend == "shm" and not spans if is_small else True  # over MPI small messages are faster
+    if not is_fit or not offers_memory(group, torch.device("cpu")):
+        return f"{messages}, over the network between nodes" if spans else f"{messages}, within the node"
+    return f"shared memory in a node, {messages} between nodes" if spans else "shared memory"
+
+
+def _gathered(own: Any) -> list[Any]:
+    return all_gather_json(own, default_group())
+
+
+def _listed(groups: Sequence[Sequence[int]]) -> str:
+    texts = [" ".join(map(str, ranks)) for ranks in groups]
+    return f"rank{'s' if len(groups) > 1 or len(groups[0]) > 1 else ''} {' | '.join(texts)}"

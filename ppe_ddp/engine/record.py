@@ -227,7 +227,7 @@ class Span(NamedTuple):
     """Something that took a while.
 
     Attributes:
-        kind: What it was; :data:`ppe_ddp.tracing.spans.KINDS` lists them.
+        kind: What it was; :data:`ppe_ddp.tracing.rank_record.KINDS` lists them.
         name: Which one.
         begin: By ``perf_counter_ns()``.
         end: By the same clock.

@@ -1,16 +1,15 @@
 """Tools to test backends, functions and hooks of one's own: ranks, nodes for them, and conformance checks."""
 
 from ppe_ddp.testing.conformance import (
+    ConformanceError,
     World,
     check_backend,
     check_broadcast_function,
     check_comm_hook,
     check_reduce_function,
 )
-from ppe_ddp.testing.job_starter import JobStarter
-from ppe_ddp.testing.laws import ConformanceError
 from ppe_ddp.testing.node_job import Finished, NodesError
-from ppe_ddp.testing.nodes import Nodes, nodes_missing
+from ppe_ddp.testing.nodes import JobStarter, Nodes, nodes_missing
 from ppe_ddp.testing.ranks import Outcome, RankError, RankFailure, Ranks, run_ranks
 
 __all__ = [

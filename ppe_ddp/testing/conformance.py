@@ -4,27 +4,26 @@
     if __name__ == "__main__":  # ranks are new processes, which import this file
         check_reduce_function(my_reduce)
 
-A check starts ranks, asks questions with known answers (:mod:`~ppe_ddp.testing.probes`), trains random dynamic
-models and holds them to the laws (:mod:`~ppe_ddp.testing.laws`). What it does not do: measure speed, or look for
-errors that come only with more ranks, more data or other hardware than it is given.
+A check starts ranks, makes calls with known results (:mod:`~ppe_ddp.testing.probes`), and trains a dynamic model beside
+one process (:mod:`~ppe_ddp.testing.training`). What it does not do: measure speed, or look for errors that come only
+with more ranks, more data or other hardware than it is given.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.testing.laws import Case, ConformanceError, Observation, Plugs, Variant, breaches, observe_all
-from ppe_ddp.testing.models import Kind, Recipe
+from ppe_ddp.errors import PpeDdpError
 from ppe_ddp.testing.probes import probe_backend, probe_broadcast, probe_reduction
 from ppe_ddp.testing.ranks import RankError, Ranks
-from ppe_ddp.testing.steps import StepKind, TrainingStep, Zeroing
+from ppe_ddp.testing.training import Plugs, train
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
@@ -32,18 +31,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOLD = 12
-_TOLD_OF_A_CASE = 5
-_VARIANTS = (
-    Variant(),
-    Variant(views=True, bucket_mb=0.0002),
-    Variant(overlap=False, bucket_mb=0.0002),
-)
-_STEPS = (
-    (TrainingStep(), TrainingStep(StepKind.MICRO_BATCHES, Zeroing.TO_ZERO)),
-    (TrainingStep(StepKind.ABSENT), TrainingStep(zeroing=Zeroing.NOTHING)),
-    (TrainingStep(StepKind.TWO_BACKWARDS), TrainingStep(StepKind.TWO_FORWARDS)),
-    (TrainingStep(StepKind.LOOK), TrainingStep(StepKind.TWO_LOSSES)),
-)
+
+
+class ConformanceError(PpeDdpError):
+    """A backend, function or hook breaks its contract; the message says where, and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +159,21 @@ def check_backend(
     Raises:
         ConformanceError: It does not conform; the message says what went wrong, on which ranks.
     """
-    world = world or World()
-    world = World(world.sizes, backend, setup, device, world.timeout, world.ranks)
-    cases = _cases(dtypes, tuple(Kind))
-    for ranks in _worlds(world, f"backend {backend}"):
-        where = f"backend {backend} on {ranks.world_size} ranks"
-        _tell(where, cases)
-        _judge(where, _ran(where, ranks, probe_backend, device))
-        _judge(where, _laws(where, ranks, cases, Plugs(), device))
+    world = replace(world or World(), backend=backend, setup=setup, device=device)
+    _check(f"backend {backend}", Plugs(), _probe_backend, dtypes, world, has_sparse=True)
+
+
+def examine_backend(dtypes: Sequence[torch.dtype], device: str) -> list[str]:
+    """What :func:`check_backend` asks, of the default process group, whose ranks call this together.
+
+    Returns:
+        What is wrong, one sentence each, as this rank sees it.
+    """
+    return [*probe_backend(device), *train(Plugs(), dtypes, device, has_sparse=True).problems]
+
+
+def _probe_backend(_plugs: Plugs, _dtypes: Sequence[torch.dtype], device: str) -> list[str]:
+    return probe_backend(device)
 
 
 def _check(
@@ -184,25 +182,20 @@ def _check(
     probe: Callable[[Plugs, Sequence[torch.dtype], str], list[str]],
     dtypes: Sequence[torch.dtype],
     world: World,
+    *,
     trained: Sequence[torch.dtype] = (),
+    has_sparse: bool = False,
 ) -> None:
-    # A sparse gradient is not sent by functions and hooks.
-    kinds = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
-    cases = _cases(trained or dtypes, kinds)
     for ranks in _worlds(world, name):
         where = f"{name} on {ranks.world_size} ranks"
-        _tell(where, cases)
+        # It can take half a minute.
+        print(f"{where}: the contract, then a dynamic model ...", file=sys.stderr, flush=True)
         _judge(where, _ran(where, ranks, probe, plugs, tuple(dtypes), world.device))
-        _judge(where, _laws(where, ranks, cases, plugs, world.device))
-
-
-def _tell(where: str, cases: Sequence[Case]) -> None:
-    """What comes now, which can take half a minute, on stderr."""
-    print(f"{where}: the contract, then {len(cases)} random models ...", file=sys.stderr, flush=True)
-
-
-def _cases(dtypes: Sequence[torch.dtype], kinds: Sequence[Kind]) -> list[Case]:
-    return [Case(Recipe.random(seed, dtypes=tuple(dtypes), kinds=kinds), steps) for seed, steps in enumerate(_STEPS)]
+        found = _ran(where, ranks, partial(train, has_sparse=has_sparse), plugs, tuple(trained or dtypes), world.device)
+        _judge(where, [one.problems for one in found])
+        first = found[0].digests
+        others = "has other bits than on rank 0"
+        _judge(where, [[f"{k} {others}" for k, own in one.digests.items() if own != first[k]] for one in found])
 
 
 def _worlds(world: World, name: str) -> Iterator[Ranks]:
@@ -213,23 +206,6 @@ def _worlds(world: World, name: str) -> Iterator[Ranks]:
         with Ranks(size, backend=world.backend, timeout=world.timeout, prepare=world.setup) as ranks:
             _ran(f"{name}: starting {size} ranks", ranks, int)
             yield ranks
-
-
-def _laws(where: str, ranks: Ranks, cases: Sequence[Case], plugs: Plugs, device: str) -> list[list[str]]:
-    by_rank = _ran(where, ranks, _observed, tuple(cases), plugs, device)
-    problems: list[str] = []
-    for seen in zip(*by_rank, strict=True):
-        found = breaches(seen)
-        problems.extend(found[:_TOLD_OF_A_CASE])
-        problems.extend(found and [f"{max(0, len(found) - _TOLD_OF_A_CASE)} more like these in {seen[0].title}"])
-    return [problems]
-
-
-def _observed(cases: Sequence[Case], plugs: Plugs, device: str) -> list[Observation]:
-    seen = list(chain(*(observe_all(case, _VARIANTS, plugs, device=device) for case in cases)))
-    for observation in seen:
-        observation.gradients = {}  # compared already; they need not be sent
-    return seen
 
 
 def _ran(where: str, ranks: Ranks, function: Callable[..., T], *args: object) -> list[T]:

@@ -18,16 +18,27 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import select
 import shutil
+import signal
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ppe_ddp.launchers import find_mpirun
 from ppe_ddp.testing.node_job import Finished, Namespaces, NodeJob, NodesError
+
+if TYPE_CHECKING:
+    from ppe_ddp.testing.ranks import RankProcess
 
 LAUNCHERS = ("mpirun", "torchrun", "ranks")
 """MPICH's mpirun; torchrun on each node; every rank by itself, with torchrun's variables."""
@@ -281,7 +292,7 @@ def commands(launcher: str, words: Sequence[str], ranks: Sequence[int], place: P
 
 
 def _mpirun(words: Sequence[str], ranks: Sequence[int], place: Place) -> Start:
-    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+    mpirun = find_mpirun()
     if mpirun is None:
         raise NodesError("there is no mpirun: pip install 'ppe_ddp[mpi]'")
     told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
@@ -302,3 +313,120 @@ def _torchrun(words: Sequence[str], node: int, ranks: Sequence[int], place: Plac
     }
     texts = [f"--{name}={value}" for name, value in options.items()]
     return Start(node, [sys.executable, "-m", "torch.distributed.run", *texts, "--no-python", *words], {})
+
+
+# ---------------------------------------------------------------------- jobs that serve calls
+
+_RANK = "import sys; from ppe_ddp.testing.rank_process import serve_job; serve_job(sys.argv[1])"
+_START_SECONDS = 120.0
+_LOOK_SECONDS = 0.2
+_TOLD = 4000
+# Open MPI refuses to run as root, or with more ranks than cores, unless it is told to.
+_OF_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+# Where this process itself was started by a launcher, its ranks are not those that are started here.
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "SLURM_")
+
+
+class JobStarter:
+    """Starts ranks on nodes that are used like those on this machine, as ``starter=`` of :class:`Ranks`.
+
+    Each connects to a socket in the file system, which all nodes have in common, and serves calls from there.
+
+    Args:
+        nodes: Where; they are in use as long as the ranks are. None for this machine, by ``"mpirun"``.
+        launcher: As for :meth:`ppe_ddp.testing.nodes.Nodes.launch`.
+        ranks: How many on each node.
+    """
+
+    def __init__(self, nodes: Nodes | None, launcher: str, ranks: Sequence[int]) -> None:
+        self._nodes = nodes
+        self._launcher = launcher
+        self._ranks = tuple(ranks)
+        self._job: NodeJob | None = None
+
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+        """Start the job, and give each rank with its pipe, in their order.
+
+        Raises:
+            NodesError: The launcher has failed, or not all ranks have come.
+            ValueError: These are not as many ranks as are for the nodes.
+        """
+        if len(stack_files) != sum(self._ranks):
+            raise ValueError(f"{len(stack_files)} ranks are asked for, and {self._ranks} are for the nodes")
+        with tempfile.TemporaryDirectory(prefix="ppe_ddp_job_") as folder, socket.socket(socket.AF_UNIX) as listener:
+            address = os.path.join(folder, "calls")
+            listener.bind(address)
+            listener.listen(len(stack_files))
+            words = [sys.executable, "-c", _RANK, address]
+            if self._nodes is None:
+                self._job = _local_mpirun(words, len(stack_files))
+            else:
+                self._job = self._nodes.start(self._launcher, words, ranks=self._ranks)
+            arrived = dict(self._accepted(listener, len(stack_files)))
+        if len(arrived) < len(stack_files):
+            others = f"{len(stack_files)} ranks, and they take themselves for ranks {sorted(arrived)}"
+            raise NodesError(f"{self._launcher} has started {others}: it is that of another MPI")
+        for rank, file in enumerate(stack_files):
+            process, pipe = arrived[rank]
+            pipe.send(str(file))
+            yield process, pipe
+
+    def end(self) -> None:
+        """End the launcher, and what is left on the nodes."""
+        if self._job is not None:
+            self._job.end()
+            self._job = None
+
+    def errors(self) -> str:
+        """The last that the job has written to its standard error."""
+        return "" if self._job is None else self._job.text("errors")[-_TOLD:]
+
+    def _accepted(self, listener: socket.socket, count: int) -> Iterator[tuple[int, tuple[RankProcess, Connection]]]:
+        deadline = time.monotonic() + _START_SECONDS
+        for arrived in range(count):
+            while not select.select([listener], [], [], _LOOK_SECONDS)[0]:
+                assert self._job is not None
+                if not self._job.is_running or time.monotonic() > deadline:
+                    raise NodesError(f"{arrived} of {count} ranks have come by {self._launcher}:\n{self.errors()}")
+            connected, _ = listener.accept()
+            # The kernel tells the peer's process as this one sees it, and not by its number on the node.
+            credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pipe = Connection(connected.detach())
+            rank: int = pipe.recv()
+            yield rank, (_ForeignProcess(struct.unpack("3i", credentials)[0]), pipe)
+
+
+def _local_mpirun(words: Sequence[str], ranks: int) -> NodeJob:
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise NodesError("there is no mpirun: pip install 'ppe_ddp[mpi]'")
+    environment = {name: os.environ.get(name, value) for name, value in _OF_OPEN_MPI.items()}
+    others = [word for name in os.environ if name.startswith(_OF_LAUNCHERS) for word in ("-u", name)]
+    return NodeJob([(["env", *others, mpirun, "-n", str(ranks), *words], environment)], ())
+
+
+class _ForeignProcess:
+    """A process that somebody else has started."""
+
+    exitcode = None  # which only its parent gets
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.sentinel = os.pidfd_open(pid)
+
+    def is_alive(self) -> bool:
+        return not select.select([self.sentinel], [], [], 0)[0]
+
+    def join(self, timeout: float | None = None) -> None:
+        select.select([self.sentinel], [], [], timeout)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.sentinel)

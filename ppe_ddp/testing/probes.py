@@ -25,7 +25,7 @@ from ppe_ddp.functions import average, broadcast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.testing.laws import Plugs
+    from ppe_ddp.testing.training import Plugs
 
 _Shape = tuple[int, ...]
 _BUCKETS: tuple[tuple[_Shape, ...], ...] = (

@@ -200,7 +200,7 @@ class Ranks:
         prepare: Called without arguments in each new process before it joins the group, for example to
             register a backend. A function of a module, as it is pickled by name.
         starter: Starts the processes elsewhere than on this machine, such as
-            :class:`~ppe_ddp.testing.job_starter.JobStarter` on nodes.
+            :class:`~ppe_ddp.testing.JobStarter` on nodes.
 
     Raises:
         ValueError: `world_size` or a timeout is not positive.

@@ -15,15 +15,14 @@ import statistics
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, merged, step_times, summarize, without
+from ppe_ddp.tracing.rank_record import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, merged, summarize, without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from ppe_ddp.engine.record import Span
-    from ppe_ddp.tracing.rank_record import Presence, RankRecord
-    from ppe_ddp.tracing.spans import Interval
+    from ppe_ddp.tracing.rank_record import Interval, Presence, RankRecord
 
 
 class _Style(NamedTuple):
@@ -106,21 +105,17 @@ def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
-    """Begin and end, on each rank, of the step that is nearest to the means, in length and in waiting.
+    """Begin and end, on each rank, of the step whose length is nearest to the mean.
 
     The first steps are not typical: buckets are made anew, and an order of arrival is learned.
     """
     count = min(len(one.backwards) for one in records)
     if not count:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]
-    steps = [_steps(one) for one in records]
-    waiting = [[0, *(step.waiting for step in step_times(one))] for one in records]
-    means = summarize(records)
+    steps, mean = [_steps(one) for one in records], summarize(records).step_ms
 
     def distance(k: int) -> float:
-        duration = statistics.fmean(own[k][1] - own[k][0] for own in steps)
-        waits = statistics.fmean(own[k] for own in waiting)
-        return abs(duration / 1e6 - means.step_ms) + abs(waits / 1e6 - means.exposed_ms)
+        return abs(statistics.fmean(own[k][1] - own[k][0] for own in steps) / 1e6 - mean)
 
     number = min(range((count + 1) // 2, count - 1), key=distance, default=count - 1)
     return [own[number] for own in steps]

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.tracing.rank_record import RankRecord, record
-from ppe_ddp.tracing.spans import COMPUTES, ENGINE, MESSAGES, lanes, summarize
+from ppe_ddp.tracing.rank_record import COMPUTES, ENGINE, MESSAGES, RankRecord, lanes, record, summarize
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Generator, Iterator, Sequence
 
     from ppe_ddp.engine.record import Span
-    from ppe_ddp.tracing.rank_record import ClockOffset, Recording
-    from ppe_ddp.tracing.spans import TimelineSummary
+    from ppe_ddp.tracing.rank_record import ClockOffset, Recording, TimelineSummary
 
 _NAMES = "rank-{}.json"
 # Readers of Chrome's format add up microseconds as floating-point numbers. Eighths are exact; with others, what begins

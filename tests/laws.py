@@ -25,26 +25,22 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from law_steps import Expectation, Reference, StepKind, TrainingStep, Zeroing, perform
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.errors import PpeDdpError
-from ppe_ddp.testing.steps import Expectation, Reference, StepKind, TrainingStep, Zeroing, perform
+from ppe_ddp.testing.training import Plugs
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction
-    from ppe_ddp.testing.models import Recipe
+    from law_models import Recipe
+    from ppe_ddp.contracts import GradBucket
 
 # Rounding: the sum over ranks, a second round that is added, and the accumulation into what was there.
 _ROUNDINGS = 16
 # Parameters that were updated with gradients that differ by rounding drift apart over a few steps.
 _DRIFT = 512
 _COARSEST = 0.25
-
-
-class ConformanceError(PpeDdpError):
-    """A backend, function or hook breaks a law; the message says which, where, and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +85,6 @@ class Case:
             return True
         apart = {StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH}
         return self.recipe.common_path and not any(step.kind in apart for step in self.steps)
-
-
-@dataclass(frozen=True)
-class Plugs:
-    """The functions and hooks that are plugged into the wrapper.
-
-    Attributes:
-        reduce_function: See :class:`ppe_ddp.ReduceFunction`.
-        broadcast_function: See :class:`ppe_ddp.BroadcastFunction`.
-        hook: See :class:`ppe_ddp.CommHook`.
-        state: The hook's; each case gets a deep copy.
-        tolerance: The largest error of a mean, in units of the largest gradient element of the model on any
-            rank. None: what rounding explains.
-    """
-
-    reduce_function: ReduceFunction | None = None
-    broadcast_function: BroadcastFunction | None = None
-    hook: CommHook | None = None
-    state: object = None
-    tolerance: float | None = None
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
-from ppe_ddp.torch_internals_check import problems_of
+from torch_internals_check import problems_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ppe_ddp.testing.models import losses
+from law_models import losses
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ppe_ddp.testing.models import Recipe
+    from law_models import Recipe
 
 
 class StepKind(enum.Enum):
