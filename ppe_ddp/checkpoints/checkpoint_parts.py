@@ -93,7 +93,7 @@ class _ModulePart(SavedPart):
 
 
 class AveragedModulePart(_ModulePart):
-    """A module of which each rank has saved its own, for another number of ranks: it begins from their average.
+    """A module of which each rank has saved its own, where other ranks or synchronized ones begin from the average.
 
     Args:
         name: The name of the part.
@@ -252,19 +252,24 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
     if not outer_steps:
         return None
     if isinstance(what, nn.Module):
-        own = [one for one in outer_steps if one.is_between and one.module in (what, getattr(what, "module", None))]
-        return _ModulePart(own_name(name, rank), what) if own else None
+        is_own = any(one.is_between for one in outer_steps if one.is_of(what))
+        return _ModulePart(own_name(name, rank), what) if is_own else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
     return _OptimizerPart(own_name(name, rank), what) if is_plain else None
 
 
-def loaded_part(name: str, what: Any, saved: Metadata, rank: int, ranks: int, saved_by: int) -> SavedPart | None:
-    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same."""
+def loaded_part(
+    name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, ranks: int, saved_by: int
+) -> SavedPart | None:
+    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same.
+
+    Without outer steps it must be the same on all ranks from here on.
+    """
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now
-        return _OptimizerPart(own_name(name, rank % saved_by), what)
-    if ranks == saved_by:
+        return _OptimizerPart(own_name(name, rank % saved_by if outer_steps else 0), what)
+    if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
         return _ModulePart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
 

@@ -246,7 +246,6 @@ class Checkpointer:
         def prepare() -> int:
             found.append(metadata_of(folder))
             saved_by = sum(_IS_OF_RANK(name) is not None for name in found[0].state_dict_metadata)
-            self._outer_steps()
             parts.extend(self._loaded_parts(saved_by, found[0]))
             for part in parts:
                 targets.update(part.targets(found[0]))
@@ -287,9 +286,9 @@ class Checkpointer:
         return None
 
     def _loaded_parts(self, saved_by: int, saved: Metadata) -> list[SavedPart]:
-        rank, size = self._ranks.rank, self._ranks.size
+        outer_steps, rank, size = self._outer_steps(), self._ranks.rank, self._ranks.size
         parts = [
-            loaded_part(name, what, saved, rank, size, saved_by) or self._parts[name]
+            loaded_part(name, what, saved, outer_steps, rank, size, saved_by) or self._parts[name]
             for name, what in self._given.items()
             if saved_by == size or not self._parts[name].is_of_rank
         ]
