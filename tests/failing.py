@@ -204,7 +204,7 @@ WAYS = {
     )
 }
 # Where the other ranks may have what they need already: they go on, and are in step with the one that has failed.
-LATE = ("in_the_wait", "in_the_broadcast")
+LATE = ("in_the_wait", "in_the_broadcast", "in_the_update")
 ONCE_A_STEP = ("in_a_sync_hook", "interrupted", "in_the_broadcast")
 
 

@@ -13,6 +13,7 @@ from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.shards import Rows
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
+from ppe_ddp.optim.master_weights import FlatStep
 
 LEARNING_RATE = 0.05
 
@@ -70,7 +71,18 @@ def in_the_wait(patches, switch):
     )
 
 
-PATCHES = {way.__name__: way for way in (in_packing, before_the_scatter, in_the_wait)}
+def in_the_update(patches, switch):
+    """The optimizer's, of this rank's shards."""
+    step = FlatStep.step
+
+    def refuse(own):
+        step(own)
+        switch.refuse()
+
+    patches.setattr(FlatStep, "step", refuse)
+
+
+PATCHES = {way.__name__: way for way in (in_packing, before_the_scatter, in_the_wait, in_the_update)}
 SCATTERS = ("before_the_scatter", "in_the_wait")
 PLUGS = ("before", "in_the_middle", "in_the_broadcast", "in_a_sync_hook", "in_backward")
 
@@ -106,15 +118,23 @@ def hold_optimizer(way, *, turns=3, seed=0, overlap=False, **options):
         if sync_hook is not None:
             wrapper.register_comm_hook(sync_hook)
         optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, overlap=overlap, lr=LEARNING_RATE)
+
+        def update(model, _rank):
+            square(model, rank)
+            optimizer.step()
+
         for turn in range(turns):
             culprit = generator.randrange(size)
-            calls = 1 if way in ("in_a_sync_hook", "in_the_broadcast") else 2
+            calls = 1 if way in ("in_a_sync_hook", "in_the_broadcast", "in_the_update") else 2
             call = generator.randrange(calls)
             # of a failing step right after an optimizer's, whose parameters may still be under way
             module.leaves_out, module.switch = turn % 2 == 1, own
             switch.left = call if rank == culprit else -1
-            fail(wrapper, way, culprit)
+            fail(wrapper, way, culprit, update if way == "in_the_update" else square)
             switch.left, module.switch = -1, None
+            if way == "in_the_update":  # each rank has its own parameters, until a step
+                optimizer.zero_grad()
+                update(wrapper, rank)
             for leaves_out in (False, turn % 3 == 1):
                 module.leaves_out = leaves_out
                 optimizer.zero_grad()
@@ -144,12 +164,14 @@ def hold_megatron(way, *, turns=3, seed=0, sharded=False, **options):
         config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded, **options)
         wrapper = MegatronDDP(None, config, module, **plugs)
         optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=LEARNING_RATE) if sharded else None
-        calls = 3 if config.overlap_grad_reduce else 1
+        calls = 3 if config.overlap_grad_reduce and way != "in_the_update" else 1
 
-        def step(model, _rank):
+        def step(model, _rank, *, updates=way == "in_the_update"):
             model.zero_grad_buffer()
             square(model, rank)
             model.finish_grad_sync()
+            if updates:
+                optimizer.step()
 
         for _ in range(turns):
             culprit = generator.randrange(size)
@@ -161,10 +183,12 @@ def hold_megatron(way, *, turns=3, seed=0, sharded=False, **options):
             one = torch.ones(1)
             dist.all_reduce(one)  # of the user's own
             assert one.item() == size
+            if way == "in_the_update":  # each rank has its own parameters, until a step
+                step(wrapper, rank)
             for _ in range(2):
                 expected = mean_gradients(module, square)
                 wanted = updated(module, expected)
-                step(wrapper, rank)
+                step(wrapper, rank, updates=False)
                 if optimizer is None:
                     assert_main_gradients(module, expected)
                 else:

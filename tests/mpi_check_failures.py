@@ -48,7 +48,7 @@ def one_rank_fails_beside_megatrons_buffers(way):
     failing_shards.hold_megatron(way, turns=3, overlap_grad_reduce=True)
 
 
-@check(*failing_shards.SCATTERS, "in_backward", ranks=2, most=2)
+@check(*failing_shards.SCATTERS, "in_the_update", "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_megatrons_shards(way):
     failing_shards.hold_megatron(way, turns=3, sharded=True, overlap_grad_reduce=True)
 

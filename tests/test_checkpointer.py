@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
-from ppe_ddp import Checkpointer, CheckpointError, CommunicationError, DisagreementError, DistributedDataParallel
+from ppe_ddp import (
+    Checkpointer,
+    CheckpointError,
+    CommunicationError,
+    DisagreementError,
+    DistributedDataParallel,
+    PeerAbortedError,
+)
 from ppe_ddp.checkpoints import checkpoint_files
 from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
 from ppe_ddp.compression import LocalSGD
@@ -122,6 +129,39 @@ def go_on_from_the_average(folder, steps):
         assert other.optimizer.state_dict()["state"][0]["step"] == steps + 3
         moved = [(one - two).abs().max() for one, two in zip(other.bits()[0], before, strict=True) if one.dim() > 1]
         assert max(moved) < 0.2, "all of the training was applied once more"
+
+
+@pytest.mark.parametrize("goes_on_with_outer_steps", [True, False])
+def test_what_each_rank_has_after_an_outer_step_that_failed(three_ranks, folder, goes_on_with_outer_steps):
+    """Is saved and goes on; or, where ranks are synchronized in each step from here on, is averaged."""
+    three_ranks.run(go_on_after_a_failed_outer_step, folder, goes_on_with_outer_steps, timeout=150)
+
+
+def go_on_after_a_failed_outer_step(folder, goes_on_with_outer_steps):
+    first = NoisyTraining(folder, outer=3)
+    first.step(2)
+    reason = "not today"
+    with pytest.MonkeyPatch.context() as patches:
+        if dist.get_rank() == 1:
+            patches.setattr(torch.Tensor, "any", lambda _change: failing_with(reason))
+        with pytest.raises(RuntimeError if dist.get_rank() == 1 else PeerAbortedError, match=reason):
+            first.step(1)
+    first.checkpointer.save(3)
+    everyone = [None] * 3
+    dist.all_gather_object(everyone, first.model.state_dict())
+    other = NoisyTraining(folder, seed=1, outer=3 if goes_on_with_outer_steps else 0)
+    other.checkpointer.load()
+    for name, value in other.model.state_dict().items():
+        tables = [table[name].double() for table in everyone]
+        mean = sum(tables) / 3 if value.is_floating_point() else tables[0]
+        wanted = tables[dist.get_rank()] if goes_on_with_outer_steps else mean
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=1e-7, msg=name)
+    other.step(3)
+    other.model.check_in_sync()
+
+
+def failing_with(reason):
+    raise RuntimeError(reason)
 
 
 @on_two_ranks

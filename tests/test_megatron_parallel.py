@@ -308,6 +308,34 @@ def test_nan_on_one_rank_is_named_on_all(dimension, marks):
                 finalize_model_grads([model])
 
 
+class Refusing(Marked):
+    share_embeddings_and_output_weights = True
+    refuses = False
+
+    def shared_embedding_or_output_weight(self):
+        if self.refuses:
+            raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dimension", ["tp", "pp"])
+@on_four_ranks
+def test_all_ranks_drop_a_step_in_which_one_has_failed_when_its_gradients_were_averaged(dimension, overlap):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", dimension))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    model = DistributedDataParallel(None, config, Refusing(), groups=ParallelGroups.from_mesh(mesh))
+    for step in range(6):
+        model.module.refuses = step % 2 == 1 and dist.get_rank() == step // 2
+        model.zero_grad_buffer()
+        model(1.0).backward()
+        if step % 2:
+            with pytest.raises(RuntimeError if model.module.refuses else PeerAbortedError, match="not today"):
+                finalize_model_grads([model])
+        else:
+            finalize_model_grads([model])
+            assert [*set(model.module.of_interest.main_grad.tolist())] == [1.0]
+
+
 @on_two_ranks
 def test_who_raises_after_the_last_sum_is_told_of_at_the_next_one():
     said, logger = io.StringIO(), logging.getLogger("ppe_ddp")

@@ -95,7 +95,8 @@ def test_megatrons_wrapper_on_three(way, overlap):
 
 # Without overlap a backward that raises sends nothing: that rank has skipped one, see test_skipped_backwards.py.
 @pytest.mark.parametrize(
-    ("way", "overlap"), [*itertools.product(failing_shards.SCATTERS, (True, False)), ("in_backward", True)]
+    ("way", "overlap"),
+    [*itertools.product((*failing_shards.SCATTERS, "in_the_update"), (True, False)), ("in_backward", True)],
 )
 @on_two_ranks
 def test_megatrons_shards(way, overlap):

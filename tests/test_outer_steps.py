@@ -232,7 +232,7 @@ def test_inner_steps_that_a_scaler_skips_count(method, overflow, unscale, kind):
 
 
 @pytest.mark.parametrize("done", [0, 1, 3], ids=["before a step", "between outer steps", "after an outer step"])
-@pytest.mark.parametrize("part", ["all", "layer"])
+@pytest.mark.parametrize("part", ["all", "layer", "added layer"])
 @on_two_ranks
 def test_what_is_loaded_is_where_the_next_outer_step_begins(done, part):
     target = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
@@ -243,6 +243,9 @@ def test_what_is_loaded_is_where_the_next_outer_step_begins(done, part):
     wrapper = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     DiLoCo(wrapper, optimizer, every=EVERY)
+    if part == "added layer":
+        net[0] = seeded(nn.Linear, 8, 16)
+        optimizer.add_param_group({"params": list(net[0].parameters())})
     for step in range(6):
         if step == done:
             loaded = (net, target) if part == "all" else (net[0], target[0])
@@ -274,6 +277,63 @@ def test_an_outer_step_that_fails_leaves_each_rank_what_it_had():
     for step in (6, 7, 8):
         inner(wrapper, optimizer, dist.get_rank(), step)
     assert same_on_all_ranks(wrapper)
+
+
+class Refusing:
+    """Lets this rank raise at a call of ``torch.Tensor.copy_``, from the moment at which it is armed."""
+
+    def __init__(self, patches):
+        self.left, self.plain = -1, torch.Tensor.copy_
+        patches.setattr(torch.Tensor, "copy_", lambda *arguments: self(*arguments))
+
+    def __call__(self, *arguments):
+        self.left -= 1
+        if self.left == -1:
+            raise KeyboardInterrupt
+        return self.plain(*arguments)
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_one_rank_alone_is_interrupted_in_an_outer_step_or_cannot_begin_it(method):
+    culprit = dist.get_rank() == 1
+    net = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    method(wrapper, optimizer, every=EVERY)
+
+    def step(number):
+        optimizer.zero_grad()
+        wrapper(data(4, 8, step=number)).square().mean().backward()
+        optimizer.step()
+
+    for turn in range(5):  # the last one cannot begin
+        for number in range(EVERY - 1):
+            step(10 * turn + number)
+        with pytest.MonkeyPatch.context() as patches:
+            refusing, finish = Refusing(patches), wrapper.finish_grad_sync
+            raised = KeyboardInterrupt if turn < 4 else MemoryError
+            if culprit and turn < 4:
+
+                def finish_and_arm(turn=turn, refusing=refusing, finish=finish):
+                    finish()
+                    refusing.left = turn
+
+                patches.setattr(wrapper, "finish_grad_sync", finish_and_arm)
+            elif culprit:
+                patches.setattr(torch.Tensor, "any", no_memory)
+            if culprit or turn == 4:
+                with pytest.raises(raised if culprit else PeerAbortedError, match=None if culprit else "no memory"):
+                    step(10 * turn + EVERY)
+            else:
+                step(10 * turn + EVERY)
+        for number in range(EVERY):
+            step(10 * turn + EVERY + number)
+        assert same_on_all_ranks(net), turn
+
+
+def no_memory(_change):
+    raise MemoryError("no memory")
 
 
 def test_an_outer_step_follows_an_inner_one():

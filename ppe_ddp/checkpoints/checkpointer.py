@@ -102,7 +102,7 @@ class _ModulePart(SavedPart):
 
 
 class AveragedModulePart(_ModulePart):
-    """A module of which each rank has saved its own, for another number of ranks: it begins from their average."""
+    """A module of which each rank has saved its own, where other ranks or synchronized ones begin from the average."""
 
     def __init__(self, name: str, module: nn.Module, saved_by: int) -> None:
         super().__init__(name, module)
@@ -255,19 +255,24 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
     if not outer_steps:
         return None
     if isinstance(what, nn.Module):
-        own = [one for one in outer_steps if one.is_between and one.module in (what, getattr(what, "module", None))]
-        return _ModulePart(own_name(name, rank), what) if own else None
+        is_own = any(one.is_between for one in outer_steps if one.is_of(what))
+        return _ModulePart(own_name(name, rank), what) if is_own else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
     return _OptimizerPart(own_name(name, rank), what) if is_plain else None
 
 
-def loaded_part(name: str, what: Any, saved: Metadata, rank: int, ranks: int, saved_by: int) -> SavedPart | None:
-    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same."""
+def loaded_part(
+    name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, ranks: int, saved_by: int
+) -> SavedPart | None:
+    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same.
+
+    Without outer steps it must be the same on all ranks from here on.
+    """
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now
-        return _OptimizerPart(own_name(name, rank % saved_by), what)
-    if ranks == saved_by:
+        return _OptimizerPart(own_name(name, rank % saved_by if outer_steps else 0), what)
+    if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
         return _ModulePart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
 
@@ -526,7 +531,6 @@ class Checkpointer:
         def prepare() -> int:
             found.append(metadata_of(folder))
             saved_by = sum(_IS_OF_RANK(name) is not None for name in found[0].state_dict_metadata)
-            self._outer_steps()
             parts.extend(self._loaded_parts(saved_by, found[0]))
             for part in parts:
                 targets.update(part.targets(found[0]))
@@ -567,9 +571,9 @@ class Checkpointer:
         return None
 
     def _loaded_parts(self, saved_by: int, saved: Metadata) -> list[SavedPart]:
-        rank, size = self._ranks.rank, self._ranks.size
+        outer_steps, rank, size = self._outer_steps(), self._ranks.rank, self._ranks.size
         parts = [
-            loaded_part(name, what, saved, rank, size, saved_by) or self._parts[name]
+            loaded_part(name, what, saved, outer_steps, rank, size, saved_by) or self._parts[name]
             for name, what in self._given.items()
             if saved_by == size or not self._parts[name].is_of_rank
         ]

@@ -7,6 +7,7 @@ parameter that no rank has changed costs nothing.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 
 class Synchronizing(Protocol):
@@ -29,6 +31,10 @@ class Synchronizing(Protocol):
 
     def finish_grad_sync(self) -> None:
         """Average what is in ``.grad``; on all ranks together."""
+        ...
+
+    def abort_grad_sync(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot average."""
         ...
 
 
@@ -61,17 +67,21 @@ class OuterSteps:
         self._lr = lr
         self._momentum = momentum
         self._steps = 0
+        self._synchronized_at: int | None = 0
         self._last: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._velocity: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}
+        self._next: tuple[str, Tensor, Tensor | None] | None = None
         self._loaded = _LoadedParameters()
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
         self._is_restored = False
         self._is_stopped = False
         self._remember()
         ddp.require_backward_grad_sync = False
-        self._handles = [
+        self._handles += [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
             optimizer.register_step_post_hook(lambda *_: self.count()),
-            *(one.register_load_state_dict_pre_hook(self._loaded) for one in ddp.module.modules()),
         ]
         vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
         tell_of_skipped_steps(optimizer, lambda: vars(optimizer)["outer_steps"].count())
@@ -84,7 +94,11 @@ class OuterSteps:
     @property
     def is_between(self) -> bool:
         """Whether there were inner steps since the last outer step, so that each rank has parameters of its own."""
-        return self._steps % self._every != 0
+        return self._steps != self._synchronized_at
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the parameters that are averaged are those of ``module``, or of what it wraps."""
+        return self.module in (module, getattr(module, "module", None))
 
     def _begin_inner_step(self) -> None:
         if self._is_restored:
@@ -95,6 +109,11 @@ class OuterSteps:
     @torch.no_grad()
     def _remember(self) -> None:
         """Copy what there was at the last outer step of parameters that were unfrozen, replaced or loaded since."""
+        self._update()
+        for module in self.module.modules():
+            if module not in self._watched:
+                self._watched.add(module)
+                self._handles.append(module.register_load_state_dict_pre_hook(self._loaded))
         for name, parameter in self.module.named_parameters():
             known = self._last.get(name)
             if known is not None and known[0] is not parameter:
@@ -111,28 +130,34 @@ class OuterSteps:
         if self._is_stopped:
             return
         self._steps += 1
-        if not self.is_between:
+        if self._steps % self._every == 0:
             self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Take an outer step now; called by itself after every so many inner steps. All ranks must call it together.
 
-        Where it fails, the parameters stay what they are on each rank, and ``.grad`` is None.
+        Where it fails, the parameters stay what they are on each rank, and ``.grad`` is None. Where the ranks have
+        averaged, and one fails or is interrupted after that, it takes the rest of the outer step before its next step.
         """
-        self._begin_inner_step()
-        parameters = dict(self.module.named_parameters())
-        self._last = {name: self._last[name] for name in parameters if name in self._last}
+        parameters: dict[str, nn.Parameter] = {}
         try:
-            for name, parameter in parameters.items():
-                parameter.grad = self._change(name, parameter)
+            try:
+                self._begin_inner_step()
+                parameters = dict(self.module.named_parameters())
+                self._last = {name: self._last[name] for name in parameters if name in self._last}
+                for name, parameter in parameters.items():
+                    parameter.grad = self._change(name, parameter)
+            except BaseException as error:
+                self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
+                raise
             self._ddp.finish_grad_sync()
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    self._update(name, parameter, parameter.grad)
+            self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            self._synchronized_at = self._steps
         finally:
             for parameter in parameters.values():
                 parameter.grad = None
+        self._update()
 
     def _change(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         if name not in self._last:
@@ -140,28 +165,44 @@ class OuterSteps:
         change = self._last[name][1] - parameter
         return change if bool(change.any()) else None  # also where it is NaN
 
-    def _update(self, name: str, parameter: nn.Parameter, change: Tensor) -> None:
-        """Take the step of torch's ``SGD`` with Nesterov's momentum, from where the last outer step has ended."""
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Take the outer step that the ranks have agreed on, or the rest of it: the others have taken it.
+
+        What is computed is kept before anything is written, so that an interrupt does no harm.
+        """
+        parameters = dict(self.module.named_parameters()) if self._next or self._averages else {}
+        while self._next or self._averages:
+            if self._next is None:
+                name, change = next(iter(self._averages.items()))
+                self._next = (name, *self._outcome(name, parameters[name], change))
+            name, value, velocity = self._next
+            self._averages.pop(name, None)
+            if id(parameters[name]) not in self._loaded.identities:
+                parameters[name].copy_(value)
+            self._last[name] = parameters[name], value
+            if velocity is not None:
+                self._velocity[name] = velocity
+            self._next = None
+
+    def _outcome(self, name: str, parameter: nn.Parameter, change: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The parameter and the momentum after a step of torch's ``SGD`` with Nesterov's, from the last outer step."""
         if change.is_sparse:
             change = change.to_dense()
-        if name in self._last:
-            parameter.copy_(self._last[name][1])
-        else:  # only other ranks have unfrozen it
-            self._last[name] = parameter, parameter.detach().clone()
+        last = self._last[name][1] if name in self._last else parameter.detach()  # only other ranks have unfrozen it
+        velocity: Tensor | None = None
         if self._momentum:
-            velocity = self._velocity.get(name)
-            if velocity is None:
-                velocity = self._velocity[name] = torch.zeros_like(parameter)
-            velocity.mul_(self._momentum).add_(change)
+            before = self._velocity.get(name)
+            velocity = change.clone() if before is None else before.mul(self._momentum).add_(change)
             change = change.add(velocity, alpha=self._momentum)
-        parameter.add_(change, alpha=-self._lr)
-        self._last[name][1].copy_(parameter)
+        return last.add(change, alpha=-self._lr), velocity
 
     def stop(self) -> None:
         """Take no more outer steps, and synchronize backwards again.
 
         What each rank has for itself stays so: call :meth:`synchronize` before, and go on with a new optimizer.
         """
+        self._update()
         for handle in self._handles:
             handle.remove()
         self._is_stopped = True
@@ -186,9 +227,11 @@ class OuterSteps:
         unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
         if unknown:
             raise ValueError(f"the state has parameter {unknown[0]!r}, which the module does not have")
+        self._averages, self._next = {}, None
         self._remember()
         self._is_restored = True
         self._steps = int(state["steps"])
+        self._synchronized_at = None  # the parameters that are loaded beside it may be each rank's own
         for name, value in state["last"].items():
             parameter = parameters[name]
             self._last[name] = parameter, value.detach().to(parameter.device, copy=True)

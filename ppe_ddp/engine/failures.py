@@ -43,11 +43,18 @@ START = "start"
 """The phase before the first step, in which all ranks get what they start from."""
 FINALIZE = "finalize_model_grads()"
 """The phase after a backward in which gradients are summed over the ranks that split one model."""
+UPDATE = "DistributedOptimizer.step()"
+"""The phase after a backward in which each rank updates its shards, and parameters are gathered."""
 EQUALLY_OFTEN = (
     "Every rank must run the same number of synchronized backwards of each wrapper: for one that has none in this step "
     "call ddp.finish_grad_sync() on it, and where other wrappers have a backward, ddp.start_grad_sync() before that "
     "backward, or the ranks wait for one another; uneven numbers of batches need `with Join([ddp])`"
 )
+_ADVICE = {
+    "": "The gradients of this step are not averages: zero them and go on with the next step",
+    START: "The parameters may not be those of rank 0: wrap the module again",
+    UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
+}
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
 _LONGEST_REASON = 2000  # characters
@@ -246,6 +253,8 @@ class Failure:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
         if self.phase == FINALIZE:
             return f"rank {self.rank} of the group failed in {self.phase}, call {self.step}: {self.reason}"
+        if self.phase == UPDATE:
+            return f"rank {self.rank} failed in {self.phase}, after the backward of step {self.step}: {self.reason}"
         return f"rank {self.rank} failed in the {self.phase} phase of its backward, in step {self.step}: {self.reason}"
 
     @classmethod
@@ -330,12 +339,8 @@ class Failures:
         reports = "; ".join(map(str, failures))
         first = min(failures, key=lambda failure: failure.step)
         trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""
-        advice = (
-            "The parameters may not be those of rank 0: wrap the module again, or"
-            if first.phase == START
-            else "The gradients of this step are not averages: zero them and go on with the next step, or"
-        )
-        error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice} look at that rank's traceback{trace}")
+        advice = _ADVICE.get(first.phase, _ADVICE[""])
+        error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         return error
 

@@ -185,7 +185,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.ddp_config = setup.ddp_config
         self.ddp_config.use()
         self.groups = setup.groups
-        self.model_parallel = ModelParallel(setup.groups)
+        self.model_parallel = ModelParallel(setup.groups, default_group())
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
         self.gradient_buffers = state = GradientBuffers(
             setup,
@@ -340,7 +340,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`,
         and ``main_grad`` is what this rank has computed. ``zero_grad_buffer()`` begins the next step. When the backward
         that synchronizes is over, others may have their averages already, and go on with a warning. Without
-        ``overlap_grad_reduce`` it is needed, too, where a backward has raised: nothing was sent by then.
+        ``overlap_grad_reduce`` it is needed, too, where a backward has raised: nothing was sent by then. Beside tensor
+        or pipeline parallelism call ``finalize_model_grads()`` after it, which tells the whole model, and raises.
         """
         self._reducer.abort(reason)
 

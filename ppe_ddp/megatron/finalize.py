@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, position_embedding, word_embedding
 
@@ -81,7 +82,8 @@ def finalize_model_grads(
     data-parallel and tensor-parallel ranks, is below the mean of all experts, down where it is above. Afterwards the
     counts are zero. (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.)
 
-    An error on one rank is raised on the ranks of all its groups, where it names the rank.
+    An error on one rank is raised on all ranks, where it names the rank, and no rank takes the step. A rank whose
+    backward has raised calls this all the same, where a model is split: it raises, and the others hear of it.
 
     Args:
         model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one.
@@ -105,7 +107,7 @@ def finalize_model_grads(
     config = chunks[0].config
     _check(config)
     is_own = groups is None or groups == chunks[0].groups
-    parallel = chunks[0].model_parallel if is_own else ModelParallel(groups)  # type: ignore[arg-type]
+    parallel = chunks[0].model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with parallel.step(), torch.no_grad():
         for chunk in chunks:
             chunk.finish_grad_sync(force_all_reduce)

@@ -214,7 +214,7 @@ class ShardedBuffers(ShardedModel):
 
     def __init__(self, state: GradientBuffers, number: int) -> None:
         self.copies = state.copies
-        self._groups = state.reduction_groups[number].groups
+        self.groups = state.reduction_groups[number].groups
         self._buffers = state.buffers
         self._gradients = state.gradients
         self._synchronizer = state.synchronizer
@@ -239,10 +239,10 @@ class ShardedBuffers(ShardedModel):
     @property
     def group(self) -> ProcessGroup:
         """The ranks that share the parameters."""
-        return self._groups.parent
+        return self.groups.parent
 
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
-        groups = self._groups
+        groups = self.groups
         size = bucket.padded // groups.world_size
         first, numel = groups.rank * size, parameter.numel()
         start = min(max(first - offset, 0), numel)
@@ -270,7 +270,7 @@ class ShardedBuffers(ShardedModel):
         """
         if not self.is_synchronized:
             raise RuntimeError(
-                f"rank {self._groups.rank}: there are gradients that no synchronization has averaged; call "
+                f"rank {self.groups.rank}: there are gradients that no synchronization has averaged; call "
                 "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
             )
         return [
@@ -313,7 +313,7 @@ class ShardedBuffers(ShardedModel):
         held = weight.grad
         if held is None or held.data_ptr() != assigned.gradient.data_ptr() or version_of(held) != assigned.version:
             raise RuntimeError(
-                f"rank {self._groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
+                f"rank {self.groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
                 "optimizer (unscaled or clipped), and then in main_grad, which has another dtype: change main_grad "
                 "before the optimizer sees it, or the gradients in the optimizer's param_groups"
             )
@@ -354,7 +354,7 @@ class ShardedBuffers(ShardedModel):
         shard = self.shards[index]
         if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
             raise UnusableError(
-                f"rank {self._groups.rank}: parameter {shard.name!r} was given other memory since the module was "
+                f"rank {self.groups.rank}: parameter {shard.name!r} was given other memory since the module was "
                 "wrapped, so it is no view of the parameter buffer; wrap the module again, on all ranks"
             )
         return memory
@@ -365,7 +365,7 @@ class ShardedBuffers(ShardedModel):
         if bucket.padded == 0:
             return None
         values = self._buffers[bucket.buffer].values(bucket)
-        groups = self._groups
+        groups = self.groups
         size = bucket.padded // groups.world_size
         return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
 

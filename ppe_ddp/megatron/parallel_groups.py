@@ -230,16 +230,21 @@ class _Duplicate:
 class ModelParallel:
     """Collectives over the groups that split one model; all their ranks must make theirs together.
 
+    Where there are any, the data-parallel group is among them: one after another they join all ranks of the job, so
+    that all know of a rank that drops the step.
+
     Args:
         groups: The user's groups. Those of one rank are left out.
+        default_group: The data-parallel group where ``groups`` has none.
     """
 
-    def __init__(self, groups: ParallelGroups) -> None:
-        self._groups = {
-            name: _Duplicate.of(parent)
-            for name in _SPLITS
-            if (parent := getattr(groups, name)) is not None and dist.get_world_size(parent) > 1
-        }
+    def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
+        parents = {name: getattr(groups, name) for name in _SPLITS}
+        found = {name: one for name, one in parents.items() if one is not None and dist.get_world_size(one) > 1}
+        data = groups.data or default_group
+        if found and dist.get_world_size(data) > 1:
+            found["data"] = data
+        self._groups = {name: _Duplicate.of(parent) for name, parent in found.items()}
         self._distinct = [*{id(groups): groups for groups in self._groups.values()}.values()]
         self._waits_in: Groups | None = None
 

@@ -236,6 +236,11 @@ class DistributedOptimizer(Optimizer):
 
         Returns:
             What ``closure`` has returned.
+
+        Raises:
+            PeerAbortedError: Another rank has raised in its step; with ``overlap`` a warning, later. Parameters
+                are updated in part, until the next step gathers all of them.
+            CommunicationError: A rank is lost.
         """
         loss = None
         if closure is not None:
@@ -248,15 +253,22 @@ class DistributedOptimizer(Optimizer):
         self._is_stepping = True
         try:
             self._flat_step.step()
+            # by what all ranks have, whatever a user has made of this rank's gradients
+            self._send(exists)
+        except BaseException as error:
+            peer_error = self._gather.fail(error)
+            if peer_error is None:
+                raise
+            raise peer_error from error
         finally:
             self._is_stepping = False
-        # by what all ranks have, whatever a user has made of this rank's gradients
-        self._send(exists)
         return loss
 
     def _send(self, updated: Sequence[bool]) -> None:
         """Give the parameters whose shards were ``updated`` their new values, on all ranks."""
-        self._gather.start(self._masters.write(self._model, updated), overlap=self._overlaps)
+        everything = [True] * len(updated)
+        units = self._masters.write(self._model, everything if self._gather.is_behind else updated)
+        self._gather.start(units, overlap=self._overlaps)
 
     def synchronize(self) -> None:
         """With ``overlap``, wait until all parameters are there; see there who has to call it."""

@@ -20,6 +20,7 @@ The message of a unit is packed, or in place:
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 import weakref
@@ -30,10 +31,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from ppe_ddp.engine.failures import UPDATE
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Rows, bounds_of, flattened, is_dense
-from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function
 
@@ -48,9 +50,11 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.memory import MemoryPool
     from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.engine.zero.shards import ShardedModel
+    from ppe_ddp.errors import PpeDdpError
 
     Unit = tuple[int, int]  # of which model, and its number there
 
+logger = logging.getLogger("ppe_ddp")
 _OWNER = "_parameter_gather"  # the attribute of a pending parameter that names its ParameterGather
 _ATTRIBUTES: Any = torch.Tensor
 # What zero_grad() and a look at a module's gradients use; none of these depends on a parameter's values.
@@ -130,6 +134,7 @@ class ParameterGather:
         self._unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
         self._marked: set[Unit] = set()
         self._pending: dict[Unit, Waitable] = {}
+        self._sent_in = self._connections
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -140,6 +145,15 @@ class ParameterGather:
 
     # ------------------------------------------------------------------ gathering
 
+    @property
+    def _connections(self) -> list[int]:
+        return [model.groups.generation for model in self._models]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a failure may have left some units out: the ranks have connected again since the last gather."""
+        return self._sent_in != self._connections
+
     @torch.no_grad()
     def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
         """Gather units; every rank must call this for the same units.
@@ -149,6 +163,7 @@ class ParameterGather:
             overlap: Return at once; the first use of a parameter waits for it.
         """
         self.finish()
+        self._sent_in = self._connections
         for key in self._units if units is None else [(0, unit) for unit in units]:
             members = self._members[key]
             if PendingParameter in set(map(type, members)):  # what another optimizer of the same model has sent
@@ -193,7 +208,9 @@ class ParameterGather:
         """Wait for units, or for all that are in flight; none of these is in flight then, even if it has failed.
 
         Raises:
-            CommunicationError: The first failure.
+            PeerAbortedError: Another rank has failed in this step; a warning where units overlap with the next one,
+                which works.
+            CommunicationError: A rank is lost.
         """
         if not self._pending:
             return
@@ -202,15 +219,20 @@ class ParameterGather:
                 f"process {os.getpid()} was forked while parameters were being gathered, and uses one that had not "
                 "come; call synchronize() of the DistributedOptimizer before processes are forked (DataLoader workers)"
             )
-        failure: CommunicationError | None = None
+        failure: PpeDdpError | None = None
         with self._lock:
+            overlaps = bool(self._marked)
             for key in list(self._pending) if units is None else units:
                 try:
                     self._finish(key)
-                except CommunicationError as error:
+                except (PeerAbortedError, CommunicationError) as error:
                     failure = failure or error
-        if failure is not None:
-            raise failure
+            if failure is not None:
+                self._abandon(failure)
+            if isinstance(failure, PeerAbortedError) and overlaps:
+                logger.warning("%s (Here the next step has begun.)", failure)
+            elif failure is not None:
+                raise failure
 
     def _finish(self, key: Unit) -> None:
         pending = self._pending.get(key)
@@ -224,18 +246,44 @@ class ParameterGather:
             self._install(key)
         except RuntimeError as error:
             model = self._models[key[0]]
+            if self._sent_in[key[0]] == model.groups.generation:
+                peer_error = model.groups.fail(error, UPDATE)
+                if isinstance(peer_error, PeerAbortedError):
+                    raise peer_error from error
             first = model.shards[model.units[key[1]][0]].name
             raise CommunicationError(
                 f"gathering the updated parameters failed, at {first!r} and those with it: {error}. An error or a "
                 "crash on another rank ends here: look for the first traceback of all ranks."
             ) from error
         finally:
-            del self._pending[key]
-            if key in self._marked:
-                self._marked.remove(key)
-                for parameter in self._members[key]:
-                    if vars(parameter).pop(_OWNER, None) is not None:
-                        parameter.__class__ = nn.Parameter
+            self._forget(key)
+
+    def fail(self, error: BaseException) -> PpeDdpError | None:
+        """End the communication after an error in an optimizer's step: the other ranks wait for this one's shards.
+
+        Returns:
+            What to raise instead, if this is only what came here of a rank that has failed or is lost.
+        """
+        with self._lock:
+            self._abandon(error)
+        return self._models[0].groups.fail(error, UPDATE)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Let nobody wait for what a rank that has failed does not send: the next step gathers all units."""
+        if not isinstance(error, CommunicationError):
+            for key in list(self._pending):
+                self._forget(key)
+        for model in self._models:
+            model.abandon()
+
+    def _forget(self, key: Unit) -> None:
+        """Let nobody wait for a unit any more."""
+        self._pending.pop(key, None)
+        if key in self._marked:
+            self._marked.remove(key)
+            for parameter in self._members[key]:
+                if vars(parameter).pop(_OWNER, None) is not None:
+                    parameter.__class__ = nn.Parameter
 
     def _install(self, key: Unit) -> None:
         # Other threads go on waiting for these parameters, while we use them.

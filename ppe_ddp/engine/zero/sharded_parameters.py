@@ -51,7 +51,7 @@ class ShardedParameters(ShardedModel):
     """The trainable parameters of a wrapped module, each cut into even chunks."""
 
     def __init__(self, groups: Groups, module_state: ModuleState) -> None:
-        self._groups = groups
+        self.groups = groups
         self.copies = Copies(groups.parent)
         self._pool = MemoryPool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
@@ -78,7 +78,7 @@ class ShardedParameters(ShardedModel):
     @property
     def group(self) -> ProcessGroup:
         """The ranks that share the parameters."""
-        return self._groups.parent
+        return self.groups.parent
 
     @staticmethod
     def packing(packing: Packing) -> Packing:
@@ -109,7 +109,7 @@ class ShardedParameters(ShardedModel):
             if k is None or self._specs[k] != spec:
                 change = "is new, or trainable only now" if k is None else f"was {self._specs[k].described()}"
                 raise ValueError(
-                    f"rank {self._groups.rank}: parameter {spec.described()} {change}, and the DistributedOptimizer "
+                    f"rank {self.groups.rank}: parameter {spec.described()} {change}, and the DistributedOptimizer "
                     "has shards of what there was: make the optimizer anew, on all ranks, after changing the module"
                 )
             found[i] = k
@@ -125,10 +125,10 @@ class ShardedParameters(ShardedModel):
         """A reduce-scattered bucket for ``plan``."""
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fastest(self._groups, self._pool, plan.device)
+            transport = ReduceScatter.fastest(self.groups, self._pool, plan.device)
             self._transports[plan.device] = transport
         specs = [context.specs[i] for i in plan.members]
-        rows = Rows(specs, self._groups.rank, self._groups.world_size)
+        rows = Rows(specs, self.groups.rank, self.groups.world_size)
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
     def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor], factor: float = 1.0) -> None:
@@ -168,7 +168,7 @@ class ShardedParameters(ShardedModel):
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
         flat = flattened(whole, self._specs[k])
-        if self._groups.world_size == 1:
+        if self.groups.world_size == 1:
             return flat
         return flat[self.shards[k].start : self.shards[k].stop].clone()  # the rest of it is not to live on
 
@@ -209,7 +209,7 @@ class ShardedParameters(ShardedModel):
         for gradient in self._gradients:
             if not gradient.is_synchronized:
                 raise RuntimeError(
-                    f"rank {self._groups.rank}: the gradient of {gradient.name!r} has parts that no "
+                    f"rank {self.groups.rank}: the gradient of {gradient.name!r} has parts that no "
                     "synchronization has averaged; run the last backward outside no_sync(), or call "
                     "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
                 )
@@ -268,7 +268,7 @@ class ShardedParameters(ShardedModel):
         self.install(unit)  # of another optimizer, whose parameters share the unit
         members = sorted(self._written[unit])
         self._written[unit].clear()
-        if self._groups.world_size == 1 or not members:
+        if self.groups.world_size == 1 or not members:
             for k in members:
                 increment_version(self.shards[k].parameter)
             return None
@@ -276,11 +276,17 @@ class ShardedParameters(ShardedModel):
         if gather is None or not gather.is_current(members):
             parameters = [self.shards[k].parameter for k in members]
             specs = [self._specs[k] for k in members]
-            gather = self._gathers[unit] = UnitGather(members, parameters, specs, self._groups, self._pool)
-        self._groups.note(Activity.GATHER)
+            gather = self._gathers[unit] = UnitGather(members, parameters, specs, self.groups, self._pool)
+        self.groups.note(Activity.GATHER)
         pending = gather.start()
         self._under_way[unit] = (gather, pending)
         return pending
+
+    def abandon(self) -> None:
+        """See :meth:`ShardedModel.abandon`."""
+        self._under_way.clear()
+        for written in self._written:
+            written.clear()
 
     def install(self, unit: int) -> None:
         """Copy what was gathered into the parameters."""
@@ -290,7 +296,7 @@ class ShardedParameters(ShardedModel):
                 pending.wait()
             gather.install()
             if not self._under_way:
-                self._groups.note(Activity.GATHERED)
+                self.groups.note(Activity.GATHERED)
 
 
 def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:
@@ -331,7 +337,7 @@ class ReduceScatterBucket(Bucket):
         rows: Rows,
     ) -> None:
         super().__init__(plan, context, present)
-        self._groups = context.groups
+        self.groups = context.groups
         self._factor = context.reduction.mean_factor
         self._pool = pool
         self._transport = transport
@@ -350,7 +356,7 @@ class ReduceScatterBucket(Bucket):
         ours = rows is None
         if rows is None:
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
-            rows = flat.view(self._groups.world_size, self._rows.width)
+            rows = flat.view(self.groups.world_size, self._rows.width)
             self._rows.fill(rows, self._gradients_to_cut())
         self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
@@ -363,7 +369,7 @@ class ReduceScatterBucket(Bucket):
 
     def _gradient_as_rows(self) -> Tensor | None:
         """The rows, if the bucket is a single gradient whose memory can be used as such; else None."""
-        gradient, world_size = self.gradients[0], self._groups.world_size
+        gradient, world_size = self.gradients[0], self.groups.world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
         if not reducible_in_place(gradient, self.specs[0]):

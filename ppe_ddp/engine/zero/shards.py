@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.plan import ParameterSpec
 
 
@@ -86,6 +87,8 @@ class ShardedModel(ABC):
         copies: Which shards are copies of another rank's.
     """
 
+    groups: Groups
+    """Where the wrapper sends."""
     has_even_shards = True
     """Whether each rank owns the chunk of each flattened parameter that ``torch.chunk`` would give it."""
     shards: Sequence[Shard]
@@ -147,6 +150,9 @@ class ShardedModel(ABC):
     @abstractmethod
     def install(self, unit: int) -> None:
         """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
+
+    def abandon(self) -> None:  # noqa: B027  # nothing where there is nothing beside the parameters
+        """Forget what was written and what is being gathered: a rank has failed, and all will be written again."""
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
