@@ -69,12 +69,14 @@ class Backward:
         is_manual: Whether a call has begun it, and not autograd.
         silent: Whether this rank contributes nothing and takes nothing.
         turn: When it may launch, among those of wrappers that share parameters with its own.
+        is_empty: Whether it reaches no parameter, as far as autograd tells.
 
     Attributes:
         phase: The current phase.
         silent: Whether this rank contributes nothing and takes nothing.
         aborted: Whether that is because its own backward raised.
         is_manual: Whether a call has begun it, and not autograd.
+        is_empty: The same.
         turn: The same.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not arrived. None while the mask is not made before backward is over.
@@ -92,11 +94,18 @@ class Backward:
     """
 
     def __init__(
-        self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False, turn: Turn | None = None
+        self,
+        names: tuple[str, ...],
+        *,
+        is_manual: bool = False,
+        silent: bool = False,
+        turn: Turn | None = None,
+        is_empty: bool = False,
     ) -> None:
         self.phase = Phase.BEGUN
         self._participate(Participation.SILENT if silent else Participation.FULL)
         self.is_manual = is_manual
+        self.is_empty = is_empty
         self.turn = turn or Turn()
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None

@@ -32,6 +32,7 @@ class GradientArrivals:
         stop_recording: Tells of every arrival again.
         take_recorded: Returns what was recorded since the last call.
         remove: Takes the hooks off the parameters.
+        accumulates: Tells whether the graph task that runs on this thread accumulates gradients.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class GradientArrivals:
         self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
         self._start_recording = hooks.start_recording
         self._reached = ReachedParameters(parameters)
+        self.accumulates = self._reached.accumulates
         self._everything = range(len(parameters))
 
     def expected(self, arrived: int | None) -> list[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ppe_ddp.errors import TorchChangedError
-from ppe_ddp.torch_internals import node_is_executed
+from ppe_ddp.torch_internals import current_node, node_is_executed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,3 +57,21 @@ class ReachedParameters:
                 "node_is_executed: this version of torch does not tell in a backward which parameters it will reach "
                 f"({error}); use a version that CONTRIBUTING.md names, and see `python -m ppe_ddp doctor`"
             ) from error
+
+    def accumulates(self) -> bool:
+        """Whether the graph task accumulates gradients below the node that it executes now; ``autograd.grad`` does not.
+
+        Asked of the first leaf that is found there.
+        """
+        below, seen = [current_node()], set()
+        while below:
+            node = below.pop()
+            if node is None or node in seen:
+                continue
+            if hasattr(node, "variable"):
+                with suppress(RuntimeError):  # autograd.grad of this leaf
+                    return self._is_executed(node)
+                return False
+            seen.add(node)
+            below += [after for after, _ in node.next_functions]
+        return False

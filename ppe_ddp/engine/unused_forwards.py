@@ -90,7 +90,7 @@ class _OutputHook:
         self._on_backward()
 
     def __del__(self) -> None:
-        if not self._is_reached:
+        if not getattr(self, "_is_reached", True):  # an interrupt may have kept it from being made
             self._forwards._drop(self._number)
 
 
