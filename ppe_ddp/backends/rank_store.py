@@ -245,7 +245,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
         DisagreementError: On every rank: not all have the same options.
     """
     place, seconds = arguments.group_rank, arguments.timeout.total_seconds()
-    turn = _first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
+    turn = first_unused(lambda turn: store.check([f"ppe_ddp/made/{turn}"]))
     keys = [f"ppe_ddp/makes/{turn}/{other}" for other in range(len(ranks))]
     differing = f"ppe_ddp/options/{turn}/differing"
     with_what = f"{options} and PPE_DDP_DEBUG={os.environ.get('PPE_DDP_DEBUG', '')}"
@@ -291,7 +291,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     return turn
 
 
-def _first_unused(is_used: Callable[[int], bool]) -> int:
+def first_unused(is_used: Callable[[int], bool]) -> int:
     """The first turn that no group of this name has had, which was destroyed or given up; they come in order."""
     used, unused = 0, 1
     while is_used(unused):
