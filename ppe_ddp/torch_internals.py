@@ -115,6 +115,12 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def current_node() -> Node | None:
+    """The node that this thread executes, whose hooks autograd calls now; None outside of a backward."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
 # ---------------------------------------------------------------------- tensors
 
 

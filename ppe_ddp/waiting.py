@@ -150,9 +150,9 @@ class ProgressEngine:
         with self.lock:
             if self._is_advancing:  # a group that is advanced has called back
                 return
-            self._is_advancing = True
-            self.turns += 1
             try:
+                self._is_advancing = True
+                self.turns += 1
                 self._groups = [group for group in self._groups if not group.advance()]
                 while self._added:
                     if (added := self._added.pop()) not in self._groups:

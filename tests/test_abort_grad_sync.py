@@ -82,6 +82,29 @@ def test_a_synchronization_that_was_begun_is_given_up():
     assert_gradients(module, mean)
 
 
+@pytest.mark.parametrize("who", ["the rank that has failed", "the others"])
+@on_three_ranks
+def test_in_an_except_around_a_step_whose_error_came_with_the_vote(who):
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+
+    def refuse(_):
+        raise Broken("blown")
+
+    for culprit in range(3):
+        handle = wrapper.register_comm_hook(refuse) if rank == culprit else None
+        with pytest.raises(Broken if rank == culprit else PeerAbortedError):
+            square(wrapper, rank)
+        if (rank == culprit) == (who == "the rank that has failed"):
+            wrapper.abort_grad_sync("in an except for any error")  # which all know of
+        if handle is not None:
+            handle.remove()
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, mean)
+
+
 def give_megatrons_up(model, culprit, step, how):
     """One rank gives its step up, by one of `WAYS`; the others' error of it, None where there is none."""
     rank = dist.get_rank()

@@ -98,17 +98,31 @@ def test_on_one_rank_alone_the_others_are_told(place, options):
             assert_same_on_all_ranks(wrapper.module)
 
 
+@each_place
 @on_two_ranks
-def test_inside_a_reentrant_checkpoint():
+def test_inside_a_reentrant_checkpoint(place):
     rank = dist.get_rank()
     wrapper = DistributedDataParallel(seeded(Fused))
     expected = mean_gradients(wrapper.module, step)
     for turn in range(2):
         with pytest.raises(Broken if rank == turn else PeerAbortedError):
-            step(wrapper, rank, place=2 if rank == turn else None, reentrant=True)
+            step(wrapper, rank, place=place if rank == turn else None, reentrant=True)
         wrapper.zero_grad()
         step(wrapper, rank, reentrant=True)
         assert_gradients(wrapper.module, expected)
+
+
+@on_two_ranks
+def test_in_a_module_that_is_frozen_on_one_rank():
+    rank, wrapper = dist.get_rank(), DistributedDataParallel(seeded(Fused))
+    expected = mean_gradients(wrapper.module, step)
+    wrapper.module.requires_grad_(rank == 0)
+    with pytest.raises(Broken if rank == 1 else PeerAbortedError):
+        step(wrapper, rank, place=2 if rank == 1 else None)
+    wrapper.requires_grad_(True)
+    wrapper.zero_grad()
+    step(wrapper, rank)
+    assert_gradients(wrapper.module, expected)
 
 
 @on_two_ranks

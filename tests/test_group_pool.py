@@ -11,6 +11,7 @@ from one_process import square
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.engine.groups import Groups
+from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -105,3 +106,21 @@ def test_a_wrapper_that_is_dropped_after_its_last_step_has_failed_leaves_no_grou
         dist.barrier()
     assert counts[1:] == [counts[0]] * 3
     assert counts[0] == before + 2 * (1 - dist.get_rank())
+
+
+@on_two_ranks
+def test_a_parent_that_is_made_again_under_its_name_begins_anew():
+    """The store has what was reported and decided in the first one."""
+    for turn in range(3):
+        parent = dist.new_group([0, 1], backend="shm", use_local_synchronization=True)
+        groups = Groups.duplicate(parent)
+        for generation in range(2):
+            assert not groups.has_failed
+            assert groups.generation == generation
+            dist.barrier()
+            groups.fail(RuntimeError("not today") if dist.get_rank() == turn % 2 else AbortedError(), "begun")
+            if generation == 0:
+                groups.renew()
+        del groups
+        dist.barrier()
+        dist.destroy_process_group(parent)

@@ -27,6 +27,10 @@ def frozen(module, _):
     module.layers[2].requires_grad_(False)
 
 
+def all_frozen(module, _):
+    module.requires_grad_(False)
+
+
 def thawed(module, _):
     module.requires_grad_(True)
 
@@ -51,6 +55,10 @@ def hooked(module, _):
     _KEPT.append(module.layers[2].weight.register_hook(lambda gradient: 2 * gradient))
     _KEPT.append(module.layers[1].register_full_backward_hook(lambda *_: None))
     _KEPT.append(module.layers[0].weight.register_post_accumulate_grad_hook(lambda _: None))
+
+
+def passed_by(module, _):
+    _KEPT.append(module.register_forward_hook(lambda _, inputs, output: 2 * inputs[0]))
 
 
 def unhooked(_module, _wrapper):
@@ -89,6 +97,8 @@ def order_loaded(_, wrapper):
 CHANGES = {
     "freezes": [frozen],
     "freezes and thaws": [frozen, thawed],
+    "freezes all": [all_frozen, frozen, thawed, all_frozen, thawed],
+    "passes all by": [passed_by, unhooked],
     "toggles": [frozen, thawed, frozen, thawed, frozen],
     "moves": [moved, moved],
     "hooks": [hooked, unhooked],
@@ -105,7 +115,8 @@ VARIANTS = [{}, {"bucket_cap_mb": 1e-4}, {"overlap": False}, {"gradient_as_bucke
 
 
 def step(model, rank, number):
-    model(data(5, 4, rank=rank, step=number), WAYS[(rank + number) % len(WAYS)]).pow(2).sum().backward()
+    inputs = data(5, 4, rank=rank, step=number).requires_grad_()
+    model(inputs, WAYS[(rank + number) % len(WAYS)]).pow(2).sum().backward()
 
 
 def hold(changes, who, wrap, learn=lambda wrapper, means: None):
@@ -241,7 +252,7 @@ def lazy(module):
 
 def hold_each_wrapper():
     """The most of it in little time, for backends that take long."""
-    changes = [frozen, moved, thawed, loaded, frozen]
+    changes = [all_frozen, moved, thawed, loaded, frozen]
     hold([frozen, grown_and_shrunk, thawed, replaced, frozen], 1, plain({}))
     hold(changes, 1, optimized({}))
     hold(changes, 1, megatron({"overlap_grad_reduce": True}))

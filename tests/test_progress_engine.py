@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from ppe_ddp.waiting import ProgressEngine
 
 
@@ -23,3 +25,23 @@ def test_most_of_a_long_wait_is_slept_where_there_are_more_ranks_than_cores():
     begin, used = time.monotonic(), time.thread_time()
     engine.wait_until(lambda: time.monotonic() - begin > 0.3, lambda: None)
     assert time.thread_time() - used < 0.15
+
+
+class Interrupting:
+    """A count at whose increase Ctrl-C arrives."""
+
+    def __iadd__(self, other):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_does_not_end_all_progress():
+    engine, advanced = ProgressEngine(), []
+    group = Busy()
+    group.advance = lambda: advanced.append(True)
+    engine.add(group)
+    engine.turns = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        engine.progress()
+    engine.turns = 0
+    engine.progress()
+    assert advanced

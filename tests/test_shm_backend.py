@@ -20,7 +20,7 @@ from laws import Case
 from mpi_check_collectives import all_gather_single
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
-from ppe_ddp.backends.shared_memory import shared_reservation
+from ppe_ddp.backends.shared_memory import shared_group, shared_reservation
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm import shm_group as shm_group_module
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
@@ -255,6 +255,25 @@ def test_a_rank_that_does_not_make_the_group_is_named():
     if dist.get_rank() == 0:
         with pytest.raises(CommunicationError, match=r"making group .* of ranks \[0, 1\].*rank 1 did not make it"):
             dist.new_group([0, 1], timedelta(seconds=0.3), "shm", use_local_synchronization=True)
+
+
+@on_two_ranks
+def test_a_rank_that_is_interrupted_while_it_makes_the_group_tells_the_others():
+    for culprit in range(2):
+        start, is_culprit = monotonic(), dist.get_rank() == culprit
+        with pytest.MonkeyPatch.context() as patches:
+            if is_culprit:
+                patches.setattr(shared_group, "_attach", interrupted)
+            text = None if is_culprit else f"rank {culprit} has given this group up.*: KeyboardInterrupt"
+            with pytest.raises(KeyboardInterrupt if is_culprit else CommunicationError, match=text):
+                dist.new_group([0, 1], timedelta(seconds=60), "shm", use_local_synchronization=True)
+        gc.collect()  # what is left of it keeps nobody waiting
+        assert monotonic() - start < 20
+        dist.barrier()
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 @on_two_ranks

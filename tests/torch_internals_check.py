@@ -25,6 +25,7 @@ from ppe_ddp.torch_internals import (
     call_uncompiled,
     child_table,
     chunk_cat,
+    current_node,
     holds_tensors,
     in_backward_optimizers,
     is_cast,
@@ -181,6 +182,14 @@ def _chunk_cat() -> bool:
     return out.tolist() == [[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]]
 
 
+def _current_node() -> bool:
+    seen = [current_node()]
+    output = torch.ones(1, requires_grad=True) * 2
+    output.register_hook(lambda _: seen.append(current_node()))
+    (output * 3).backward()
+    return seen == [None, output.grad_fn]
+
+
 def _is_in_backward() -> bool:
     seen = [is_in_backward()]
     output = nn.Parameter(torch.ones(())) * 2
@@ -276,6 +285,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (preserve_versions, _preserve_versions),
     (storage_users, _storage_users),
     (tensor_users, _tensor_users),
+    (current_node, _current_node),
     (is_in_backward, _is_in_backward),
     (version_of, _version_of),
     (unflatten, _unflatten),

@@ -351,7 +351,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     def meeting(turn: int) -> Meeting:
         return Meeting(store, f"ppe_ddp/made/{turn}", place, len(ranks))
 
-    turn = _first_unused(lambda turn: meeting(turn).outcome() is not None)
+    turn = first_unused(lambda turn: meeting(turn).outcome() is not None)
     with_what = f"{options} and PPE_DDP_DEBUG={os.environ.get('PPE_DDP_DEBUG', '')}"
     outcome = meeting(turn).words(with_what, lambda: None, seconds)
     group = f"group {arguments.group_id!r} of ranks {list(ranks)}"
@@ -415,7 +415,7 @@ def _stores_of_exchanges() -> deque[WrittenKeys]:
     return deque()
 
 
-def _first_unused(is_used: Callable[[int], bool]) -> int:
+def first_unused(is_used: Callable[[int], bool]) -> int:
     """The first turn that no group of this name has had, which was destroyed or given up; they come in order."""
     used, unused = 0, 1
     while is_used(unused):

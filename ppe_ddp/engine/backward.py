@@ -58,12 +58,14 @@ class Backward:
         is_manual: Whether a call has begun it, and not autograd.
         silent: Whether this rank contributes nothing and takes nothing.
         turn: When it may launch, among those of wrappers that share parameters with its own; None if there are none.
+        is_empty: Whether it reaches no parameter, as far as autograd tells.
 
     Attributes:
         phase: The current phase.
         silent: Whether this rank contributes nothing and takes nothing: it only makes the calls that others wait for.
         aborted: Whether that is because its own backward raised; the vote tells the other ranks.
         is_manual: Whether a call has begun it, and not autograd.
+        is_empty: The same.
         turn: The same.
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not arrived. None while the mask is not made before backward is over.
@@ -81,11 +83,18 @@ class Backward:
     """
 
     def __init__(
-        self, names: tuple[str, ...], *, is_manual: bool = False, silent: bool = False, turn: Turn | None = None
+        self,
+        names: tuple[str, ...],
+        *,
+        is_manual: bool = False,
+        silent: bool = False,
+        turn: Turn | None = None,
+        is_empty: bool = False,
     ) -> None:
         self.phase = Phase.BEGUN
         self.silent, self.aborted = silent, False
         self.is_manual = is_manual
+        self.is_empty = is_empty
         self.turn = turn
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None

@@ -16,6 +16,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from operator import contains, is_, setitem
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from ppe_ddp.engine.gradients import GradientStreams, redistribute_gradients
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.errors import TorchChangedError, UnusableError
 from ppe_ddp.torch_internals import (
+    current_node,
     in_backward_optimizers,
     is_in_backward,
     node_is_executed,
@@ -86,6 +88,24 @@ class ReachedParameters:
                 "node_is_executed: this version of torch does not tell in a backward which parameters it will reach "
                 f"({error}); use a version that CONTRIBUTING.md names, and see `python -m ppe_ddp doctor`"
             ) from error
+
+    def accumulates(self) -> bool:
+        """Whether the graph task accumulates gradients below the node that it executes now; ``autograd.grad`` does not.
+
+        Asked of the first leaf that is found there.
+        """
+        below, seen = [current_node()], set()
+        while below:
+            node = below.pop()
+            if node is None or node in seen:
+                continue
+            if hasattr(node, "variable"):
+                with suppress(RuntimeError):  # autograd.grad of this leaf
+                    return self._is_executed(node)
+                return False
+            seen.add(node)
+            below += [after for after, _ in node.next_functions]
+        return False
 
 
 _MOST_SEQUENCES = 64  # that are remembered: of graphs that change there is no end
@@ -351,6 +371,7 @@ class GradientArrivals:
         stop_recording: Tells of every arrival again.
         take_recorded: Returns what was recorded since the last call.
         remove: Takes the hooks off the parameters.
+        accumulates: Tells whether the graph task that runs on this thread accumulates gradients.
     """
 
     def __init__(
@@ -361,6 +382,7 @@ class GradientArrivals:
         self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
         self._start_recording = hooks.start_recording
         self._reached = ReachedParameters(parameters)
+        self.accumulates = self._reached.accumulates
         self._everything = range(len(parameters))
 
     def expected(self, arrived: int | None) -> list[int]:
@@ -478,7 +500,7 @@ class _OutputHook:
         self._on_backward()
 
     def __del__(self) -> None:
-        if not self._is_reached:
+        if not getattr(self, "_is_reached", True):  # an interrupt may have kept it from being made
             self._forwards._drop(self._number)
 
 

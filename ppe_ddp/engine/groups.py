@@ -33,7 +33,7 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
-from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange
+from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused
 from ppe_ddp.engine.failures import (
     EQUALLY_OFTEN,
     LOOK_SECONDS,
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.group_duplicates import Release
 
+_MOST_DUPLICATES = 1_000_000  # of one parent
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
 _LONGEST_PAUSE = 0.01  # ... which grow to this
 
@@ -191,12 +192,18 @@ class Groups:
                     'agree; make it by torch.distributed.new_group(ranks, backend="cpu:gloo,cuda:nccl")'
                 )
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
-        pool = _pool_of(parent)
+        pool, store = _pool_of(parent), store_of(parent)
+        is_first = not pool.calls
+        if is_first:  # of a group whose name another one had before, there are keys in the store
+            turn = first_unused(lambda turn: store.check([f"ppe_ddp/parent/{turn}"]))
+            pool.calls = pool.count = (turn - 1) * _MOST_DUPLICATES
         pool.calls += 1
         address = own_address()
         packed = None if address is None else address.packed()
         wanted = {"shared_memory": shared_memory, "init_sync": init_sync}
         known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
+        if is_first:
+            store.set(f"ppe_ddp/parent/{turn}", "")
         check_wanted(rank, [there for there, *_ in known])
         groups = pool.take([there for _, there, _ in known], shared_memory=shared_memory)
         if groups is not None:

@@ -180,6 +180,8 @@ class Reducer(Generic[C]):
             backward = self._backward
             if backward is None or backward.alive() is None:
                 backward = self._running() or self._begin(index)
+            elif backward.is_empty:
+                backward = self._begin(index)
             if backward is None or backward.phase is Phase.FAILED:
                 return
             if backward.is_manual:
@@ -248,22 +250,23 @@ class Reducer(Generic[C]):
             self.abort(str(error))
             raise
         callback = self._end_callback()
-        if callback is None or callback.backward is not None:
+        if callback is None or not (callback.backward is None or callback.backward.is_empty):
             callback = EndOfBackward(self._end_of_backward)
             self._end_callback = weakref.ref(callback, partial(_on_end_of_graph_task, weakref.ref(self)))
             at_end_of_backward(callback)
-        if not reached:
-            # or none yet: reentrant checkpoints have graph tasks of their own; the first of them begins the backward
+        if not reached and not (self._parameters and self._arrivals.accumulates()):
             return None
         self.check()
         self._arrivals.check(self.groups.rank)
-        backward = Backward(self._names, turn=self.shared.turn())
+        # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
+        # their own; the first arrival in one begins it anew.
+        backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self._begun.add(self)
         launch_triggers: Collection[int] = ()
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
-        if self._overlap and not (is_put_off or self.synchronizer.sends_nothing):
+        if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
             self.synchronizer.start_negotiation(backward)
             launch_triggers = self.synchronizer.launch_triggers
@@ -309,6 +312,7 @@ class Reducer(Generic[C]):
                 yield from self._complete(backward)
                 return
             if error.is_in_step:
+                self.synchronizer.knows_of_failure = True
                 self._close(backward)
             raise
         self._close(backward)
@@ -412,6 +416,7 @@ class Reducer(Generic[C]):
             self._backward = None
             return
         backward.abort()
+        self.synchronizer.knows_of_failure = True
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:

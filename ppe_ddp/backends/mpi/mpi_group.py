@@ -126,6 +126,7 @@ class MpiProcessGroup(PendingGroup):
         self._call = WatchedCall(place, seconds)
         self._waits = MpiWaits(comm, place, seconds)
         self._wire = MpiWire(comm, options.piece_bytes)
+        self._waits.at_failure.append(self._wire.give_up)
         self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(size))}
         memory = HostMemory(rank, "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware)
         self._over = Collectives(self._wire, rank, self._waits, memory)
@@ -139,7 +140,6 @@ class MpiProcessGroup(PendingGroup):
                 piece_bytes=options.shared_piece_bytes,
             ),
         )
-        self._waits.at_failure.append(self._wire.give_up)
         is_threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         if options.thread and not is_threaded:
             raise ValueError(

@@ -122,7 +122,11 @@ class SharedMemoryGroup:
         self._kept: dict[Any, _Collective] = {}
         self._makers: dict[str, Callable[..., _Collective | None]] = {}
         is_connected = link.size > 1 and config.is_enabled
-        connection = _connect(link, config.piece_bytes) if is_connected else _Connection()
+        try:
+            connection = _connect(link, config.piece_bytes) if is_connected else _Connection()
+        except BaseException as error:  # an interrupt: the others wait for this rank
+            link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
+            raise
         self.nodes, self._memory, self._queue, self.hierarchy = connection
         self._smallest_bytes = config.smallest_bytes
         if self._queue is not None:

@@ -104,6 +104,7 @@ class ShmProcessGroup(PendingGroup):
         place = f"rank {rank} of {size}, group {self._group_name!r}"
         waits = self._waits = StoreWaits(keys, rank, place, self._timeout.total_seconds())
         self._wire = GlooWire([_over_gloo(_with_more_time(arguments), keys)])
+        waits.at_failure.append(self._wire.give_up)
         memory = HostMemory(rank, "shm")
         self._over = Collectives(self._wire, rank, waits, memory, direct_bytes=options.direct_up_to(size))
         progress = progress_engine(self._pid)
@@ -123,7 +124,6 @@ class ShmProcessGroup(PendingGroup):
             background_thread(self._pid)
             waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
             waits.sees_every_rank = self._shared.shows_every_rank
-        waits.at_failure.append(self._wire.give_up)
         ended_at_exit(self._pid).add(self)
 
     def shutdown(self) -> None:
