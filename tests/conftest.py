@@ -27,7 +27,6 @@ UNDER_MPIRUN = [
     "test_mpi_backend",
     "test_sharding",
     "test_mpi_laws",
-    "test_two_wrappers",
     "test_nodes",
     "test_nodes_training",
     "test_node_compression",

@@ -3,6 +3,7 @@
 Takes the number of cases of each kind, as JSON, and prints one JSON line on rank 0: the result of each kind.
 """
 
+import faulthandler
 import functools
 import json
 import logging
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpi_megatron
+import mpi_wrappers
 from law_scenarios import every_variant, scenarios
 from laws import breaches, observe_all
 from optim_runners import first_half, second_half
@@ -82,12 +84,14 @@ def hold_random_programs():
 
 
 def main():
+    faulthandler.dump_traceback_later(380)
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     reports = {way: report(count, way) for way, count in json.loads(sys.argv[1]).items()}
     if MPI.COMM_WORLD.Get_size() in (2, 3):
         hold_the_optimizer()
         hold_random_training()
+        reports["wrappers"] = mpi_wrappers.report()
     if MPI.COMM_WORLD.Get_size() == 2:
         reports["megatron"] = mpi_megatron.report()
         hold_random_programs()

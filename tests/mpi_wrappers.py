@@ -1,14 +1,10 @@
 """The cases of test_two_wrappers.py, test_own_communication.py and test_shared_wrappers.py over mpi4py.
 
-Run under mpirun by the first.
-
-Prints on rank 0 how many have passed.
+Run under mpirun by mpi_laws.py.
 """
 
-import faulthandler
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 import test_graphs_buffers as buffers
@@ -54,22 +50,15 @@ def on_three_ranks():
         yield lambda options=options: own.test_all_to_all_in_backward.__wrapped__(options)
 
 
-def main():
-    faulthandler.dump_traceback_later(200)
-    torch.set_num_threads(1)
+def report():
+    """How many have passed, each once; and each way has some of each kind."""
     count = 0
-    for place, options in enumerate(OPTIONS):  # every case once, and each way has some of each kind
+    for place, options in enumerate(OPTIONS):
         dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=30), pg_options=options)
         cases = [*on_two_ranks()] if dist.get_world_size() == 2 else [*on_three_ranks()]
         cases += [lambda seed=seed: tests.hold_random_models(seed) for seed in range(3)]
         for case in cases[place :: len(OPTIONS)]:
             case()
             count += 1
-        rank = dist.get_rank()
         dist.destroy_process_group()
-    if rank == 0:
-        print(count)
-
-
-if __name__ == "__main__":
-    main()
+    return count

@@ -28,7 +28,7 @@ WAYS = {
 def reports(ranks):
     """What each way has come to, by its name; all of them in one run, which has optimizer and Megatron as well."""
     command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", json.dumps(WAYS[ranks])]
-    code, output, errors = run(command, timeout=240)
+    code, output, errors = run(command, timeout=400)
     return json.loads(output.splitlines()[-1]) if code == 0 else errors  # a run that fails is not tried again
 
 
@@ -43,6 +43,13 @@ def test_the_laws_hold_over_mpi(ranks, way):
     assert report["problems"] == []
     assert report["backend"] == "mpi4py"
     assert ranks == 1 or report["cases"] >= 2 * WAYS[ranks][way]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 36), (3, 9)])
+def test_several_wrappers_over_mpi(ranks, count):
+    found = reports(ranks)
+    assert isinstance(found, dict), found
+    assert found["wrappers"] == count
 
 
 def test_megatrons_wrapper_over_mpi():

@@ -2,8 +2,6 @@
 
 import copy
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +24,9 @@ from one_process import (
 )
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
-from subprocesses import MPIRUN, needs_mpirun, run
 from test_graphs_broken import Broken, Fused
 from test_graphs_broken import step as one_step
 
-HERE = Path(__file__).parent
 VARIANTS = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}]
 each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["packed", "adopted", "after"])
 
@@ -275,12 +271,3 @@ def test_megatron_wrappers(overlap):
         passes = [(other, step, {"taken": taken[other], "how": how}) for other in range(2)]
         for wrapper in wrappers:
             graphs.hold(wrapper, graphs.mean_of(seeded(graphs.Branches), *passes))
-
-
-@needs_mpirun
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_over_mpi(ranks):
-    command = [MPIRUN, "-n", str(ranks), sys.executable, HERE / "mpi_wrappers.py"]
-    code, output, errors = run(command, timeout=240)
-    assert code == 0, errors
-    assert int(output.splitlines()[-1]) == {2: 36, 3: 9}[ranks]
