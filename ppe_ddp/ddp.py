@@ -283,7 +283,8 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         They raise :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's synchronization, within a
         second, and the next step works on all ranks. On this rank ``.grad`` is what it has computed. Not needed where
         a backward has raised, or the communication: the others know of that, and the call does nothing before the next
-        forward. Needed where a rank raises between them, as in its loss, and goes on with the next step.
+        forward. Needed where a rank raises between them, as in its loss, and goes on with the next step. In a second
+        step without a forward call :meth:`finish_grad_sync` instead.
         """
         if (reducer := self._reducer) is not None:
             reducer.abort(reason)

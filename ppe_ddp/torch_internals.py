@@ -359,19 +359,27 @@ def tell_of_skipped_steps(optimizer: Optimizer, skipped: Callable[[], object]) -
     @wraps(plain)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # Taken away meanwhile: torch's optimizers refuse them where they are not fused.
-        given: dict[str, Any] = {key: vars(self).pop(key) for key in ("found_inf", "grad_scale") if key in vars(self)}
+        given = take_scale(self)
         found_inf, scale = given.get("found_inf"), given.get("grad_scale")
-        try:
-            if found_inf is None or not bool(found_inf):
-                if scale is not None:
-                    _unscale(self, scale)
-                return plain(*args, **kwargs)
+        result = None
+        if found_inf is None or not bool(found_inf):
+            if scale is not None:
+                _unscale(self, scale)
+            result = plain(*args, **kwargs)
+        else:
             skipped()
-            return None
-        finally:
-            vars(self).update(given)
+        vars(self).update(given)
+        return result
 
     vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=True)
+
+
+def take_scale(optimizer: Optimizer) -> dict[str, Any]:
+    """Take away what a ``GradScaler`` has given ``optimizer`` for a step. After an error it would stay there.
+
+    The scaler would multiply its next scale by the one that it finds.
+    """
+    return {key: vars(optimizer).pop(key) for key in ("found_inf", "grad_scale") if key in vars(optimizer)}
 
 
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:

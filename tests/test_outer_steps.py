@@ -279,6 +279,35 @@ def test_an_outer_step_that_fails_leaves_each_rank_what_it_had():
     assert same_on_all_ranks(wrapper)
 
 
+@pytest.mark.parametrize("kind", ["adam", "fused"])
+@on_two_ranks
+def test_a_scaler_divides_by_its_scale_once_after_an_outer_step_that_failed(kind):
+    def run(fails):
+        net = seeded(nn.Linear, 8, 4)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01, eps=1.0, fused=kind == "fused")
+        wrapper = DistributedDataParallel(net)
+        if fails:
+            LocalSGD(wrapper, optimizer, every=EVERY)
+        else:
+            wrapper.require_backward_grad_sync = False
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(EVERY + 1):
+            optimizer.zero_grad()
+            scaler.scale(wrapper(data(4, 8, step=step)).square().mean()).backward()
+            with pytest.MonkeyPatch.context() as patches:
+                if fails and step == EVERY - 1:
+                    patches.setattr(torch.Tensor, "any", no_memory)
+                    with pytest.raises(MemoryError):
+                        scaler.step(optimizer)
+                else:
+                    scaler.step(optimizer)
+            scaler.update()
+        return [parameter.detach() for parameter in net.parameters()]
+
+    for found, wanted in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 class Refusing:
     """Lets this rank raise at a call of ``torch.Tensor.copy_``, from the moment at which it is armed."""
 

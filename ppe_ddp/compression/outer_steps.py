@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from ppe_ddp.torch_internals import tell_of_skipped_steps
+from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +81,7 @@ class OuterSteps:
         ddp.require_backward_grad_sync = False
         self._handles += [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
-            optimizer.register_step_post_hook(lambda *_: self.count()),
+            optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
         vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
         tell_of_skipped_steps(optimizer, lambda: vars(optimizer)["outer_steps"].count())
@@ -124,6 +124,13 @@ class OuterSteps:
             elif known is None and (parameter.requires_grad or parameter.grad is not None):
                 self._last[name] = parameter, parameter.detach().clone()
         self._loaded.identities.clear()
+
+    def _end_inner_step(self, optimizer: Optimizer) -> None:
+        try:
+            self.count()
+        except BaseException:
+            take_scale(optimizer)
+            raise
 
     def count(self) -> None:
         """Count one inner step, and take the outer step that follows it."""

@@ -154,6 +154,8 @@ class CommState:
             ValueError: It is that of another compressor, of another rank, of other numbers of ranks or nodes, or has a
                 parameter that is not among ``devices``.
         """
+        if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
+            state = {**self.state_dict(compressor, groups), "parameters": {}}
         for key, here in _identity(compressor, groups).items():
             if state.get(key, []) != here:
                 raise ValueError(

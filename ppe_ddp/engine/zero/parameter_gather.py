@@ -227,8 +227,8 @@ class ParameterGather:
                     self._finish(key)
                 except (PeerAbortedError, CommunicationError) as error:
                     failure = failure or error
-            if failure is not None:
-                self._abandon(failure)
+            if isinstance(failure, PeerAbortedError):
+                self._abandon()
             if isinstance(failure, PeerAbortedError) and overlaps:
                 logger.warning("%s (Here the next step has begun.)", failure)
             elif failure is not None:
@@ -265,14 +265,13 @@ class ParameterGather:
             What to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
         with self._lock:
-            self._abandon(error)
+            self._abandon()
         return self._models[0].groups.fail(error, UPDATE)
 
-    def _abandon(self, error: BaseException) -> None:
+    def _abandon(self) -> None:
         """Let nobody wait for what a rank that has failed does not send: the next step gathers all units."""
-        if not isinstance(error, CommunicationError):
-            for key in list(self._pending):
-                self._forget(key)
+        for key in list(self._pending):
+            self._forget(key)
         for model in self._models:
             model.abandon()
 
