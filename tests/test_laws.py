@@ -101,7 +101,9 @@ EVERYTHING = tuple(LayerRecipe(kind, DTYPES[k % len(DTYPES)]) for k, kind in enu
 
 
 @pytest.mark.parametrize(
-    ("world", "variants"), [("two_ranks", every_variant()), ("three_ranks", every_variant()[::3])], ids=["2", "3"]
+    ("world", "variants"),
+    [("two_ranks", every_variant()[::5] + every_variant()[3::5]), ("three_ranks", every_variant()[1::5])],
+    ids=["2", "3"],
 )
 def test_every_step_in_turn_on_a_model_of_every_layer(request, world, variants):
     recipe = Recipe(1, EVERYTHING, width=8, heads=3, early_exit=True)
@@ -117,7 +119,8 @@ def test_every_layer_with_the_same_graph_on_all_ranks(two_ranks, kind):
     kinds = [kind for kind in StepKind if Case(recipe, (TrainingStep(kind),)).supports(Variant(negotiate=False))]
     steps = tuple(TrainingStep(kind, zeroing) for kind, zeroing in zip(kinds, itertools.cycle(Zeroing), strict=False))
     variants = [variant for variant in every_variant(common_path=True) if not variant.negotiate]
-    assert_laws(two_ranks, Case(recipe, steps), variants=variants)
+    first = list(Kind).index(kind) % 4  # every size with each layer, and every variant with some
+    assert_laws(two_ranks, Case(recipe, steps), variants=variants[first::4])
 
 
 # ---------------------------------------------------------------- found by the tests above, in small
