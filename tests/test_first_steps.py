@@ -236,8 +236,8 @@ def test_a_backend_that_there_is_not():
 
 def test_the_doctor_knows_no_such_backend(capsys):
     parser = doctor.argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    assert doctor.run(parser.parse_args(["--backend", "mpi4p"])) == 2
+    doctor.Doctor.add_arguments(parser)
+    assert doctor.Doctor.run(parser.parse_args(["--backend", "mpi4p"])) == 2
     assert "did you mean 'mpi4py'?" in capsys.readouterr().err
 
 

@@ -442,12 +442,13 @@ def _examine_job(job: Job) -> dict[str, Any]:
     names = [tuple(name) for name in _gathered([socket.gethostname(), boot_id])]
     nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]
     by_node = [ranks for _, ranks in nodes]
+    # First: torch names groups that only their ranks make by how many a process has, and routes leave not equally many.
+    found = _gathered(examine_backend(_DTYPES, job.device.type))
     routes = [_route("all ranks", [list(range(job.world_size))], by_node)]
     if len(nodes) > 1:
         routes.append(_route("of a node", by_node, by_node))
         columns = [[rank for rank in ranks if rank is not None] for ranks in itertools.zip_longest(*by_node)]
         routes.append(_route("one of each node", columns, by_node))
-    found = _gathered(examine_backend(_DTYPES, job.device.type))
     return {
         "launcher": job.launcher,
         "backend": job.backend,
