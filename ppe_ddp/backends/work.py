@@ -81,7 +81,10 @@ class Waits(ABC):
 
         def look() -> None:
             nonlocal seen
-            self.check(what)
+            if self.is_given_up():
+                if arrived():
+                    return
+                raise self.error(what, self.failure)
             also()
             now = time.monotonic()
             if now - seen > _LOOK_SECONDS:
@@ -124,8 +127,10 @@ class Waits(ABC):
         """Whether a rank has given the group up."""
         if not self.failure:
             notice = self._notice()
-            if notice and self._fail(notice):
-                self._close()
+            if notice:
+                self.progress()  # what that rank has done, it did before
+                if self._fail(notice):
+                    self._close()
         return bool(self.failure)
 
     def look_now(self) -> bool:

@@ -13,6 +13,7 @@ After a failure the ranks start over with the default, and measure again.
 from __future__ import annotations
 
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -421,6 +422,8 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
         groups: Of the ranks.
     """
     tables: list[list[str]] = all_gather_json(list(lines), groups.control)
+    with suppress(RuntimeError):  # who leaves first may give the group up, while another still waits for its table
+        dist.barrier(groups.control)
     reference = tables[0]
     others = [rank for rank, table in enumerate(tables) if table != reference]
     if not others:
