@@ -236,15 +236,16 @@ def test_started_by_hand_in_another_order():
         assert_gradients(wrapper.module, table)
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["in the last", "in the first"])
 @each_variant
 @on_two_ranks
-def test_one_error_ends_the_backward_of_all(options):
+def test_one_error_ends_the_backward_of_all(options, last):
     models = [seeded(Fused) for _ in range(2)]
     wrappers = wrapped(models, **options)
     rank = dist.get_rank()
     for turn in range(2):
-        # The last node of all: by then both wrappers have begun.
-        outputs = [wrappers[0](data(5, 4), place=0 if rank == turn else None), wrappers[1](data(5, 4))]
+        places = [None if rank != turn else 0 if last else None, None if rank != turn or last else 2]
+        outputs = [wrapper(data(5, 4), place=place) for wrapper, place in zip(wrappers, places, strict=True)]
         with pytest.raises(Broken if rank == turn else PeerAbortedError):
             sum(outputs).pow(2).sum().backward()
         # Only one of them is used next: the other ranks must not wait for the other one.

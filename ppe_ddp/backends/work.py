@@ -81,10 +81,7 @@ class Waits(ABC):
 
         def look() -> None:
             nonlocal seen
-            if self.is_given_up():
-                if arrived():
-                    return
-                raise self.error(what, self.failure)
+            self.check(what)
             also()
             now = time.monotonic()
             if now - seen > _LOOK_SECONDS:
@@ -127,10 +124,8 @@ class Waits(ABC):
         """Whether a rank has given the group up."""
         if not self.failure:
             notice = self._notice()
-            if notice:
-                self.progress()  # what that rank has done, it did before
-                if self._fail(notice):
-                    self._close()
+            if notice and self._fail(notice):
+                self._close()
         return bool(self.failure)
 
     def look_now(self) -> bool:

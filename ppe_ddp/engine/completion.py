@@ -169,6 +169,11 @@ class SharedParameters:
         """A synchronization of this one is over."""
         self._is_used = False
 
+    @property
+    def has_others(self) -> bool:
+        """Whether another wrapper has some of its parameters."""
+        return bool(self._others)
+
     def has_some_of(self, other: SharedParameters) -> bool:
         """Whether the two share a parameter."""
         return other in self._others

@@ -58,8 +58,8 @@ class Reducer(Generic[C]):
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
     """
 
-    _begun: ClassVar[weakref.WeakSet[Reducer[Any]]] = weakref.WeakSet()
-    """Those with a backward that has begun: one error may abort the backwards of several."""
+    _all: ClassVar[weakref.WeakSet[Reducer[Any]]] = weakref.WeakSet()
+    """Those of this process: one backward may be that of several, and one error aborts all of them."""
 
     def __init__(
         self,
@@ -88,6 +88,7 @@ class Reducer(Generic[C]):
         self._last: Recorder | None = None
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
+        self._all.add(self)
 
     # ------------------------------------------------------------------ what there is to synchronize
 
@@ -159,11 +160,22 @@ class Reducer(Generic[C]):
         self._forwards.watch(outputs, self._on_output_gradient, counts=is_training and self.enabled)
 
     def _on_output_gradient(self) -> None:
-        if self.enabled:
-            with self._lock:
-                if self._backward is None or self._running() is None:
-                    self._begin()
-                    self.shared.end_callback = self._end_callback
+        if self.enabled and self._begin_once():
+            for other in list(self._all):  # an error before it comes to their outputs has to end those, too
+                if other is not self and other.enabled and not other.shared.has_others and other._is_reached():
+                    other._begin_once()
+
+    def _begin_once(self) -> bool:
+        """Begin the backward that runs on this thread, unless it has begun."""
+        with self._lock:
+            if self._backward is not None and self._running() is not None:
+                return False
+            self._begin()
+            self.shared.end_callback = self._end_callback
+            return True
+
+    def _is_reached(self) -> bool:
+        return bool(self._parameters and self._arrivals.expected(None))
 
     @staticmethod
     @uncompiled_hook
@@ -263,7 +275,6 @@ class Reducer(Generic[C]):
         backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
-        self._begun.add(self)
         launch_triggers: Collection[int] = ()
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
         if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
@@ -405,8 +416,7 @@ class Reducer(Generic[C]):
 
     def _recover(self) -> None:
         """Finish, for the other ranks, what one error has aborted here, in all modules, and could not end at once."""
-        dead = [(one, b) for one in list(self._begun) if (b := one._backward) is not None and b.alive() is None]
-        self._begun.difference_update([one for one, _ in dead])
+        dead = [(one, b) for one in list(self._all) if (b := one._backward) is not None and b.alive() is None]
         ends = [Completion(one._finish_aborted(b), one.groups, one._lock, turn=b.turn) for one, b in dead]
         finish_and_conclude(ends)
 
