@@ -62,11 +62,9 @@ class InFlight(Protocol):
 
 def in_flight(pending: object) -> InFlight | None:
     """What torch has under way, a Work of C++ or a Future; None for what is to be waited for to its end at once."""
-    if is_future(pending):
-        return _PendingFuture(pending)
-    if type(pending) is not Work or (not pending.is_completed() and is_message(pending)):
-        return None
-    return _PendingWork(pending)
+    if type(pending) is Work:
+        return None if is_message(pending) else _PendingWork(pending)
+    return _PendingFuture(pending) if is_future(pending) else None
 
 
 def is_message(pending: object) -> bool:

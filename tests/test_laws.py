@@ -21,7 +21,8 @@ from law_scenarios import check_case, every_variant
 from law_steps import StepKind, TrainingStep, Zeroing
 from laws import Case, Variant, breaches, observe, observe_all
 from library_warnings import without_warnings
-from ppe_ddp.engine.mask_exchange import MaskExchanger
+from ppe_ddp.engine import negotiation
+from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.testing import ConformanceError, RankError, Ranks
 from ppe_ddp.testing.training import Plugs
 
@@ -162,10 +163,10 @@ class CheckpointedFirst(nn.Module):
 def keep_gradients_while_one_rank_is_late():
     """On rank 1 gradients arrive before the mask is back, on rank 0, which begins after that, when it is."""
     wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False, bucket_cap_mb=0.000001)
-    store, begun, exchange = dist.distributed_c10d._get_default_store(), [], MaskExchanger.exchange
+    store, begun = dist.distributed_c10d._get_default_store(), []
 
     def noted(*arguments):
-        begun.append(exchange(*arguments))
+        begun.append(MaskExchange(*arguments))
         return begun[-1]
 
     def wait_for_the_mask(_):
@@ -173,7 +174,7 @@ def keep_gradients_while_one_rank_is_late():
         while len(begun) == before or not begun[-1].done():
             assert time.monotonic() < deadline
 
-    with mock.patch.object(MaskExchanger, "exchange", noted):
+    with mock.patch.object(negotiation, "MaskExchange", noted):
         for step in range(2):
             loss = wrapper(torch.ones(2, 3, requires_grad=True)).sum()
             outer = loss.grad_fn.next_functions[0][0]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import (
+    MaskExchange,
     MaskExchanger,
     highest_digits,
     is_same,
@@ -49,7 +50,7 @@ class Threads:
 
     def _exchange(self, exchanger, message):
         digest, mask, more = message
-        exchange = exchanger.exchange(digest, {"mask": mask, "more": more})
+        exchange = MaskExchange(exchanger, digest, {"mask": mask, "more": more})
         answer = exchange.result()
         return answer, exchange.nbytes
 
@@ -143,9 +144,9 @@ def test_a_mask_that_just_fits_goes_in_one_message(monkeypatch, size, messages):
 def test_done_tells_whether_the_answer_is_there_and_sends_what_did_not_fit(size):
     ranks = Threads(2)
     first, second = ranks.exchangers
-    early = first.exchange(bytes(16), {"mask": bytes(size)})
+    early = MaskExchange(first, bytes(16), {"mask": bytes(size)})
     assert not early.done()  # the other rank has not started
-    late = second.exchange(bytes(16), {"mask": bytes([1]) * size})
+    late = MaskExchange(second, bytes(16), {"mask": bytes([1]) * size})
     end = time.monotonic() + 20
     while not early.done() & late.done() and time.monotonic() < end:
         pass
@@ -157,8 +158,8 @@ def test_done_tells_whether_the_answer_is_there_and_sends_what_did_not_fit(size)
 
 def test_nothing_waits_before_the_result_is_asked_for(pair):
     first, second = pair.exchangers
-    early = first.exchange(bytes(16), {"mask": b"\1\0"})  # the other rank has not started
-    late = second.exchange(bytes(16), {"mask": b"\0\0"})
+    early = MaskExchange(first, bytes(16), {"mask": b"\1\0"})  # the other rank has not started
+    late = MaskExchange(second, bytes(16), {"mask": b"\0\0"})
     assert late.result() == early.result() == (True, {"mask": b"\1\0"})
     assert early.done()
     assert late.done()

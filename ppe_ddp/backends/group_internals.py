@@ -38,12 +38,12 @@ _Kept = TypeVar("_Kept")
 # ---------------------------------------------------------------------- what torch knows of its groups
 
 
-def is_registered(group: ProcessGroup) -> bool:
-    """Whether torch.distributed has made ``group``, and has not destroyed it since.
+def is_registered(*groups: ProcessGroup) -> bool:
+    """Whether torch.distributed has made each of ``groups``, and has not destroyed it since.
 
     The public functions raise for others, or answer for the default group.
     """
-    return group in c10d._world.pg_map
+    return c10d._world.pg_map.keys() >= set(groups)
 
 
 def registered_groups() -> Iterator[tuple[ProcessGroup, list[int]]]:

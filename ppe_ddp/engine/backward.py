@@ -117,7 +117,8 @@ class Backward:
         """This rank's backward has raised: it contributes and takes nothing from here on."""
         self.silent = self.aborted = True
 
-    def _enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase) -> None:
+        """Go on to ``phase``."""
         assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"
         self.phase = phase
 
@@ -129,22 +130,15 @@ class Backward:
             for i in indices:
                 waiting[i] = 1
 
-    def start_negotiating(self) -> None:
-        """This rank's mask was sent."""
-        self._enter(Phase.NEGOTIATING)
-
     def restart(self) -> None:
         """The mask that was sent is void; it is negotiated again when backward is over."""
-        self._enter(Phase.BEGUN)
+        self.enter(Phase.BEGUN)
         self.exchange = self.waiting = None
 
-    def start_launching(self, schedule: LaunchSchedule[Any]) -> None:
-        """The plan is known: ``schedule`` launches its buckets."""
-        self._enter(Phase.LAUNCHING)
-        self.add_round(schedule)
-
     def add_round(self, schedule: LaunchSchedule[Any]) -> None:
-        """Make ``schedule`` the current one: that of the plan, or of a second round."""
+        """Make ``schedule`` the current one: that of the plan, which is known now, or of a second round."""
+        if self.schedule is None:
+            self.enter(Phase.LAUNCHING)
         self.schedule = schedule
         self.rounds.append(schedule)
         self.recorder.rounds.append(schedule.record)
@@ -154,13 +148,9 @@ class Backward:
         self.schedule = None
         self.rounds = []
 
-    def start_finishing(self) -> None:
-        """All buckets are launched."""
-        self._enter(Phase.FINISHING)
-
     def end(self) -> None:
         """The synchronization is complete."""
-        self._enter(Phase.OVER)
+        self.enter(Phase.OVER)
         self.forget_rounds()
         self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
         if EventLog.current is not None:
@@ -169,7 +159,7 @@ class Backward:
     def fail(self) -> str:
         """The communication has failed; returns the name of the phase in which it failed, for messages."""
         phase = Phase.FINISHING if self.phase is Phase.OVER else self.phase
-        self._enter(Phase.FAILED)
+        self.enter(Phase.FAILED)
         self.exchange = None
         return phase.name.lower()
 

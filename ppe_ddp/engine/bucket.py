@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import attrgetter, is_not
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.reduction import Reduction
 
 
+_EXISTS, _SHAPE, _REQUIRES_GRAD = partial(is_not, None), attrgetter("shape"), attrgetter("requires_grad")
 _PLANS = 32  # whose buckets are kept
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
@@ -293,7 +295,7 @@ class PackedBucket(DenseBucket):
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
         gradients, factor = self.gradients, self.factor
-        if self._views and True in [gradient is not None and gradient.requires_grad for gradient in gradients]:
+        if self._views and any(map(_REQUIRES_GRAD, filter(_EXISTS, gradients))):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
         if self._is_fused:
@@ -301,7 +303,8 @@ class PackedBucket(DenseBucket):
         else:
             if not (buffer.runs and concatenate(buffer.runs, self._shapes, gradients)):
                 fill(buffer.slots, gradients, 1.0)
-            scale(buffer.flat, buffer.flat, factor)
+            if factor != 1.0:
+                buffer.flat.mul_(factor)
         return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
 
     def averages(self) -> list[Tensor]:
@@ -333,8 +336,8 @@ def concatenate(
     A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
     would move those behind it, without an error.
     """
-    present = [gradient for gradient in gradients if gradient is not None]
-    if [gradient.shape for gradient in present] != shapes:
+    present: list[Tensor] = list(filter(_EXISTS, gradients))  # type: ignore[arg-type]
+    if list(map(_SHAPE, present)) != shapes:
         return False
     start = 0
     for count, run in runs:
@@ -514,14 +517,14 @@ class LaunchSchedule(Generic[B]):
     ) -> None:
         self.plan = plan
         self.buckets = buckets
-        self.record = RoundRecord(plan, [bucket.nbytes for bucket in buckets], repair=repair)
+        self.record = RoundRecord(plan, repair=repair)
         self._prepare = prepare
         self._one_at_a_time = one_at_a_time
         self._may_launch = may_launch
         self._ranges = ranges
         self._gone = 0
         self._previous: B | None = None
-        self._missing = [sum([waiting[i] for i in bucket.members]) for bucket in plan.buckets]
+        self._missing = [sum(map(waiting.__getitem__, bucket.members)) for bucket in plan.buckets]
 
     def mark_arrived(self, indices: Sequence[int]) -> None:
         """Count the gradients of these parameters as arrived."""
@@ -563,12 +566,13 @@ class LaunchSchedule(Generic[B]):
         if not bucket.plan.sparse:
             self._previous = bucket
         if self._ranges:
-            with span(f"launch[{k}]", enabled=True):
+            with span(f"launch[{k}]"):
                 bucket.launch(is_last=k == self.plan.last)
         else:
             bucket.launch(is_last=k == self.plan.last)
         record.launched[k] = perf_counter_ns()
         record.packed[k] = bucket.packed_at
+        record.nbytes[k] = bucket.nbytes
         if EventLog.current is not None:
             self._watch(bucket, k)
 

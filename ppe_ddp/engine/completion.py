@@ -96,6 +96,7 @@ class SharedParameters:
         groups: The same.
         index: Of each parameter of this one, by its identity.
         end_callback: Returns None where no backward is running that has come through outputs of this one.
+        lost: A parameter that another wrapper has taken over; empty while there is none.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -103,7 +104,7 @@ class SharedParameters:
     def __init__(self, groups: Groups, *, exclusive: bool) -> None:
         self.groups = groups
         self._exclusive = exclusive
-        self._lost = ""  # a parameter that another wrapper has taken over
+        self.lost = ""
         self.index: dict[int, int] = {}
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
@@ -121,7 +122,7 @@ class SharedParameters:
             other = owner.shared
             if self._exclusive or other._exclusive:
                 first = min(self.index[identity] for identity in self.index.keys() & other.index.keys())
-                other._lost = module_state.names[first]
+                other.lost = module_state.names[first]
                 owner.remove_hooks()
             else:
                 self._others.add(other)
@@ -129,9 +130,9 @@ class SharedParameters:
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where another wrapper has taken over some of the parameters."""
-        if self._lost:
+        if self.lost:
             raise UnusableError(
-                f"rank {self.groups.rank}: parameter {self._lost!r} was wrapped again since, and a wrapper that keeps "
+                f"rank {self.groups.rank}: parameter {self.lost!r} was wrapped again since, and a wrapper that keeps "
                 "gradients in buffers of its own (ppe_ddp.megatron) can share it with no other: use the wrapper that "
                 "was made last, on all ranks"
             )
@@ -170,9 +171,9 @@ class SharedParameters:
         self._is_used = False
 
     @property
-    def has_others(self) -> bool:
-        """Whether another wrapper has some of its parameters."""
-        return bool(self._others)
+    def is_alone(self) -> bool:
+        """Whether no other wrapper has any of its parameters, or has taken them over."""
+        return not (self._others or self.lost)
 
     def has_some_of(self, other: SharedParameters) -> bool:
         """Whether the two share a parameter."""
@@ -385,12 +386,12 @@ class Completion:
 
     def finish_at_end_of_backward(self) -> None:
         """Do the same at the end of this thread's backward, together with all completions that were queued by then."""
-        last = self._threads.last()
+        last = None if self._threads.last is None else self._threads.last()
         if last is None:
             last = _AfterCallbacks()
             self._threads.last = weakref.ref(last)
             at_end_of_backward(last)
-        last.completions.append(self)
+        last.append(self)
 
     def advance(self, *, to_end: bool = False, error: Exception | None = None) -> None:
         """Go on to where it has to wait next, or to its end; waits first for what is not there yet.
@@ -405,7 +406,7 @@ class Completion:
                 if not to_end:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
-                run(self._steps)
+                deque(self._steps, maxlen=0)  # as run()
             self.is_done = True
         except StopIteration:
             self.is_done = True
@@ -448,24 +449,21 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.open: weakref.WeakSet[Completion] = weakref.WeakSet()
-        self.last: Callable[[], _AfterCallbacks | None] = lambda: None
+        self.last: weakref.ref[_AfterCallbacks] | None = None
 
 
 Completion._threads = _Thread()
 
 
-class _AfterCallbacks:
+class _AfterCallbacks(list[Completion]):
     """Queued by the first callback at the end of a backward, so that it comes after all that were there."""
 
-    __slots__ = ("__weakref__", "completions")
-
-    def __init__(self) -> None:
-        self.completions: list[Completion] = []
+    __slots__ = ("__weakref__",)
 
     @uncompiled_hook
     def __call__(self) -> None:
-        Completion._threads.last = lambda: None  # a backward inside one of the steps has an end of its own
-        finish_and_conclude(self.completions)
+        Completion._threads.last = None  # a backward inside one of the steps has an end of its own
+        finish_and_conclude(self)
 
 
 def finish(completions: Sequence[Completion]) -> None:

@@ -358,6 +358,8 @@ class Failures:
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
         call = getattr(pending, "work", pending)
+        if type(call) is dist.Work and call.is_completed():
+            return pending.wait()
         one = call if isinstance(call, Work) else in_flight(call)
         if one is not None and not one.done():
             self._await(one)

@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import repeat
+from itertools import compress, repeat
 from operator import contains, is_, setitem
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +78,8 @@ class ReachedParameters:
         Raises:
             TorchChangedError: It has, and autograd refuses to answer, which it does to ``autograd.grad`` alone.
         """
-        is_executed = self._is_executed
         try:
-            return [i for i, node in self._nodes.items() if is_executed(node)]
+            return list(compress(self._nodes, map(self._is_executed, self._nodes.values())))
         except RuntimeError as error:
             if not has_accumulated:
                 return []  # autograd.grad on the parameters themselves
@@ -201,7 +200,8 @@ class GradHooks:
             indices: The parameters.
             without: Those that are not to be recorded; to be the same object while it is the same ones.
         """
-        self.stop_recording()
+        if self._is_recording:
+            self.stop_recording()
         self._recorded.clear()
         recording = self._recording
         if recording.indices != indices or recording.without is not without:
@@ -279,6 +279,9 @@ class UserGradHooks:
 
     Args:
         parameters: The parameters. A hook waits while any wrapper that has the parameter synchronizes.
+
+    Attributes:
+        exist: Whether :meth:`run` has anything to call.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -292,10 +295,12 @@ class UserGradHooks:
         self._optimized = [
             (i, parameter) for i, parameter in enumerate(parameters) if in_backward_optimizers(parameter)
         ]
+        self.exist = bool(self._optimized)
 
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
+        self.exist = bool(self._optimized)
         if max(map(len, self._just_tables), default=0) < 2:
             return  # ours alone
         for i, parameter, table in self._tables:
@@ -303,6 +308,7 @@ class UserGradHooks:
                 continue
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:
+                self.exist = True
                 self._hooked.append((i, parameter))
             for key, hook in users:
                 if not isinstance(hook, _DeferredHook):
@@ -315,8 +321,6 @@ class UserGradHooks:
             averaged: Whether there is an average.
             turn: Knows whose hooks were called already, for another wrapper.
         """
-        if not (self._hooked or self._optimized):
-            return
         due = {id(parameter) for i, parameter in (*self._hooked, *self._optimized) if averaged[i]}
         if turn is not None:
             due -= turn.called
@@ -371,6 +375,7 @@ class GradientArrivals:
         stop_recording: Tells of every arrival again.
         take_recorded: Returns what was recorded since the last call.
         remove: Takes the hooks off the parameters.
+        reached: Returns the parameters whose gradients the backward that runs on this thread will accumulate.
         accumulates: Tells whether the graph task that runs on this thread accumulates gradients.
     """
 
@@ -381,21 +386,18 @@ class GradientArrivals:
         self.streams = GradientStreams.of(parameters)
         self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
         self._start_recording = hooks.start_recording
+        if self.streams is None:
+            self.start_recording = hooks.start_recording  # type: ignore[method-assign]
         self._reached = ReachedParameters(parameters)
-        self.accumulates = self._reached.accumulates
+        self.reached, self.accumulates = self._reached.indices, self._reached.accumulates
         self._everything = range(len(parameters))
 
-    def expected(self, arrived: int | None) -> list[int]:
-        """The parameters whose gradients the backward that runs on this thread will accumulate.
-
-        Args:
-            arrived: One whose gradient it has accumulated already.
+    def expected(self, arrived: int) -> list[int]:
+        """As :attr:`reached`, once the backward has accumulated the gradient of parameter ``arrived``.
 
         Raises:
-            TorchChangedError: Autograd refuses to answer, although there is a gradient that has arrived.
+            TorchChangedError: Autograd refuses to answer.
         """
-        if arrived is None:
-            return self._reached.indices()
         if reached := self._reached.indices(has_accumulated=True):
             return reached
         self.refresh(self._everything)  # our nodes were not those that autograd uses

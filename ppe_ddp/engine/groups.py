@@ -477,7 +477,8 @@ class Groups:
 
         To be called when nothing is in flight in them; nothing is sent before the next :meth:`duplicate`.
         """
-        if self.is_duplicate and os.getpid() == self.pid and self.life is not Life.ENDED and not self._destroyed():
+        is_ours = self.is_duplicate and os.getpid() == self.pid and self.life is not Life.ENDED
+        if is_ours and is_registered(self.control, self.parent):
             _pool_of(self.parent).unused.append(self)
 
     def end(self) -> None:
@@ -511,14 +512,12 @@ class Groups:
             )
         if self.life is Life.UNUSABLE:
             raise UnusableError(self._reason)
-        if not dist.is_initialized() or (self.world_size > 1 and self._destroyed()):
+        used = (self.control, self.parent) if self.is_duplicate and self.world_size > 1 else ()
+        if not (dist.is_initialized() and is_registered(*used)):
             raise UnusableError(
                 f"rank {self.rank}: the process group of this wrapper was destroyed; wrap the module again after "
                 "init_process_group(), or use the plain module (ddp.module)"
             )
-
-    def _destroyed(self) -> bool:
-        return self.is_duplicate and not (is_registered(self.control) and is_registered(self.parent))
 
 
 @dataclass

@@ -53,13 +53,6 @@ def is_same(field: bytes) -> bool:
     return field[:half].translate(_COMPLEMENT) == field[half:]
 
 
-def by_rank(value: int, rank: int, world_size: int) -> bytes:
-    """A field of one byte a rank, written by ``rank``."""
-    field = bytearray(world_size)
-    field[rank] = value
-    return bytes(field)
-
-
 def highest_digits(is_writer: Sequence[bool], rank: int) -> bytes:
     """The first of two fields that name the lowest rank for which something is so, one byte for each such thing.
 
@@ -110,59 +103,61 @@ class AgreedMask(NamedTuple):
 
 
 class MaskExchanger:
-    """Exchanges masks over the control group. All ranks must use it in the same order."""
+    """Sends the messages of :class:`MaskExchange` over the control group. All ranks must use it in the same order.
+
+    Attributes:
+        groups: Where.
+        capacity: Bytes of the next message.
+        idle: Messages whose results were read.
+    """
 
     def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._capacity = 112
+        self.groups = groups
+        self.capacity = 112
         self._allocate = allocator(groups.control)
-        self._idle: list[Tensor] = []
+        self.idle: list[Tensor] = []
 
-    def exchange(self, digest: bytes, fields: Mapping[str, bytes]) -> MaskExchange:
-        """Start one exchange; nothing waits until its ``result()`` is asked for.
-
-        Args:
-            digest: Sixteen bytes that must be the same on every rank.
-            fields: As many, in the same order and as long, on every rank that has this digest.
-        """
-        return MaskExchange(self, digest, fields)
-
-    def _send(self, message: Tensor) -> dist.Work | None:
-        """Start the MAX all-reduce of ``message``, in place."""
-        if self._groups.world_size == 1:
-            return None
-        try:
-            work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self._groups.control, async_op=True)
-        except CommunicationError as error:  # a transport that knows already that another rank has failed
-            return _FailedWork(error.with_traceback(None))  # whose frames would keep the backward that is under way
-        return work
-
-    def _message_of(self, content: bytearray) -> Tensor:
-        """A tensor with this content, in memory that the transport prefers."""
-        while self._idle:
-            message = self._idle.pop()
+    def send(self, content: bytearray) -> tuple[Tensor, dist.Work | None]:
+        """Start the MAX all-reduce of a message with this content, in memory that the transport prefers, in place."""
+        while self.idle:
+            message = self.idle.pop()
             if message.numel() == len(content):
                 break
         else:
             message = self._allocate(len(content), torch.uint8, _CPU)
-        return message.copy_(torch.frombuffer(content, dtype=torch.uint8))
+        message.copy_(torch.frombuffer(content, dtype=torch.uint8))
+        if self.groups.world_size == 1:
+            return message, None
+        try:
+            work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self.groups.control, async_op=True)
+        except CommunicationError as error:  # a transport that knows already that another rank has failed
+            return message, _FailedWork(error.with_traceback(None))  # whose frames would keep the backward
+        return message, work
 
 
 class MaskExchange:
-    """One mask exchange, in flight."""
+    """One mask exchange, in flight; nothing waits until its :meth:`result` is asked for.
+
+    Args:
+        exchanger: Sends the message.
+        digest: Sixteen bytes that must be the same on every rank.
+        fields: As many, in the same order and as long, on every rank that has this digest.
+
+    Attributes:
+        nbytes: Of the messages that were sent.
+    """
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, fields: Mapping[str, bytes]) -> None:
         self._exchanger = exchanger
         self._fields = fields
         self._body = b"".join(fields.values())
-        self._fits = _HEADER + len(self._body) <= exchanger._capacity
+        self._fits = _HEADER + len(self._body) <= exchanger.capacity
         self._is_body = False  # whether the message in flight is the body by itself
-        message = bytearray(exchanger._capacity)
+        message = bytearray(exchanger.capacity)
         message[:_HEADER] = with_complement(digest)
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
-        self._message = exchanger._message_of(message)
-        self._work = exchanger._send(self._message)
+        self._message, self._work = exchanger.send(message)
         self.nbytes = len(message)
 
     def done(self) -> bool:
@@ -186,7 +181,7 @@ class MaskExchange:
         Raises:
             CommunicationError: The all-reduce failed; names the ranks that are missing.
         """
-        groups = self._exchanger._groups
+        groups = self._exchanger.groups
         try:
             if self._work is not None:
                 groups.failures.wait(self._work, _CPU)
@@ -199,7 +194,7 @@ class MaskExchange:
         self._work = None  # gloo's keeps the connection
         reply, start = self._message.numpy().tobytes(), 0
         if not self._is_body:
-            self._exchanger._idle.append(self._message)
+            self._exchanger.idle.append(self._message)
             if not is_same(reply[:_HEADER]):
                 return AgreedMask(False, {})
             start = _HEADER
@@ -221,12 +216,11 @@ class MaskExchange:
         if not is_same(self._message.numpy()[:_HEADER].tobytes()):
             return False
         self._is_body = True
-        self._message = self._exchanger._message_of(bytearray(self._body))
-        self._work = self._exchanger._send(self._message)
+        self._message, self._work = self._exchanger.send(bytearray(self._body))
         size = self._message.numel()
         self.nbytes += size
         # double, so that a module that grows a little every step does not pay for it every step
-        self._exchanger._capacity = 2 * (_HEADER + size)
+        self._exchanger.capacity = 2 * (_HEADER + size)
         return True
 
 

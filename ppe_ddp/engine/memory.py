@@ -185,8 +185,9 @@ class MemoryPool:
         Messages that are still there keep theirs; gradients that are views keep their memory alive by themselves.
         """
         used = self._used
-        for key, held in self._held.items():
-            self._held[key] = [b for b in held if id(b) in used or (b.bucket is None and not b.is_free())]
+        if len(used) < sum(map(len, self._held.values())):
+            for key, held in self._held.items():
+                self._held[key] = [b for b in held if id(b) in used or (b.bucket is None and not b.is_free())]
         used.clear()
 
 

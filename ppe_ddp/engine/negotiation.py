@@ -24,7 +24,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import APART
-from ppe_ddp.engine.mask_exchange import MaskExchanger, by_rank, is_same, with_complement
+from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Planner, fingerprint
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import NodeMasks, Packing
     from ppe_ddp.engine.record import Recorder
@@ -228,7 +227,8 @@ class Negotiation:
         place = f"a comparison of parameters after step {self._groups.step}"
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
-        agreement = self._exchanger.exchange(fingerprint(lines), {"expanded": bytes([bool(expanded)])}).result()
+        fields = {"expanded": bytes([bool(expanded)])}
+        agreement = MaskExchange(self._exchanger, fingerprint(lines), fields).result()
         if not agreement.same:
             error = _disagreement(lines, self._groups)
             if error.is_of_places:  # the others are in a backward, and make new connections after such an error
@@ -279,10 +279,12 @@ class Negotiation:
         fields = {"present": bytes(local)}
         if self.node_masks is not None:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
-        fields |= {"statuses": by_rank(status, groups.rank, groups.world_size), "writers": writers}
+        statuses = bytearray(groups.world_size)
+        statuses[groups.rank] = status
+        fields |= {"statuses": bytes(statuses), "writers": writers}
         if not is_vote:
             fields |= {"apart": apart, "learned": with_complement(self._learned())}
-        return self._exchanger.exchange(digest, fields)
+        return MaskExchange(self._exchanger, digest, fields)
 
     def _restart(self) -> None:
         """Start over with new connections: after a failure only some ranks may have learned something."""
@@ -324,7 +326,9 @@ class Negotiation:
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""
-        yield from self._learn_order(arrivals, recorder)
+        self._count += 1
+        if not self._count & (self._count - 1):
+            yield from self._learn_order(arrivals, recorder)
         if self._packing.measured and self._groups.world_size > 1:
             yield from self._bucket_size.after_step(recorder)
             speed = self._bucket_size.speed
@@ -334,11 +338,8 @@ class Negotiation:
 
     def _learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new."""
-        self._count += 1
         count = len(self._module_state.specs)
-        if self._count & (self._count - 1) or self._groups.world_size == 1:
-            return
-        if not self.planner.has_unlearned(recorder.agreed):
+        if self._groups.world_size == 1 or not self.planner.has_unlearned(recorder.agreed):
             return
         # In memory that the transport prefers: others may block where they are given any other.
         sums = allocator(self._groups.control)(2 * count, torch.int64, torch.device("cpu")).zero_().view(2, count)
@@ -378,7 +379,7 @@ class Negotiation:
         self._repack(self._packing)
 
     def _current_digest(self, local: bytes | bytearray, buffers: Mapping[str, Tensor]) -> bytes:
-        lines = _buffer_lines(buffers)
+        lines = _buffer_lines(buffers) if buffers else []
         if lines != self._buffer_lines:
             self._buffer_lines = lines
             self._digest = fingerprint(self._lines())

@@ -275,7 +275,11 @@ def _alike_together(members: Sequence[int], specs: Sequence[ParameterSpec]) -> l
 
 
 class Planner:
-    """Makes plans for agreed masks, and caches the ``capacity`` most recently used ones."""
+    """Makes plans for agreed masks, and caches the ``capacity`` most recently used ones.
+
+    Attributes:
+        plan: Returns the plan for a mask and its nodes (:func:`make_plan`), the same object as long as it is kept.
+    """
 
     def __init__(self, specs: Sequence[ParameterSpec], packing: Packing, capacity: int = 32) -> None:
         self.specs = tuple(specs)
@@ -285,10 +289,6 @@ class Planner:
         # Backward reaches parameters roughly in the reverse of their registration, until we know better.
         self._set_order(list(range(len(self.specs)))[::-1])
 
-    def plan(self, present: bytes, nodes: bytes = b"") -> Plan:
-        """The plan for ``present`` and ``nodes`` (:func:`make_plan`), the same object as long as it is kept."""
-        return self._made(present, nodes)
-
     def repack(self, packing: Packing) -> None:
         """Plan by ``packing`` from now on."""
         self.packing = packing
@@ -296,7 +296,7 @@ class Planner:
 
     def __len__(self) -> int:
         """The number of plans kept."""
-        return self._made.cache_info().currsize
+        return self.plan.cache_info().currsize
 
     def has_unlearned(self, present: bytes) -> bool:
         """Whether ``present`` has a parameter whose place in the order is still a guess.
@@ -329,7 +329,9 @@ class Planner:
     def _set_order(self, order: list[int]) -> None:
         self.order = order
         specs, packing = self.specs, self.packing
-        self._made = lru_cache(self._capacity)(lambda present, nodes: make_plan(present, specs, order, packing, nodes))
+        self.plan = lru_cache(self._capacity)(
+            lambda present, nodes=b"": make_plan(present, specs, order, packing, nodes)
+        )
         self.learned_digest = fingerprint([f"{order} {self.learned}"]).hex()
         """Tells of the order, and of what in it was learned."""
         self.launch_triggers: set[int] = set()

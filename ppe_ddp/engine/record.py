@@ -8,7 +8,6 @@ backwards, and what lies outside of them. What could write into it looks first w
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -29,9 +28,9 @@ _MOST_SPANS = 400_000
 _MOST_BACKWARDS = 10_000
 
 
-def span(name: str, *, enabled: bool) -> AbstractContextManager[object]:
-    """A range ``ppe_ddp.<name>`` in torch's profiler, if ``enabled``."""
-    return record_function(f"ppe_ddp.{name}") if enabled else nullcontext()
+def span(name: str) -> AbstractContextManager[object]:
+    """A range ``ppe_ddp.<name>`` in torch's profiler."""
+    return record_function(f"ppe_ddp.{name}")
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class RoundRecord:
         goes_in_turns: Whether its messages are logged one by one, as those of a compressor are.
     """
 
-    def __init__(self, plan: Plan, nbytes: list[int], *, repair: bool) -> None:
+    def __init__(self, plan: Plan, *, repair: bool) -> None:
         count = len(plan.buckets)
         self.plan = plan
         self.repair = repair
@@ -196,7 +195,7 @@ class RoundRecord:
         self.launched = [0] * count
         self.arrived = [0] * count
         self.done = [0] * count
-        self.nbytes = nbytes
+        self.nbytes = [0] * count
         self.goes_in_turns = False
 
     def note_arrival(self, k: int) -> None:

@@ -115,7 +115,8 @@ class Reducer(Generic[C]):
     def check(self) -> None:
         """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
         self.groups.check()
-        self.shared.check()
+        if self.shared.lost:
+            self.shared.check()
 
     def __del__(self) -> None:
         self.remove_hooks()
@@ -162,7 +163,7 @@ class Reducer(Generic[C]):
     def _on_output_gradient(self) -> None:
         if self.enabled and self._begin_once():
             for other in list(self._all):  # an error before it comes to their outputs has to end those, too
-                if other is not self and other.enabled and not other.shared.has_others and other._is_reached():
+                if other is not self and other.enabled and other.shared.is_alone and other._is_reached():
                     other._begin_once()
 
     def _begin_once(self) -> bool:
@@ -175,7 +176,7 @@ class Reducer(Generic[C]):
             return True
 
     def _is_reached(self) -> bool:
-        return bool(self._parameters and self._arrivals.expected(None))
+        return bool(self._parameters and self._arrivals.reached())
 
     @staticmethod
     @uncompiled_hook
@@ -257,19 +258,20 @@ class Reducer(Generic[C]):
                     "supported: turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the "
                     "module, of the wrapper or of the whole step works without it"
                 )
-            reached = self._arrivals.expected(arrived)
+            reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
             raise
         callback = self._end_callback()
         if callback is None or not (callback.backward is None or callback.backward.is_empty):
             callback = EndOfBackward(self._end_of_backward)
-            self._end_callback = weakref.ref(callback, partial(_on_end_of_graph_task, weakref.ref(self)))
+            self._end_callback = weakref.ref(callback, partial(Reducer._abort_if_unfinished, weakref.ref(self)))
             at_end_of_backward(callback)
         if not reached and not (self._parameters and self._arrivals.accumulates()):
             return None
         self.check()
-        self._arrivals.check(self.groups.rank)
+        if self._arrivals.streams is not None:
+            self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
         backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
@@ -289,7 +291,10 @@ class Reducer(Generic[C]):
             self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
-        then = None if backward.silent else lambda: self._user_grad_hooks.run(backward.averaged, backward.turn)
+        hooks = self._user_grad_hooks
+        then = None
+        if hooks.exist and not backward.silent:
+            then = lambda: hooks.run(backward.averaged, backward.turn)  # noqa: E731
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
 
     def _finish(self, backward: Backward) -> Steps:
@@ -404,8 +409,13 @@ class Reducer(Generic[C]):
         if not has_ended:
             Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
 
-    def _abort_if_unfinished(self, end_callback: object) -> None:
+    @staticmethod
+    @uncompiled_hook
+    def _abort_if_unfinished(owner: weakref.ref[Reducer[C]], end_callback: object) -> None:
         """A graph task has ended: tell the other ranks at once if that is because this rank's backward has raised."""
+        # Where a traceback has kept it until Python ends, a thread to tell the others by would never start.
+        if (self := owner()) is None or sys.is_finalizing():
+            return
         self._arrivals.stop_recording()
         with self._lock:
             backward = self._backward
@@ -438,10 +448,3 @@ class Reducer(Generic[C]):
             self._fail(backward, error)
         finally:
             self._backward = None
-
-
-@uncompiled_hook
-def _on_end_of_graph_task(owner: weakref.ref[Reducer[C]], end_callback: object) -> None:
-    # Where a traceback has kept it until Python ends, a thread to tell the others by would never start.
-    if (self := owner()) is not None and not sys.is_finalizing():
-        self._abort_if_unfinished(end_callback)

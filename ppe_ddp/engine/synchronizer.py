@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import or_
+from operator import attrgetter, or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.errors import NonFiniteGradientError
+    from ppe_ddp.errors import NonFiniteGradientError, PpeDdpError
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,8 @@ logger = logging.getLogger("ppe_ddp")
 
 RAISED = "its backward has raised an error; look at that rank's traceback"
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
-    from ppe_ddp.engine.backward import Backward
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.failures import HookProgress
-    from ppe_ddp.engine.gradients import GradientStreams
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.errors import PpeDdpError
+_IS_CLOSED = attrgetter("is_closed")
 
 
 class Synchronizer(ABC):
@@ -101,21 +94,23 @@ class Synchronizer(ABC):
 
     For each backward, every rank calls ``start_negotiation()``, ``make_schedule()`` and ``complete()``, in this order.
 
+    Args:
+        groups: The process groups that it communicates in.
+
     Attributes:
+        groups: The argument.
         empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
         knows_of_failure: Whether this step has failed, so that all ranks know of it.
     """
 
     empties_grad = False
+    sends_nothing = False
+    """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[Groups]) -> None:
+        self.groups = groups
         self.knows_of_failure = False
         self._has_told = False  # whether the other ranks know of an error in renew()
-
-    @property
-    @abstractmethod
-    def sends_nothing(self) -> bool:
-        """Whether nothing is sent at all."""
 
     @property
     @abstractmethod
@@ -128,14 +123,9 @@ class Synchronizer(ABC):
         """Bytes of gradient memory held beside the gradients."""
 
     @property
-    @abstractmethod
-    def groups(self) -> Sequence[Groups]:
-        """The process groups that it communicates in."""
-
-    @property
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`start_negotiation` makes new ones, collectively."""
-        return True in [groups.is_closed for groups in self.groups]
+        return any(map(_IS_CLOSED, self.groups))
 
     @property
     def hook_progress(self) -> HookProgress | None:
@@ -282,8 +272,9 @@ class BucketSynchronizer(Synchronizer):
     """
 
     def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
-        super().__init__()
+        super().__init__((groups,))
         self._groups, self._policy, self._packing, self.reduction = groups, policy, packing, reduction
+        self.sends_nothing = reduction.sends_nothing
         self.negotiation = Negotiation(
             groups,
             packing,
@@ -305,16 +296,6 @@ class BucketSynchronizer(Synchronizer):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return self.reduction.progress
-
-    @property
-    def groups(self) -> Sequence[Groups]:
-        """The process groups of the wrapper: one of each kind."""
-        return (self._groups,)
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether one rank is alone, with the default reduce function."""
-        return self.reduction.sends_nothing
 
     @property
     def launch_triggers(self) -> Collection[int]:
@@ -354,7 +335,7 @@ class BucketSynchronizer(Synchronizer):
 
     def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
         """Reduce by ``reduction`` from the next backward on. All ranks must call this together."""
-        self.reduction, self._packing = reduction, packing
+        self.reduction, self._packing, self.sends_nothing = reduction, packing, reduction.sends_nothing
         own = packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
         self.negotiation.repack(own)
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
@@ -396,7 +377,7 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.release()
         if self._policy.check_finite:
             self._finite = FiniteCheck(self._groups, self._module_state.names)
-        if self.reduction.sends_nothing:
+        if self.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
                 arrived[i] = 1
@@ -420,19 +401,21 @@ class BucketSynchronizer(Synchronizer):
             # What arrives in one arrives in the other: they leave when backward is over.
             for i in self.gradients.shared:
                 backward.waiting[i] += _MORE_ARRIVALS
-        with span("negotiate", enabled=self._policy.ranges):
-            backward.buffers = self.negotiation.buffers()
-            is_writer = self._buffer_writes.of(backward.buffers)
-            backward.is_writer = [False] * len(is_writer) if backward.silent else is_writer
+        with span("negotiate") if self._policy.ranges else nullcontext():
+            if self._policy.broadcast_buffers is not None:
+                backward.buffers = self._module_state.buffers()
+            if backward.buffers:
+                is_writer = self._buffer_writes.of(backward.buffers)
+                backward.is_writer = [False] * len(is_writer) if backward.silent else is_writer
             backward.exchange = self.negotiation.start(
                 local,
                 not backward.silent,
                 buffers=backward.buffers,
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
-                writers=highest_digits(backward.is_writer, self._groups.rank),
+                writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
             )
         backward.recorder.asked_at = perf_counter_ns()
-        backward.start_negotiating()
+        backward.enter(Phase.NEGOTIATING)
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
         """Do nothing: gradients stay in ``.grad`` until their bucket is launched."""
@@ -467,12 +450,12 @@ class BucketSynchronizer(Synchronizer):
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
-        backward.start_launching(schedule)
+        backward.add_round(schedule)
         return schedule
 
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
-        if not self.reduction.sends_nothing:
+        if not self.sends_nothing:
             steps = self._complete(backward)
             return _ranged(steps) if self._policy.ranges else steps
         self._complete_alone(backward)
@@ -495,9 +478,10 @@ class BucketSynchronizer(Synchronizer):
         if backward.turn is not None:
             yield from backward.turn.wait()
         yield from schedule.launch_all()
-        backward.start_finishing()
-        backward.late = late = self._take_late(backward)
-        recorder = backward.recorder
+        backward.enter(Phase.FINISHING)
+        recorder, late = backward.recorder, backward.late
+        if backward.unexpected and not backward.silent:
+            late.update(self._take_late(backward.unexpected))
         recorder.vote_at = perf_counter_ns()
         if self._finite is not None:
             self._finite.look(late.keys(), late.values())
@@ -519,7 +503,8 @@ class BucketSynchronizer(Synchronizer):
             backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
-        yield from self._broadcast_buffers(backward, outcome.writers)
+        if backward.buffers:
+            yield from self._broadcast_buffers(backward, outcome.writers)
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
@@ -543,8 +528,7 @@ class BucketSynchronizer(Synchronizer):
     def _broadcast_buffers(self, backward: Backward, writers: bytes) -> Steps:
         """Broadcast each submodule's buffers from the lowest rank that has written them; ``writers`` are the votes."""
         function, buffers = self._policy.broadcast_buffers, backward.buffers
-        if function is None or not buffers:
-            return
+        assert function is not None
         sources = sources_of(buffers, ranks_named(backward.writers, writers, backward.source))
         if self._finishing_buffers is not None:
             yield from self._finishing_buffers(self._groups)
@@ -593,11 +577,9 @@ class BucketSynchronizer(Synchronizer):
             ranges=self._policy.ranges,
         )
 
-    def _take_late(self, backward: Backward) -> dict[int, Tensor]:
+    def _take_late(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Take the gradients that came after their bucket was launched, or that no rank expected, out of ``.grad``."""
-        if backward.silent or not backward.unexpected:
-            return {}
-        found = zip(backward.unexpected, self.gradients.take(backward.unexpected), strict=True)
+        found = zip(indices, self.gradients.take(indices), strict=True)
         return {i: gradient for i, gradient in found if gradient is not None}
 
     def _vote(self, backward: Backward) -> MaskExchange:
@@ -607,7 +589,8 @@ class BucketSynchronizer(Synchronizer):
             mask[i] = 1
         found = 0 if self._finite is None else self._finite.status
         status = pack_status(backward.aborted | found, backward.dropped)
-        writers = lowest_digits(backward.writers, backward.is_writer, self._groups.rank)
+        is_writer = backward.is_writer
+        writers = lowest_digits(backward.writers, is_writer, self._groups.rank) if is_writer else b""
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.negotiation.start(mask, status, is_vote=True, writers=writers)
 
@@ -643,7 +626,7 @@ class BucketSynchronizer(Synchronizer):
 def _ranged(steps: Steps) -> Steps:
     """The same steps, each marked as a range for torch's profiler."""
     while True:
-        with span("finish", enabled=True):
+        with span("finish"):
             try:
                 pending = next(steps)
             except StopIteration:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.gradients import GradientStreams
-    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import ParameterSpec
@@ -70,7 +69,7 @@ class BufferSynchronizer(Synchronizer):
         *,
         check_finite: bool,
     ) -> None:
-        super().__init__()
+        super().__init__([group.groups for group in reduction_groups])
         self._reduction_groups = reduction_groups
         self._layout = layout
         self._buckets = buckets
@@ -88,16 +87,6 @@ class BufferSynchronizer(Synchronizer):
         self.gradients = gradients
 
     # ------------------------------------------------------------------ what the reducer asks for
-
-    @property
-    def groups(self) -> Sequence[Groups]:
-        """The process groups of all reduction groups."""
-        return [group.groups for group in self._reduction_groups]
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Never: also one rank alone has its reduce function called."""
-        return False
 
     @property
     def unfinished(self) -> Backward | None:
@@ -143,7 +132,7 @@ class BufferSynchronizer(Synchronizer):
         backward.recorder.local = bytes(local)
         self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
         backward.recorder.asked_at = perf_counter_ns()
-        backward.start_negotiating()
+        backward.enter(Phase.NEGOTIATING)
 
     def is_agreed(self, backward: Backward) -> bool:
         """Whether the agreed masks of all reduction groups have arrived."""
@@ -164,7 +153,7 @@ class BufferSynchronizer(Synchronizer):
         plan = self._layout.plan(recorder.agreed)
         buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
         schedule = LaunchSchedule(plan, buckets, waiting, self._prepare, may_launch=self._may_launch)
-        backward.start_launching(schedule)
+        backward.add_round(schedule)
         return schedule
 
     def complete(self, backward: Backward) -> Steps:
@@ -174,7 +163,7 @@ class BufferSynchronizer(Synchronizer):
                 yield exchange.done
         schedule = backward.schedule or self.make_schedule(backward)
         yield from schedule.launch_all()
-        backward.start_finishing()
+        backward.enter(Phase.FINISHING)
         backward.late = late = self.gradients.take(backward.unexpected)
         if self._finite is not None:
             self._finite.look(late.keys(), late.values())
