@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 __all__ = ["check"]
 
 
-def check() -> list[str]:
+def check() -> Iterator[str]:
     """Try each use on one-rank groups over gloo; takes milliseconds, and leaves this process's groups alone.
 
     Not while another thread uses torch.distributed: it would see the groups of the trial.
 
-    Returns:
+    Yields:
         What does not behave as this library needs it, a line each, by the name of the function above; none if all is
         well.
     """

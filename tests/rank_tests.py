@@ -12,6 +12,11 @@ VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"o
 each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
 
 
+def long(*values):
+    """These values of a parameter, for `make test-long` alone."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 def on_two_ranks(body):
     """Make a test of `body`, which is called on each of two ranks with the test's parameters."""
     return _on("two_ranks", body)

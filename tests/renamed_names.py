@@ -27,8 +27,8 @@ def names_of_torch():
     return [(internals, name) for internals in TRIALS for name in sorted(_names(_tree(internals)) - LEFT_OUT)]
 
 
-def problems_after_renaming(internals, name):
-    """What the trials of ``internals`` tell of a torch in which ``name`` is called differently."""
+def problem_after_renaming(internals, name):
+    """The first that the trials of ``internals`` tell of a torch in which ``name`` is called differently, or None."""
     renamed, trials = _copy_of(internals), [_copy_of(module) for module in TRIALS[internals]]
     with mock.patch.dict(sys.modules, {module.__name__: module for module in (renamed, *trials)}):
         try:
@@ -36,8 +36,8 @@ def problems_after_renaming(internals, name):
             for module in trials:
                 _run(_tree(module), module)
         except (ImportError, AttributeError) as error:  # not even `import ppe_ddp` goes on
-            return [str(error)]
-        return trials[-1].check()
+            return str(error)
+        return next(trials[-1].check(), None)
 
 
 def _tree(module):

@@ -55,7 +55,7 @@ def test_all_contestants_are_measured_on_nodes(launcher, capsys):
         assert f"\n  {name}" in text
 
 
-@pytest.mark.nodes
+@pytest.mark.nodes(long=True)
 @needs_mpirun
 def test_a_job_that_fails_is_told_with_its_last_lines(capsys):
     assert called("nodes", "--launcher", "mpirun", "--", "--model", "huge") == 1

@@ -30,7 +30,7 @@ from ppe_ddp.compression import (
     Uncompressed,
     WarmUp,
 )
-from rank_tests import each_variant, on_three_ranks, on_two_ranks
+from rank_tests import each_variant, long, on_three_ranks, on_two_ranks
 
 METHODS = {
     "fp16": FP16(),
@@ -210,7 +210,7 @@ def test_a_copy_of_the_wrapper_remembers():
         assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, *long(torch.float16, torch.float64)], ids=str)
 @each_method
 @on_two_ranks
 def test_gradients_of_any_dtype(name, dtype):

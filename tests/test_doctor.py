@@ -40,6 +40,7 @@ def test_what_is_well_is_called_well_and_what_is_absent_is_skipped_with_a_remedy
     assert 'remedy: pip install "ppe-ddp[mpi]"' in text
 
 
+@pytest.mark.long  # as in a job of mpirun, below
 @needs_mpirun
 def test_mpi4py_is_examined_under_mpirun(monkeypatch):
     monkeypatch.setenv("RANK", "3")
@@ -152,7 +153,7 @@ def test_in_a_job_on_one_node_its_own_ranks_are_examined():
     assert "  ok: collectives and training" in errors
 
 
-@pytest.mark.nodes
+@pytest.mark.nodes(long=True)
 @needs_mpirun
 def test_under_mpirun_on_two_nodes_memory_and_wire_are_told():
     with Nodes(2) as nodes:

@@ -109,6 +109,7 @@ def test_one_bit_keeps_what_it_does_not_send():
     torch.testing.assert_close(decoded, expected)
 
 
+@pytest.mark.long
 def test_survive_kill_started_again_by_hand():
     code, text, errors = run([sys.executable, EXAMPLES / "survive_kill.py", "--steps", "30"], timeout=120)
     assert code == 0, errors
@@ -117,7 +118,6 @@ def test_survive_kill_started_again_by_hand():
     assert "killed 2 times, and in the end the same bits as without an interruption" in text
 
 
-@pytest.mark.long
 def test_survive_kill_started_again_by_torchrun(tmp_path):
     (tmp_path / "killed-between").touch()  # as if it had been: one kill is enough, that in the middle of a checkpoint
     command = [*TORCHRUN[:-1], "--max-restarts=1", EXAMPLES / "survive_kill.py", "--steps", "30", "--folder", tmp_path]

@@ -70,13 +70,13 @@ def assert_laws(world, seed, options=None):
 
 
 @on_all
-@pytest.mark.parametrize("seed", some(range(SCENARIOS), few=(0, 8, 13)))
+@pytest.mark.parametrize("seed", some(range(SCENARIOS), few=(0, 13)))
 def test_the_laws_hold(world, seed):
     assert_laws(world, seed)
 
 
 @pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
-@pytest.mark.parametrize("seed", some(range(5), few=(1, 4)))
+@pytest.mark.parametrize("seed", some(range(5), few=(4,)))
 def test_the_laws_hold_where_all_that_can_goes_through_two_levels(world, seed):
     assert_laws(world, seed, {"shared_bytes": 16, "two_level_bytes": 16, "shared_piece_bytes": 4096})
 

@@ -25,6 +25,7 @@ def test_over_gloo():
             assert soak.leaks(found) == []
 
 
+@pytest.mark.long
 @needs_mpirun
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_over_mpi():

@@ -63,31 +63,29 @@ from ppe_ddp.torch_internals import (
 
 if TYPE_CHECKING:
     from collections import OrderedDict
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["check", "problems_of"]
 
 
-def problems_of(trials: Iterable[tuple[Callable[..., Any], Callable[[], bool]]]) -> list[str]:
+def problems_of(trials: Iterable[tuple[Callable[..., Any], Callable[[], bool]]]) -> Iterator[str]:
     """Run each trial: a function that relies on torch, and whether torch behaves as it needs it.
 
-    Returns:
+    Yields:
         What does not, a line each that begins with the name of the function; a trial that raises counts too.
     """
-    problems = []
     for function, trial in trials:
         try:
             if not trial():
-                problems.append(f"{function.__name__}: torch {torch.__version__} behaves in another way than expected")
+                yield f"{function.__name__}: torch {torch.__version__} behaves in another way than expected"
         except Exception as error:
-            problems.append(f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}")
-    return problems
+            yield f"{function.__name__}: torch {torch.__version__}: {type(error).__name__}: {error}"
 
 
-def check() -> list[str]:
+def check() -> Iterator[str]:
     """Try each use on small tensors on the CPU; takes milliseconds.
 
-    Returns:
+    Yields:
         What does not behave as this library needs it, a line each, by the name of the function above; none if all is
         well.
     """
