@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.comm_state import CommState
-from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.plan import Packing
 from ppe_ddp.engine.reduction import HookReduction, annotate
 from ppe_ddp.errors import UnusableError

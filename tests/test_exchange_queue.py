@@ -3,7 +3,7 @@
 import torch
 
 from ppe_ddp.compression import Link
-from ppe_ddp.engine.compressor_reduction import ExchangeQueue
+from ppe_ddp.compression.compressor_reduction import ExchangeQueue
 
 
 class Message:

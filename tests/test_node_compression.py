@@ -13,7 +13,7 @@ from node_worlds import in_own_world, some, worlds
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.compression import Compressor, PowerSGD, Sign, TopK, Uncompressed
-from ppe_ddp.engine.comm_state import SliceOwners, hierarchy_of
+from ppe_ddp.compression.comm_state import SliceOwners, hierarchy_of
 from ppe_ddp.engine.plan import ParameterSpec
 
 on_each = pytest.mark.parametrize(

@@ -29,7 +29,6 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import Division, GradBucket, probe
-from ppe_ddp.engine.compressor_reduction import PendingExchange
 from ppe_ddp.engine.memory import sole_owner
 from ppe_ddp.engine.record import EventLog, RoundRecord, span, watch
 from ppe_ddp.scaling import scale
@@ -579,7 +578,7 @@ class LaunchSchedule(Generic[B]):
     def _watch(self, bucket: B, k: int) -> None:
         """Have it noted when what bucket ``k`` has sent has arrived."""
         record, pending = self.record, bucket.pending
-        record.goes_in_turns = isinstance(pending, PendingExchange)
+        record.goes_in_turns = getattr(pending, "goes_in_turns", False)
         if pending is not None:
             watch(pending, partial(record.note_arrival, k))
         elif not bucket.plan.sparse:

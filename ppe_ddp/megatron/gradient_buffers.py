@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.bucket import DenseBucket
-from ppe_ddp.engine.comm_state import CommState
 from ppe_ddp.engine.completion import ends_soon
-from ppe_ddp.engine.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.grad_hooks import DroppedForwards
 from ppe_ddp.engine.memory import allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
+from ppe_ddp.compression.comm_state import hierarchy_of
 from ppe_ddp.compression.compressor import FlatGradients, Segment, together
 from ppe_ddp.compression.link import AllPending, Exchange, Link, is_completed
 from ppe_ddp.contracts import Waitable
-from ppe_ddp.engine.comm_state import hierarchy_of
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
+    from ppe_ddp.compression.comm_state import CommState
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import GradBucket
-    from ppe_ddp.engine.comm_state import CommState
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
@@ -270,7 +270,10 @@ class PendingExchange:
         pending: What it waits for.
         delivery: What its result still waits for when it has ended.
         is_done: Whether it has ended.
+        goes_in_turns: True: timelines show its messages one by one.
     """
+
+    goes_in_turns = True
 
     def __init__(self, queue: ExchangeQueue, exchange: Delivered, link: Link | CrossNodeLinks, name: str) -> None:
         self._queue = queue
