@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.bucket import LaunchSchedule
     from ppe_ddp.engine.completion import Turn
     from ppe_ddp.engine.mask_exchange import MaskExchange
+    from ppe_ddp.engine.negotiation import Agreement
 
 
 class Phase(enum.Enum):
@@ -51,7 +52,7 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
 
 
 class Backward:
-    """The state of one synchronized backward; only its own methods change its phase.
+    """The state of one synchronized backward. Each attribute has one writer; only methods change the phase.
 
     Args:
         names: Of all parameters.
@@ -64,21 +65,26 @@ class Backward:
         phase: The current phase.
         silent: Whether this rank contributes nothing and takes nothing: it only makes the calls that others wait for.
         aborted: Whether that is because its own backward raised; the vote tells the other ranks.
-        is_manual: Whether a call has begun it, and not autograd.
-        is_empty: The same.
-        turn: The same.
+        is_manual: The argument.
+        is_empty: The argument.
+        turn: The argument.
+        schedule: Launches the buckets of the current round; None before the plan is known, and when all is over.
+        rounds: The schedules so far: that of the plan, and of a second round.
+
+    Attributes that the reducer writes:
         waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
             expected here and has not arrived. None while the mask is not made before backward is over.
         unexpected: Parameters whose gradient arrived without being expected, or once more.
         arrivals: Parameters in the order in which their gradients arrived.
-        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         dropped: How many forwards of this rank had no backward so far (``grad_hooks.py``).
-        averaged: One byte a parameter: whether its average is in ``.grad``.
         alive: Returns None once the graph task of this backward is gone.
-        active: The number of ranks that contribute.
+
+    Attributes that the synchronizer writes:
+        exchange: The mask exchange; None before.
+        agreement: What came of it; None before.
+        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
+        averaged: One byte a parameter: whether its average is in ``.grad``.
         is_writer: Whether this rank has written buffers of each submodule that has any.
-        writers: The first digits of the ranks that have (``mask_exchange.py``).
-        source: The first rank that contributes; it sends the buffers that no rank has written.
         buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
     """
 
@@ -99,6 +105,7 @@ class Backward:
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
+        self.agreement: Agreement | None = None
         self.schedule: LaunchSchedule[Any] | None = None
         self.rounds: list[LaunchSchedule[Any]] = []
         self.unexpected: list[int] = []
@@ -106,10 +113,7 @@ class Backward:
         self.late: dict[int, Tensor] = {}
         self.dropped = 0
         self.averaged = b""
-        self.active = 0
         self.is_writer: list[bool] = []
-        self.writers = b""
-        self.source = 0
         self.buffers: dict[str, Tensor] = {}
         self.alive: Callable[[], object] = lambda: True
 
@@ -129,6 +133,12 @@ class Backward:
         if len(indices) < count:
             for i in indices:
                 waiting[i] = 1
+
+    def expect_more(self, indices: Sequence[int], count: int) -> None:
+        """Expect so many more gradients of these parameters, if the mask is made while backward runs."""
+        if self.waiting is not None:
+            for i in indices:
+                self.waiting[i] += count
 
     def restart(self) -> None:
         """The mask that was sent is void; it is negotiated again when backward is over."""

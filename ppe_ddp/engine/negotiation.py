@@ -24,7 +24,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import APART
-from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, is_same, with_complement
+from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, is_same, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Planner, fingerprint
@@ -146,7 +146,7 @@ class Agreement(NamedTuple):
 
     Attributes:
         mask: One byte a parameter: whether some rank has its gradient.
-        statuses: One byte a rank.
+        statuses: One byte a rank: in a mask, whether it contributes.
         writers: The maxima of what was given for them.
         apart: One byte a slot: whether some rank does not end it together with this one; empty in a vote.
         nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
@@ -157,6 +157,13 @@ class Agreement(NamedTuple):
     writers: bytes
     apart: bytes
     nodes: bytes
+
+    def senders(self, second: bytes) -> list[int]:
+        """The rank that sends each submodule's buffers, by the digits in the mask and the ``second`` in the vote.
+
+        The lowest that has written any of them; where none has, the first that contributes.
+        """
+        return ranks_named(self.writers, second, max(self.statuses.find(1), 0))
 
 
 class Negotiation:

@@ -29,7 +29,7 @@ from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
 from ppe_ddp.engine.groups import renew_all
-from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits, ranks_named
+from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import refuse_distributed
 from ppe_ddp.engine.negotiation import Negotiation
@@ -397,10 +397,8 @@ class BucketSynchronizer(Synchronizer):
             local = turn.claim(local)
         apart = APART if turn is None else turn.apart
         backward.recorder.local = local
-        if backward.waiting is not None:
-            # What arrives in one arrives in the other: they leave when backward is over.
-            for i in self.gradients.shared:
-                backward.waiting[i] += _MORE_ARRIVALS
+        if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
+            backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
         with span("negotiate") if self._policy.ranges else nullcontext():
             if self._policy.broadcast_buffers is not None:
                 backward.buffers = self._module_state.buffers()
@@ -432,9 +430,7 @@ class BucketSynchronizer(Synchronizer):
         recorder.control_nbytes += backward.exchange.nbytes
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
-        backward.active = sum(answer.statuses)
-        backward.source = max(answer.statuses.find(1), 0)
-        backward.writers = answer.writers
+        backward.agreement = answer
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
@@ -529,7 +525,8 @@ class BucketSynchronizer(Synchronizer):
         """Broadcast each submodule's buffers from the lowest rank that has written them; ``writers`` are the votes."""
         function, buffers = self._policy.broadcast_buffers, backward.buffers
         assert function is not None
-        sources = sources_of(buffers, ranks_named(backward.writers, writers, backward.source))
+        assert backward.agreement is not None
+        sources = sources_of(buffers, backward.agreement.senders(writers))
         if self._finishing_buffers is not None:
             yield from self._finishing_buffers(self._groups)
         elif backward.aborted:  # and this rank's module may be another since then
@@ -590,14 +587,16 @@ class BucketSynchronizer(Synchronizer):
         found = 0 if self._finite is None else self._finite.status
         status = pack_status(backward.aborted | found, backward.dropped)
         is_writer = backward.is_writer
-        writers = lowest_digits(backward.writers, is_writer, self._groups.rank) if is_writer else b""
+        assert backward.agreement is not None
+        writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
         # What comes late depends on time, also where all ranks have the same gradients.
         return self.negotiation.start(mask, status, is_vote=True, writers=writers)
 
     def _hand_over(self, backward: Backward) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
-        world_size = self._groups.world_size
-        factor = world_size / backward.active if self.scale_by_active and backward.active else 1.0
+        factor = 1.0
+        if self.scale_by_active and backward.agreement is not None:
+            factor = self._groups.world_size / max(1, sum(backward.agreement.statuses))
         owner = self.sharded_parameters or self.gradients
         for schedule in backward.rounds:
             if backward.silent:
