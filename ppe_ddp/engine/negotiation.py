@@ -281,8 +281,13 @@ class Negotiation:
             groups.begin_step()
         groups.note(Activity.VOTE if is_vote else Activity.MASK)
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
-        current = self._digest if is_vote else self._current_digest(local, buffers or {})
-        digest = fingerprint([current.hex(), self._place])
+        if not is_vote and (lines := _buffer_lines(buffers) if buffers else []) != self._buffer_lines:
+            self._buffer_lines = lines
+            self._digest = fingerprint(self._lines())
+        # Where all ranks are to have the same gradients, they are held to it: a transport that gets buckets of
+        # different sizes may end the process.
+        same = "" if is_vote or self._negotiate else local.hex()
+        digest = fingerprint([self._digest.hex(), same, self._place])
         fields = {"present": bytes(local)}
         if self.node_masks is not None:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
@@ -384,17 +389,6 @@ class Negotiation:
         if chosen is not None and self._packing.measured:
             self._packing = replace(self._packing, bucket_bytes=chosen, measured=False)
         self._repack(self._packing)
-
-    def _current_digest(self, local: bytes | bytearray, buffers: Mapping[str, Tensor]) -> bytes:
-        lines = _buffer_lines(buffers) if buffers else []
-        if lines != self._buffer_lines:
-            self._buffer_lines = lines
-            self._digest = fingerprint(self._lines())
-        if self._negotiate:
-            return self._digest
-        # All ranks are to have the same gradients: hold them to it, since a transport that gets buckets of
-        # different sizes may end the process.
-        return fingerprint([self._digest.hex(), local.hex()])
 
     def _lines(self, local: bytes | bytearray = b"") -> list[str]:
         """What all ranks must agree on, a line each."""

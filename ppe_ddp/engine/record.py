@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from torch.profiler import record_function
 
@@ -18,11 +18,13 @@ from ppe_ddp.backends.work import Work
 from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
 
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.plan import Plan
+
+T = TypeVar("T")
 
 _MOST_SPANS = 400_000
 _MOST_BACKWARDS = 10_000
@@ -31,6 +33,17 @@ _MOST_BACKWARDS = 10_000
 def span(name: str) -> AbstractContextManager[object]:
     """A range ``ppe_ddp.<name>`` in torch's profiler."""
     return record_function(f"ppe_ddp.{name}")
+
+
+def in_ranges(name: str, steps: Generator[T, None, None]) -> Generator[T, None, None]:
+    """The same steps, each marked as a range ``ppe_ddp.<name>``."""
+    while True:
+        with span(name):
+            try:
+                pending = next(steps)
+            except StopIteration:
+                return
+        yield pending
 
 
 @dataclass(frozen=True)

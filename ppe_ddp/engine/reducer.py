@@ -22,6 +22,7 @@ import torch
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
 from ppe_ddp.engine.completion import Completion, SharedParameters, finish_and_conclude
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
+from ppe_ddp.engine.record import in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.errors import (
@@ -227,7 +228,8 @@ class Reducer(Generic[C]):
                 backward.unexpected.append(i)
         if backward.schedule is not None:
             backward.schedule.mark_arrived(expected)
-        self.synchronizer.on_accumulated(expected)
+        if self.synchronizer.empties_grad:
+            self.synchronizer.on_accumulated(expected)
 
     def _refuse_gradient(self, index: int) -> NoReturn:
         between = "between start_grad_sync() and finish_grad_sync(); finish first"
@@ -321,7 +323,8 @@ class Reducer(Generic[C]):
         """Complete ``backward``; with new connections if its own turn out to have been closed by an older failure."""
         backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
-            yield from self.synchronizer.complete(backward)
+            steps = self.synchronizer.complete(backward)
+            yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps
         except (PeerAbortedError, NonFiniteGradientError) as error:
             if self.synchronizer.postpone(backward, error):
                 self.synchronizer.start_negotiation(backward)

@@ -106,6 +106,8 @@ class Synchronizer(ABC):
     empties_grad = False
     sends_nothing = False
     """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
+    ranges = False
+    """Whether to mark what is done as ranges for torch's profiler."""
 
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
@@ -146,9 +148,8 @@ class Synchronizer(ABC):
             streams: The CUDA streams that gradients are accumulated on; None where all parameters are on CPUs.
         """
 
-    @abstractmethod
-    def on_accumulated(self, indices: Sequence[int]) -> None:
-        """Called when the gradients of these parameters were accumulated in ``.grad``.
+    def on_accumulated(self, indices: Sequence[int]) -> None:  # noqa: B027  # only those that empty .grad
+        """Called, where it :attr:`empties_grad`, when the gradients of these parameters were accumulated there.
 
         In a synchronized backward only for those that were expected.
         """
@@ -274,7 +275,7 @@ class BucketSynchronizer(Synchronizer):
     def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
         super().__init__((groups,))
         self._groups, self._policy, self._packing, self.reduction = groups, policy, packing, reduction
-        self.sends_nothing = reduction.sends_nothing
+        self.sends_nothing, self.ranges = reduction.sends_nothing, policy.ranges
         self.negotiation = Negotiation(
             groups,
             packing,
@@ -399,7 +400,7 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.local = local
         if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
-        with span("negotiate") if self._policy.ranges else nullcontext():
+        with span("negotiate") if self.ranges else nullcontext():
             if self._policy.broadcast_buffers is not None:
                 backward.buffers = self._module_state.buffers()
             if backward.buffers:
@@ -414,9 +415,6 @@ class BucketSynchronizer(Synchronizer):
             )
         backward.recorder.asked_at = perf_counter_ns()
         backward.enter(Phase.NEGOTIATING)
-
-    def on_accumulated(self, indices: Sequence[int]) -> None:
-        """Do nothing: gradients stay in ``.grad`` until their bucket is launched."""
 
     def is_agreed(self, backward: Backward) -> bool:
         """Whether the agreed mask has arrived."""
@@ -451,23 +449,9 @@ class BucketSynchronizer(Synchronizer):
 
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
-        if not self.sends_nothing:
-            steps = self._complete(backward)
-            return _ranged(steps) if self._policy.ranges else steps
-        self._complete_alone(backward)
-        return _nothing()
-
-    def _complete_alone(self, backward: Backward) -> None:
-        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
-            self._drop(backward, self._finite.error_alone())
+        if self.sends_nothing:
+            self._complete_alone(backward)
             return
-        if self.sharded_parameters is not None:
-            everything = range(len(self._module_state.parameters))
-            taken = zip(everything, self.gradients.take(everything), strict=True)
-            present = {i: gradient for i, gradient in taken if gradient is not None}
-            self.sharded_parameters.hand_over(list(present), list(present.values()))
-
-    def _complete(self, backward: Backward) -> Steps:
         if backward.schedule is None and backward.exchange is not None:
             yield backward.exchange.done
         schedule = backward.schedule or self.make_schedule(backward)
@@ -509,6 +493,16 @@ class BucketSynchronizer(Synchronizer):
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
         self._hand_over(backward)
         self._groups.note(Activity.DONE)
+
+    def _complete_alone(self, backward: Backward) -> None:
+        if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
+            self._drop(backward, self._finite.error_alone())
+            return
+        if self.sharded_parameters is not None:
+            everything = range(len(self._module_state.parameters))
+            taken = zip(everything, self.gradients.take(everything), strict=True)
+            present = {i: gradient for i, gradient in taken if gradient is not None}
+            self.sharded_parameters.hand_over(list(present), list(present.values()))
 
     def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
         """All ranks drop the step: its gradients are no numbers on one of them."""
@@ -571,7 +565,7 @@ class BucketSynchronizer(Synchronizer):
             one_at_a_time=self.reduction.one_at_a_time,
             may_launch=self.reduction.may_launch,
             repair=repair,
-            ranges=self._policy.ranges,
+            ranges=self.ranges,
         )
 
     def _take_late(self, indices: Sequence[int]) -> dict[int, Tensor]:
@@ -620,19 +614,3 @@ class BucketSynchronizer(Synchronizer):
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
-
-
-def _ranged(steps: Steps) -> Steps:
-    """The same steps, each marked as a range for torch's profiler."""
-    while True:
-        with span("finish"):
-            try:
-                pending = next(steps)
-            except StopIteration:
-                return
-        yield pending
-
-
-def _nothing() -> Steps:
-    """No step at all."""
-    yield from ()
