@@ -326,8 +326,6 @@ class Interrupted:
         "between_two_groups": (group_duplicates, "_new_group", "after"),
         "when_it_has_made_them": (groups, "duplicates", "after"),
     }
-    # Where the other ranks wait in gloo or MPI for a rank that does not come: until the timeout, at each interrupt.
-    SLOW: ClassVar = ("before_it_makes_groups", "between_two_groups")
 
     def __init__(self, moment, times, patches):
         owner, name, self.when = self.MOMENTS[moment]
@@ -342,20 +340,22 @@ class Interrupted:
         return result if self.when == "after" else self.call(*arguments, **keywords)
 
 
-def hold_interrupted(moment, *, times=2, seconds=5, **options):
-    """One rank is interrupted as the ranks connect again, so many steps long: they find together and average a step."""
+def hold_interrupted(moment, *, times=2, seconds=60, **options):
+    """One rank is interrupted as the ranks connect again, so many steps long: they find together and average a step.
+
+    The others are told at once, and wait for no timeout, which would be that of the test.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     parent, switch = dist.new_group(timeout=timedelta(seconds=seconds)), Switch()
     wrapper, expected, _ = wrapped("before", switch, process_group=parent, **options)
     own = wrapper._reducer.groups
-    is_slow = moment in Interrupted.SLOW
-    for culprit in range(1 if is_slow else size):
+    for culprit in range(size):
         switch.left = 0 if rank == culprit else -1
         wrapper.zero_grad()
         fail(wrapper, "before", culprit)
         switch.left = -1
         with pytest.MonkeyPatch.context() as patches:
-            interrupted = Interrupted(moment, (1 if is_slow else times) if rank == culprit else 0, patches)
+            interrupted = Interrupted(moment, times if rank == culprit else 0, patches)
             for _ in range(20):
                 wrapper.zero_grad()
                 with contextlib.suppress(KeyboardInterrupt, PeerAbortedError, CommunicationError):

@@ -48,7 +48,12 @@ if TYPE_CHECKING:
 
 
 def duplicates(
-    parent: ProcessGroup, backends: dict[str, str], name: str, *, shared_memory: bool
+    parent: ProcessGroup,
+    backends: dict[str, str],
+    name: str,
+    *,
+    shared_memory: bool,
+    before_each: Callable[[str], object] = bool,
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Make groups of the ranks of ``parent`` for buckets and for masks, with all of them.
 
@@ -57,17 +62,20 @@ def duplicates(
         backends: Its backends by type of device.
         name: New, and the same on every rank.
         shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
+        before_each: Called before each group is made, with what it is for: gloo waits there for ranks that do not come.
     """
     if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
         # gloo in C++ compares nothing; shm without shared memory is gloo, and does
-        return _over_shm(parent, backends, name, ShmOptions(shared_memory=shared_memory))
+        return _over_shm(parent, backends, name, ShmOptions(shared_memory=shared_memory), before_each)
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
     # torch would give them to every backend of a mixed group, and no other understands them.
     is_mixed = len(set(backends.values())) > 1
     config = str(dist.get_backend_config(parent))
+    before_each("buckets")
     buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
+    before_each("control")
     # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
     control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
     end_on_threads_of_python([buckets, control])
@@ -75,12 +83,18 @@ def duplicates(
 
 
 def _over_shm(
-    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions
+    parent: ProcessGroup,
+    backends: dict[str, str],
+    name: str,
+    options: ShmOptions,
+    before_each: Callable[[str], object],
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """The same, with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
+    before_each("buckets")
     buckets = _new_group(parent, config, f"buckets/{name}", None if others else options)
+    before_each("control")
     return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control())
 
 

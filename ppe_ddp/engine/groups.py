@@ -340,7 +340,11 @@ class Groups:
             raise UnusableError(self._reason)
         self.processes.note_open()
         self.buckets, self.control = duplicates(
-            self.parent, backends_of(self.parent), self._made_as, shared_memory=self.shared_memory
+            self.parent,
+            backends_of(self.parent),
+            self._made_as,
+            shared_memory=self.shared_memory,
+            before_each=lambda kind: self._share(f"makes/{kind}", ""),  # one that was interrupted says so
         )
         self._starts = 0
         self._renewals.end()
