@@ -43,7 +43,7 @@ def few_communicators():
             one.Free()
 
 
-@check("before", "in_the_middle", "in_the_wait", "in_the_broadcast", "in_packing", "in_backward", ranks=2, most=2)
+@check("in_the_wait", "in_packing", "in_backward", ranks=2, most=2)
 def failed_steps_give_their_communicators_back(way):
     with few_communicators():
         failing.hold(way, turns=10)

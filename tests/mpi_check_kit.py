@@ -60,10 +60,19 @@ def check(*names, ranks=1, most=99):
     return register
 
 
-def names_for(size):
-    """The checks for so many ranks: with every dtype on two of them, with some on any other number."""
-    left_out = {name for name in DTYPES if name not in FEW_DTYPES} if size != 2 else set()
-    return [name for name, (_, sizes) in CHECKS.items() if size in sizes and name.rpartition("-")[2] not in left_out]
+def names_for(size, few=()):
+    """The checks for so many ranks: with every dtype on two of them, with some on any other number.
+
+    Args:
+        size: The number.
+        few: Beginnings of the names of checks that have some dtypes only, also on two.
+    """
+
+    def is_left_out(name):
+        dtype = name.rpartition("-")[2]
+        return dtype in DTYPES and dtype not in FEW_DTYPES and (size != 2 or name.startswith(few))
+
+    return [name for name, (_, sizes) in CHECKS.items() if size in sizes and not is_left_out(name)]
 
 
 def is_over_mpi():

@@ -121,6 +121,7 @@ def test_a_task_is_trained_by_each_method_and_drawn(two_ranks, tmp_path, capsys)
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.long
 def test_every_method_trains(two_ranks):
     lines = two_ranks.run(training.train, "digits", list(training.METHODS), 40, timeout=150)[0]
     assert [line["name"] for line in lines] == list(training.METHODS)
