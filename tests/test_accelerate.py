@@ -139,6 +139,7 @@ def train_under_mpirun():
     print(dist.get_backend())
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_under_mpirun_the_group_is_over_mpi4py():
     folder = Path(__file__).parent

@@ -274,6 +274,7 @@ def test_the_clock_is_read_when_the_device_is_at_rest_and_a_caption_says_on_what
 # --- bench collective
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_collectives_side_by_side_under_the_mpirun_of_this_environment(tmp_path, monkeypatch, capfd):
     file = tmp_path / "result.json"

@@ -79,7 +79,7 @@ LAUNCHERS = {
     [
         ("fails", "0 of 2 ranks have come by mpirun"),
         ("of another MPI", "2 ranks, and they take themselves for ranks [0]: it is that of another MPI"),
-        ("starts one", "1 of 2 ranks have come by mpirun"),
+        pytest.param("starts one", "1 of 2 ranks have come by mpirun", marks=pytest.mark.long),
     ],
 )
 def test_what_mpirun_can_do_wrong(tmp_path, monkeypatch, launcher, reason):

@@ -126,6 +126,7 @@ print("rank", dist.get_rank())
     assert output.endswith("\nrank 0\n")
 
 
+@pytest.mark.long
 def test_mpi_meets_for_other_backends_and_ranks_of_another_rendezvous_are_refused():
     script = """
 import torch, torch.distributed as dist

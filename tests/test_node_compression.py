@@ -44,7 +44,7 @@ def nothing_is_lost(name):
 
 
 @on_each
-@pytest.mark.parametrize("name", some(flat.METHODS, few=("topk", "mixed")))
+@pytest.mark.parametrize("name", some(flat.METHODS, few=("mixed",)))
 def test_what_is_sent_and_what_is_kept_is_what_was_given(world, name):
     found = call(world, nothing_is_lost, name)
     nodes = found[0][0]

@@ -119,9 +119,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.nodes
-@pytest.mark.parametrize("how", ["before", pytest.param("between", marks=pytest.mark.nodes(long=True))])
-@pytest.mark.parametrize("culprit", [pytest.param(1, marks=pytest.mark.nodes(long=True)), 2])
+@pytest.mark.nodes(long=True)
+@pytest.mark.parametrize("how", ["before", "between"])
+@pytest.mark.parametrize("culprit", [1, 2])
 def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_path):
     """Rank 1 shares memory with rank 0; rank 2 is alone on its node, and at the other end of a link with each."""
     (tmp_path / "train.py").write_text(NODES_SCRIPT)
