@@ -122,29 +122,23 @@ class HostMemory:
         self._takes_cuda = takes_cuda
         self._gpu_aware = gpu_aware
 
-    def is_own(self, tensor: Tensor) -> bool:
-        """Whether the wire can use the memory of ``tensor`` itself."""
-        return is_addressable(tensor, on_cuda=self._gpu_aware)
-
     def input(self, tensor: Tensor) -> Tensor:
         """The tensor, where the wire can read its memory, else a contiguous copy (of CUDA: in pinned memory)."""
-        self._check_kind(tensor)
-        if self.is_own(tensor):
+        if self._is_own(tensor):
             return tensor.data  # as a backend in C++ writes there, unseen by autograd
-        host = self.output(tensor)
+        host = self._empty(tensor, tensor.shape)
         host.copy_(tensor.detach(), non_blocking=True)
         _synchronize(tensor)
         return host
 
     def output(self, tensor: Tensor) -> Tensor:
         """Memory of a tensor's size that the wire can write."""
-        self._check_kind(tensor)
-        return tensor.data if self.is_own(tensor) else self._empty(tensor, tensor.shape)
+        return tensor.data if self._is_own(tensor) else self._empty(tensor, tensor.shape)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Memory for ``tensors`` one after another; for none of them, no bytes."""
         for tensor in tensors:
-            self._check_kind(tensor)
+            self._is_own(tensor)  # raises for what cannot be
         if not tensors:
             return torch.empty(0, dtype=torch.uint8)
         return self._empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
@@ -158,7 +152,7 @@ class HostMemory:
 
     def copy_back(self, tensor: Tensor, host: Tensor) -> None:
         """Copy what the wire wrote to where the user wants it, if that is elsewhere; in the current stream's order."""
-        if host.data_ptr() != tensor.data_ptr() or not self.is_own(tensor):
+        if host.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
 
     def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -166,16 +160,23 @@ class HostMemory:
         device = "cpu" if is_staged else tensor.device
         return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
 
-    def _check_kind(self, tensor: Tensor) -> None:
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether the wire can use the memory of ``tensor`` itself: its elements in order, where the wire reaches it.
+
+        Raises:
+            TypeError: The backend is not for such tensors.
+        """
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"
             )
-        if tensor.device.type != "cpu" and not (tensor.is_cuda and self._takes_cuda):
+        if not tensor.is_cpu and not (tensor.is_cuda and self._takes_cuda):
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend is for tensors on cpu, not on {tensor.device}; make a "
                 f'group of several backends: "cpu:{self._backend},cuda:nccl"'
             )
+        is_reached = tensor.is_cpu or self._gpu_aware
+        return is_reached and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def pack(flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -194,17 +195,6 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, 1-D."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def is_addressable(tensor: Tensor, *, on_cuda: bool = False) -> bool:
-    """Whether the memory of a tensor is its elements in order, on the host; or, with ``on_cuda``, on a GPU."""
-    return (
-        (not tensor.is_cuda or on_cuda)
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

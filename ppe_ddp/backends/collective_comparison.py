@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from ppe_ddp.errors import DisagreementError
 from ppe_ddp.waiting import paced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.work import Waits
@@ -96,15 +97,22 @@ class CollectiveComparison:
         self._are_here = paced(lambda: store.check(self._keys()))
         waits.at_failure.append(self._give_up)
 
-    def append(self, calls: Sequence[tuple[Any, ...]], begin: Callable[[], Work]) -> Work:
+    def append(
+        self,
+        method: Callable[..., Work],
+        arguments: Iterable[tuple[Any, ...]],
+        begin: Callable[[Callable[..., Work], Iterable[tuple[Any, ...]]], Work],
+    ) -> Work:
         """Begin a call that all ranks make alike.
 
         Args:
-            calls: Methods of a collective with their arguments.
-            begin: Begins them.
+            method: Of the collective.
+            arguments: Of each time that it is called.
+            begin: Calls ``method`` with ``arguments``.
         """
-        what = "; ".join(_described(call.__name__, arguments) for call, *arguments in calls)
-        call = _ComparedCall(what, begin)
+        rows = list(arguments)
+        what = "; ".join(_described(method.__name__, row) for row in rows)
+        call = _ComparedCall(what, partial(begin, method, rows))
         with self._progress.lock:
             self._queue.append(call)
             self._progress.add(self)

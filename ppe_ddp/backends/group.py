@@ -14,6 +14,7 @@ import atexit
 import functools
 import os
 import weakref
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, device
@@ -149,12 +150,13 @@ class CollectiveGroup(PythonGroup):
 
     _over: Any
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> TorchWork:
-        """Do what ``calls`` say, together.
+    def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
+        """Make some calls of a collective, together.
 
         Args:
-            what: The collective's name, for errors.
-            calls: Methods of ``_over``, each with its arguments.
+            what: Its name, for errors.
+            call: The method of ``_over``.
+            rows: The arguments of each call.
             result: What the Work's ``result()`` and future give.
         """
         raise NotImplementedError  # an abstract class would need another metaclass than torch's
@@ -163,8 +165,8 @@ class CollectiveGroup(PythonGroup):
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Reduce each tensor over the ranks, in place."""
-        tensors, op = _listed(tensors), op_of(opts)
-        return self._run("all_reduce", [(self._over.all_reduce, tensor, op) for tensor in tensors], tensors)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._run("all_reduce", self._over.all_reduce, zip(tensors, repeat(op_of(opts))), tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> TorchWork:
         """Reduce each tensor over the ranks, in place."""
@@ -172,79 +174,80 @@ class CollectiveGroup(PythonGroup):
 
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> TorchWork:  # type: ignore[override]
         """Reduce each tensor over the ranks, into that of one rank; the others keep theirs."""
-        tensors = _listed(tensors)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         root, op = (opts, op_of(op)) if isinstance(opts, int) else (_root_of(opts), op_of(opts))
-        return self._run("reduce", [(self._over.reduce, tensor, op, root) for tensor in tensors], tensors)
+        return self._run("reduce", self._over.reduce, zip(tensors, repeat(op), repeat(root)), tensors)
 
     def broadcast(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Overwrite each tensor by that of one rank."""
-        tensors, root = _listed(tensors), _root_of(opts)
-        return self._run("broadcast", [(self._over.broadcast, tensor, root) for tensor in tensors], tensors)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._run("broadcast", self._over.broadcast, zip(tensors, repeat(_root_of(opts))), tensors)
 
     def allgather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:
         """Put rank j's ``inputs[i]`` into ``outputs[i][j]``."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._run("all_gather", _zipped(self._over.all_gather_list, outputs, inputs), outputs)
+        return self._run("all_gather", self._over.all_gather_list, zip(outputs, inputs, strict=True), outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TorchWork:
         """Put rank j's ``inputs[i]`` into ``outputs[j][i]``."""
         columns = [[row[index] for row in outputs] for index in range(len(inputs))]
-        return self._run("all_gather_coalesced", _zipped(self._over.all_gather_list, columns, inputs), outputs)
+        rows = zip(columns, inputs, strict=True)
+        return self._run("all_gather_coalesced", self._over.all_gather_list, rows, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
         """Put the tensors of all ranks one after another into ``output``."""
-        return self._run("all_gather_single", [(self._over.all_gather, output, tensor)], [output])
+        return self._run("all_gather_single", self._over.all_gather, [(output, tensor)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
         """Do what ``all_gather_single`` does for several tensors."""
-        return self._run("all_gather_single_coalesced", _zipped(self._over.all_gather, outputs, inputs), outputs)
+        rows = zip(outputs, inputs, strict=True)
+        return self._run("all_gather_single_coalesced", self._over.all_gather, rows, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
         """Reduce ``inputs[i][j]`` over the ranks into rank j's ``outputs[i]``."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        calls = _zipped(self._over.reduce_scatter_list, outputs, inputs, op_of(opts))
-        return self._run("reduce_scatter", calls, outputs)
+        rows = [(*both, op_of(opts)) for both in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter", self._over.reduce_scatter_list, rows, outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
         """Reduce over the ranks; rank i gets the i-th of equal parts."""
-        calls = [(self._over.reduce_scatter, output, tensor, op_of(opts))]
-        return self._run("reduce_scatter_single", calls, [output])
+        return self._run("reduce_scatter_single", self._over.reduce_scatter, [(output, tensor, op_of(opts))], [output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> TorchWork:
         """Do what ``reduce_scatter_single`` does for several tensors."""
-        calls = _zipped(self._over.reduce_scatter, outputs, inputs, op_of(opts))
-        return self._run("reduce_scatter_single_coalesced", calls, outputs)
+        rows = [(*both, op_of(opts)) for both in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter_single_coalesced", self._over.reduce_scatter, rows, outputs)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> TorchWork:
         """Send each rank its rows, and receive its rows from each."""
-        calls = [(self._over.all_to_all, output, tensor, output_splits, input_splits)]
-        return self._run("all_to_all_single", calls, [output])
+        rows = [(output, tensor, output_splits, input_splits)]
+        return self._run("all_to_all_single", self._over.all_to_all, rows, [output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
         """Send ``inputs[j]`` to rank j, and receive rank i's tensor into ``outputs[i]``."""
-        return self._run("all_to_all", [(self._over.all_to_all_list, outputs, inputs)], outputs)
+        return self._run("all_to_all", self._over.all_to_all_list, [(outputs, inputs)], outputs)
 
     def gather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:  # type: ignore[override]
         """Put rank j's ``inputs[i]`` into ``outputs[i][j]`` of one rank; ``outputs`` is not looked at elsewhere."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        filled = outputs or [[]] * len(inputs)
-        return self._run("gather", _zipped(self._over.gather, filled, inputs, _root_of(opts)), outputs or inputs)
+        rows = [(*both, _root_of(opts)) for both in zip(outputs or [[]] * len(inputs), inputs, strict=True)]
+        return self._run("gather", self._over.gather, rows, outputs or inputs)
 
     def scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
         """Put ``inputs[i][j]`` of one rank into rank j's ``outputs[i]``; ``inputs`` is not looked at elsewhere."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        filled = inputs or [[]] * len(outputs)
-        return self._run("scatter", _zipped(self._over.scatter, outputs, filled, _root_of(opts)), outputs)
+        rows = [(*both, _root_of(opts)) for both in zip(outputs, inputs or [[]] * len(outputs), strict=True)]
+        return self._run("scatter", self._over.scatter, rows, outputs)
 
     # The names of earlier versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -272,6 +275,7 @@ class PendingGroup(CollectiveGroup):
 
     def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
         super().__init__(rank, size, arguments, backend_name, device_types)
+        self._pid = os.getpid()
         self._coalesced: list[Any] | None = None
         self._closed = False
         self._comparison: CollectiveComparison | None = None
@@ -285,7 +289,7 @@ class PendingGroup(CollectiveGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
-        return self._run("barrier", [(self._over.barrier,)], None)
+        return self._run("barrier", self._over.barrier, [()], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
@@ -299,22 +303,30 @@ class PendingGroup(CollectiveGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
         """Start to send one tensor; complete when the tensor may be changed again."""
-        self._check_open("send")
-        return self._noted(self._over.send(_only(tensors), peer, tag))
+        return self._message("send", self._over.send, tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
         """Start to receive one tensor."""
-        self._check_open("recv")
-        return self._noted(self._over.receive(_only(tensors), peer, tag))
+        return self._message("recv", self._over.receive, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
         """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
-        self._check_open("recv")
-        return self._noted(self._over.receive(_only(tensors), None, tag))
+        return self._message("recv", self._over.receive, tensors, None, tag)
+
+    def _message(
+        self, what: str, call: Callable[..., Work], tensors: list[Tensor], peer: int | None, tag: int
+    ) -> TorchWork:
+        self._check_open(what)
+        if len(tensors) != 1:
+            raise ValueError(f"a message is one tensor, not {len(tensors)}")
+        work = call(tensors[0], peer, tag)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def supports_tensor_alloc(self, device: device) -> bool:
         """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
-        return self._shared.is_open and device.type == "cpu"
+        return self._shared.queue is not None and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
         """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
@@ -343,7 +355,7 @@ class PendingGroup(CollectiveGroup):
             tensor: Of the same size and dtype everywhere; changed in place.
             node: Which of :attr:`nodes`; the same everywhere.
         """
-        return self._run("all_reduce", [(self._over.all_reduce, tensor, SUM, node)], [tensor])
+        return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 
     @property
     def hierarchy(self) -> Hierarchy | None:
@@ -361,46 +373,33 @@ class PendingGroup(CollectiveGroup):
         works, self._coalesced = self._coalesced or [], None
         return combined(works, self._waits)
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> TorchWork:
+    def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
         self._check_open(what)
-        return self._noted(self._begin(calls, result))
-
-    def _noted(self, work: Work) -> TorchWork:
-        """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
-        if self._coalesced is not None:
+        if self._comparison is not None:
+            work = self._comparison.append(call, rows, self._begin)
+        else:
+            work = self._begin(call, rows)
+        work.outputs = result
+        if self._coalesced is not None:  # keep it for the end of these: torch does not
             self._coalesced.append(work)
         return work
 
-    def _begin(self, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        def begin() -> Work:
-            works = [call(*arguments) for call, *arguments in calls]
-            return works[0] if len(works) == 1 else combined(works, self._waits)
-
-        work = begin() if self._comparison is None else self._comparison.append(calls, begin)
-        work.outputs = result
-        return work
+    def _begin(self, call: Callable[..., Work], rows: Iterable[tuple[Any, ...]]) -> Work:
+        works = []
+        for row in rows:
+            works.append(call(*row))
+        return works[0] if len(works) == 1 else combined(works, self._waits)
 
     def _check_open(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise UnusableError(
+                f"{self._waits.place}: {what} in a process that was forked from the one that made the group, to which "
+                "its connections belong; start workers by 'spawn', and initialize torch.distributed in each"
+            )
         if self._closed:
             raise UnusableError(f"{self._waits.place}: {what} on a process group that was destroyed")
-        self._waits.check(what)
-
-
-def _only(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) != 1:
-        raise ValueError(f"a message is one tensor, not {len(tensors)}")
-    return tensors[0]
-
-
-def _zipped(
-    call: Callable[..., Any], first: Sequence[Any], second: Sequence[Any], *arguments: Any
-) -> list[tuple[Any, ...]]:
-    return [(call, one, other, *arguments) for one, other in zip(first, second, strict=True)]
-
-
-def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
-    """The bindings of a ProcessGroup take one tensor, too."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
+        if self._waits.is_given_up():
+            raise self._waits.error(what, self._waits.failure)
 
 
 def op_of(opts: Any) -> ReduceOp:

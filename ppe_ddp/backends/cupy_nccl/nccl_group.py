@@ -25,7 +25,7 @@ from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
     from torch import Tensor, device
@@ -100,7 +100,7 @@ class NcclGroup(CollectiveGroup):
         index = ids[0] if ids else self._device.current()
         with self._device.make_current(index):
             sign = torch.zeros(1, dtype=torch.int32, device=self._device.torch_device(index))
-        return self._run("barrier", [(self._over.all_reduce, sign, SUM)], None, blocks=True)
+        return self._run("barrier", self._over.all_reduce, [(sign, SUM)], None, blocks=True)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to send one tensor; complete when the tensor may be changed again."""
@@ -139,14 +139,23 @@ class NcclGroup(CollectiveGroup):
         index = device.index if device.index is not None else self._device.current()
         return NcclWork(operation, self._device, index, None)
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any, *, blocks: bool = False) -> Work:
+    def _run(
+        self,
+        what: str,
+        call: Callable[..., PreparedCalls],
+        rows: Iterable[tuple[Any, ...]],
+        result: Any,
+        *,
+        blocks: bool = False,
+    ) -> Work:
+        rows = list(rows)
         with self._lock:
             self._check(what)
             self._launch_posted()
-            tensors = list(tensors_in([list(arguments) for _, *arguments in calls]))
+            tensors = list(tensors_in(rows))
             communicator = self._communicators.of(self._index_of(what, tensors), self._everyone)
             operation = self._coalesced or self._operation(what)
-            operation.parts += self._prepare(communicator, tensors, calls)
+            operation.parts += self._prepare(communicator, tensors, call, rows)
             if operation is not self._coalesced:
                 self._launch([operation])
         return NcclWork(operation, self._device, communicator.index, result, blocks=blocks)
@@ -161,9 +170,9 @@ class NcclGroup(CollectiveGroup):
         with self._lock:
             self._check(what)
             communicator = self._communicators.of(self._index_of(what, tensors), Members("messages", way))
-            call = (PreparedCalls().send, tensors[0], 1) if is_mine else (PreparedCalls().receive, tensors[0], 0)
+            call = PreparedCalls().send if is_mine else PreparedCalls().receive
             operation = self._coalesced or self._operation(what)
-            operation.parts += self._prepare(communicator, tensors, [call])
+            operation.parts += self._prepare(communicator, tensors, call, [(tensors[0], int(is_mine))])
             if communicator.nccl is None and operation is not self._coalesced:
                 # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
                 operation.launch = self._launch_posted
@@ -190,11 +199,15 @@ class NcclGroup(CollectiveGroup):
         return NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
 
     def _prepare(
-        self, communicator: Communicator, tensors: Sequence[Tensor], calls: Sequence[tuple[Any, ...]]
+        self,
+        communicator: Communicator,
+        tensors: Sequence[Tensor],
+        call: Callable[..., PreparedCalls],
+        rows: Iterable[tuple[Any, ...]],
     ) -> list[tuple[Communicator, PreparedCalls]]:
         communicator.wait_for_caller(tensors)
         with self._device.use_stream(communicator.stream):
-            return [(communicator, collective(*arguments)) for collective, *arguments in calls]
+            return [(communicator, call(*row)) for row in rows]
 
     def _launch_posted(self) -> None:
         with self._lock:
@@ -301,7 +314,8 @@ class NcclWork(PythonWork):
         blocks: bool = False,
         source: int = -1,
     ) -> None:
-        super().__init__(result)
+        super().__init__()
+        self.outputs = result
         self._operation = operation
         self._device = device
         self._index = index

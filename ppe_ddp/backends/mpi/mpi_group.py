@@ -31,7 +31,7 @@ from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed import Work
 
@@ -118,7 +118,8 @@ class MpiProcessGroup(PendingGroup):
 
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
-        super().__init__(rank, size, arguments, "mpi4py", ("cpu", "cuda") if is_available() else ("cpu",))
+        self._has_cuda = is_available()
+        super().__init__(rank, size, arguments, "mpi4py", ("cpu", "cuda") if self._has_cuda else ("cpu",))
         self.pg_options = options
         self._keys = keys
         seconds = self._timeout.total_seconds()
@@ -179,15 +180,17 @@ class MpiProcessGroup(PendingGroup):
             release({} if self._wire.has_messages else self._wires, self._waits, exchange)
         self._keys.delete_all()
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        self._check_open(what)
-        is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(calls))
+    def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> Work:
+        if not self._has_cuda:
+            return super()._run(what, call, rows, result)
+        rows = list(rows)
+        is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(rows))
         if is_on_cuda and self.pg_options.gpu_aware:
             synchronize()  # MPI reads the memory as it is now
-        work = self._begin(calls, result)
+        work = super()._run(what, call, rows, result)
         if is_on_cuda:
             work.wait()  # a result comes back in the order of the stream that makes this call
-        return self._noted(work)
+        return work
 
     def _join(self, index: int, ranks: Sequence[int]) -> MpiWire:
         """Join this rank with those of other nodes that own the same slice."""

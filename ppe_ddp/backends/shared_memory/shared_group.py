@@ -72,18 +72,6 @@ class SharedMemoryConfig:
     piece_bytes: int
 
 
-class _Collective(NamedTuple):
-    """The steps of one collective.
-
-    Attributes:
-        steps: In order.
-        is_lasting: Whether all its tensors lie in shared memory, so that the steps can be kept.
-    """
-
-    steps: Iterable[Step]
-    is_lasting: bool
-
-
 class _Connection(NamedTuple):
     """How the ranks of a group are joined; the same on all of them.
 
@@ -112,139 +100,101 @@ class SharedMemoryGroup:
     Attributes:
         nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
             of its own; else none. The same on every rank.
+        queue: Runs what goes through shared memory; None where a rank does not reach that of another of its node.
         hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
     def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
         self._link = link
         self._config = config
-        self._messages = 0
-        self._kept: dict[Any, _Collective] = {}
-        self._makers: dict[str, Callable[..., _Collective | None]] = {}
+        self._kept: dict[Any, Sequence[Step]] = {}
+        self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
         is_connected = link.size > 1 and config.is_enabled
         try:
             connection = _connect(link, config.piece_bytes) if is_connected else _Connection()
         except BaseException as error:  # an interrupt: the others wait for this rank
             link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
             raise
-        self.nodes, self._memory, self._queue, self.hierarchy = connection
+        self.nodes, self._memory, self.queue, self.hierarchy = connection
         self._smallest_bytes = config.smallest_bytes
-        if self._queue is not None:
-            if self._queue.spans_nodes:
+        if self.queue is not None:
+            if self.queue.spans_nodes:
                 self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
             self._makers["all_reduce"] = self._all_reduce
             if config.parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether collectives go through shared memory: whether every rank reaches that of the others of its node."""
-        return self._queue is not None
-
-    @property
-    def shows_every_rank(self) -> bool:
-        """Whether :meth:`is_closed_elsewhere` knows of all ranks: whether all are on this node."""
-        return self._queue is not None and not self._queue.spans_nodes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Shared memory for a tensor of zeros."""
         assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
-    def drain(self, seconds: float) -> None:
-        """Wait until nothing is under way; raises CommunicationError if that takes longer."""
-        if self._queue is not None:
-            self._queue.drain(seconds)
-
-    @property
-    def is_crossing(self) -> bool:
-        """Whether something is under way between nodes."""
-        return self._queue is not None and self._queue.is_crossing
-
     def close(self) -> None:
         """End the connections with other nodes."""
         if self.hierarchy is not None:
             self.hierarchy.close()
-        if self._queue is not None:
-            self._queue.close_links()
-
-    def is_closed_elsewhere(self) -> bool:
-        """Whether another rank takes no part any more."""
-        return self._queue is not None and self._queue.is_closed_elsewhere()
-
-    def count_message(self) -> int:
-        """Show the others that this rank has begun one more collective by messages; its number, from 1."""
-        self._messages += 1
-        if self._queue is not None:
-            self._queue.show_messages(self._messages)
-        return self._messages
-
-    def ranks_without_message(self, number: int) -> list[int]:
-        """The ranks that have not begun the collective of this number, as far as shared memory shows it."""
-        return [] if self._queue is None else self._queue.ranks_without_message(number)
+        if self.queue is not None:
+            self.queue.close_links()
 
     def only_rank(self, node: int | None) -> int | None:
         """The rank of one of :attr:`nodes`, if it has no other."""
         return self.nodes[node][0] if node is not None and len(self.nodes[node]) == 1 else None
 
-    def start(self, what: str, *arguments: Any, source: int | None = None) -> Work | None:
-        """Begin a collective of addressable tensors.
+    def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
+        """Begin a collective of addressable tensors; by kept steps where it came with the same memory before.
 
         Args:
             what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
-            *arguments: As :class:`Collectives` takes them.
+            *tensors: As :class:`Collectives` takes them.
+            kind: The operation, ``ReduceOp.op``.
             source: Of an all-reduce: the only one of :attr:`nodes` whose tensors are not zero; None where several may.
 
         Returns:
             None where these tensors do not go through shared memory; nothing has happened then.
         """
-        collective = self._collective(what, arguments, source)
-        if collective is None:
+        queue = self.queue
+        if queue is None or what not in self._makers:
             return None
-        queue = self._queue
-        assert queue is not None
-        return queue.work(queue.launch(collective.steps, arguments))
+        key: list[Any] = [what, kind, source]
+        for tensor in tensors:
+            key += (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        steps = self._kept.get(tuple(key))
+        if steps is None:
+            made = self._makers[what](queue, *tensors, kind, source)
+            if made is None:
+                return None
+            steps, is_lasting = tuple(made[0]), made[1]
+            if is_lasting:
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.pop(next(iter(self._kept)), None)
+                self._kept[tuple(key)] = steps
+        return queue.work(queue.launch(steps, tensors))
 
-    def _collective(self, what: str, arguments: tuple[Any, ...], source: int | None) -> _Collective | None:
-        """The steps of a collective: kept ones where it came with the same memory before."""
-        make = self._makers.get(what)
-        if make is None:
-            return None
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        operation = None if what == "all_gather" else arguments[-1].op
-        key = (what, operation, source, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
-        kept = self._kept.get(key)
-        if kept is not None:
-            return kept
-        made = make(operation, *tensors) if source is None else self._all_reduce(operation, tensors[0], source)
-        if made is not None and made.is_lasting:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
-            made = self._kept[key] = made._replace(steps=tuple(made.steps))
-        return made
-
-    def _all_reduce(self, operation: Any, tensor: Tensor, source: int | None = None) -> _Collective | None:
-        if not self._admits(tensor, operation):
+    def _all_reduce(
+        self, queue: StepQueue, tensor: Tensor, kind: Any, source: int | None
+    ) -> tuple[Iterable[Step], bool] | None:
+        """The steps of a collective, and whether all its tensors lie in shared memory, so that they can be kept."""
+        if not self._admits(tensor, kind):
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
-        assert self._queue is not None
-        steps = self._queue.all_reduce_steps(flat, operation, source, is_shared=is_shared)
-        return _Collective(steps, is_lasting=is_shared)
+        return queue.all_reduce_steps(flat, kind, source, is_shared=is_shared), is_shared
 
-    def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
-        if not self._admits(tensor, operation) or not self._sizes_match(output, tensor):
+    def _reduce_scatter(
+        self, queue: StepQueue, output: Tensor, tensor: Tensor, kind: Any, _source: None
+    ) -> tuple[Iterable[Step], bool] | None:
+        if not self._admits(tensor, kind) or not self._sizes_match(output, tensor):
             return None
         tensor = self._without_overlap(tensor, output, tensor)
         is_shared = self._is_shared(tensor)
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
         rows = flat.view(self._link.size, -1)
-        assert self._queue is not None
-        steps = self._queue.reduce_scatter_steps(part, rows, operation, is_shared=is_shared)
-        return _Collective(steps, is_lasting)
+        return queue.reduce_scatter_steps(part, rows, kind, is_shared=is_shared), is_lasting
 
-    def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
+    def _all_gather(
+        self, queue: StepQueue, output: Tensor, tensor: Tensor, _kind: None, _source: None
+    ) -> tuple[Iterable[Step], bool] | None:
         if output.nbytes < _GATHERED_PART * self._smallest_bytes:
             return None
         if not self._admits(output, None) or not self._sizes_match(tensor, output):
@@ -252,9 +202,7 @@ class SharedMemoryGroup:
         tensor = self._without_overlap(tensor, tensor, output)
         is_lasting = self._is_shared(tensor) and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
-        assert self._queue is not None
-        steps = self._queue.all_gather_steps(flat.view(self._link.size, -1), share, self._is_shared)
-        return _Collective(steps, is_lasting)
+        return queue.all_gather_steps(flat.view(self._link.size, -1), share, self._is_shared), is_lasting
 
     def _is_shared(self, tensor: Tensor) -> bool:
         assert self._memory is not None

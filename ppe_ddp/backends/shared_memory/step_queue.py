@@ -15,10 +15,12 @@ waits behind it.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 # The layout of a control page, in words of int64, as many as a page has; what different ranks write lies in different
 # cache lines.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
+_arrived, _done, _closed, _acting = map(itemgetter, (_ARRIVED, _DONE, _CLOSED, _ACTING))
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
 
@@ -68,14 +71,9 @@ thread."""
 
 
 class StepParts:
-    """The one who asks."""
+    """The one who asks for the parts of each step, and their times."""
 
     listener: ClassVar[PartListener | None] = None
-
-    @classmethod
-    def begin(cls) -> int:
-        """The time; 0 where nobody asks."""
-        return 0 if cls.listener is None else perf_counter_ns()
 
     @classmethod
     def end(cls, kind: str, number: int, begin: int, nbytes: int) -> None:
@@ -219,8 +217,10 @@ class StepQueue:
         Raises:
             CommunicationError: The group was given up.
         """
+        launched: list[LaunchedStep] = []
         with self._progress.lock:
-            launched = [LaunchedStep(step, self._launched + count, tensors) for count, step in enumerate(steps, 1)]
+            for number, step in enumerate(steps, self._launched + 1):
+                launched.append(LaunchedStep(step, number, tensors))
             if self._own[_CLOSED]:
                 self._waits.check(launched[0].step.title)  # raises
             self._launched += len(launched)
@@ -236,36 +236,24 @@ class StepQueue:
         on all.
         """
         last = launched[-1]
-
-        def poll() -> bool:
-            if not self.is_left_alone(last):
-                return False
-            for one in launched:
-                reason = self.failure_of(one)
-                if reason:
-                    raise CommunicationError(reason)
-            return True
-
-        def ask_queue(call: Callable[[], None]) -> None:
-            last.at_end = call
-
-        work = Work(launched[0].step.title, self._waits, poll, absent=partial(self.absent, last))
-        work.ask_transport = ask_queue
+        poll, absent = partial(self.has_ended, launched), partial(self.absent, last)
+        work = Work(launched[0].step.title, self._waits, poll, absent=absent)
+        work.ask_transport = partial(setattr, last, "at_end")
         return work
 
-    def is_done(self, launched: LaunchedStep) -> bool:
-        """Whether a step is complete on all ranks, and its result where it belongs."""
-        return self._finished >= launched.number
+    def has_ended(self, launched: Sequence[LaunchedStep]) -> bool:
+        """Whether no rank writes into the memory of some steps any more: they are complete, or were given up.
 
-    def is_left_alone(self, launched: LaunchedStep) -> bool:
-        """Whether no rank writes into the memory of a step any more: it is complete, or was given up."""
-        return self.is_done(launched) or (
-            bool(self._own[_CLOSED]) and not any([page[_ACTING] for page in self._controls])
-        )
-
-    def failure_of(self, launched: LaunchedStep) -> str:
-        """Why a step has not ended well; empty if it has, or is under way."""
-        return launched.error or ("" if self.is_done(launched) else self._waits.failure)
+        Raises:
+            CommunicationError: They have ended, but not well.
+        """
+        finished = self._finished
+        if finished < launched[-1].number and not (self._own[_CLOSED] and not any(map(_acting, self._controls))):
+            return False
+        for one in launched:
+            if one.error or finished < one.number:
+                raise CommunicationError(one.error or self._waits.failure)
+        return True
 
     def absent(self, launched: LaunchedStep) -> list[int]:
         """The ranks that have not come to a step; if all have, those that have not done their part.
@@ -285,15 +273,12 @@ class StepQueue:
 
     def is_closed_elsewhere(self) -> bool:
         """Whether another rank takes no part any more."""
-        return any([page[_CLOSED] for page in self._controls])
+        return any(map(_closed, self._controls))
 
-    def show_messages(self, count: int) -> None:
-        """Show the others how many collectives this rank has begun by messages."""
-        self._own[_MESSAGES] = count
-
-    def ranks_without_message(self, number: int) -> list[int]:
-        """The ranks that have not begun so many collectives by messages."""
-        return self._ranks_behind(_MESSAGES, number)
+    def count_message(self) -> Callable[[], list[int]]:
+        """Show the others that this rank has begun one more collective by messages; tells which of them have not."""
+        self._own[_MESSAGES] = number = self._own[_MESSAGES] + 1
+        return partial(self._ranks_behind, _MESSAGES, number)
 
     def drain(self, seconds: float) -> None:
         """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
@@ -324,19 +309,35 @@ class StepQueue:
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
+        held, controls = self._held, self._controls
         if self._own[_CLOSED]:
-            if all(page[_CLOSED] for page in self._controls):
-                self._held.clear()
-            return not self._held
+            if all(map(_closed, controls)):
+                held.clear()
+            return not held
         try:
-            with torch.no_grad():
-                while self._publish_waiting() or self._act_on_arrived() or self._end_crossings() or self._finish_done():
+            while True:
+                while self._waiting and self._publish(self._waiting[0]):
                     pass
+                while self._arriving and min(map(_arrived, controls)) >= self._arriving[0].number:
+                    if not self._act(self._compute, self._arriving[0]):
+                        break
+                    launched = self._arriving.popleft()
+                    if launched.crossing is not None or self._crossing:
+                        self._crossing.append(launched)
+                    else:
+                        self._own[_DONE] = launched.number
+                while self._crossing and self._end_crossing(self._crossing[0]):
+                    self._own[_DONE] = self._crossing.popleft().number
+                done, finished = min(map(_done, controls)), self._finished
+                while held and held[0].number <= done:
+                    self._finish(held.popleft())
+                if not self._waiting or self._finished == finished:
+                    break
         except Exception as error:  # such as a lack of memory: the others would wait for this rank's part
             if self._waits.look_now():  # a rank that gives up says so before it closes its connections
-                return not self._held
+                return not held
             self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
-        return not self._held and not self._waiting
+        return not held and not self._waiting
 
     def _close(self) -> None:
         """Take no part any more. What was under way stays in memory until nobody does."""
@@ -349,21 +350,6 @@ class StepQueue:
         for link in self._links:
             link.give_up()
 
-    def _publish_waiting(self) -> bool:
-        """Publish what there is room for; whether there was something."""
-        count = len(self._waiting)
-        while self._waiting:
-            launched = self._waiting[0]
-            if launched.number - _PLACES > self._finished:  # whose record is still to be read
-                break
-            if launched.is_staged:
-                stage = self._free_stage(launched)
-                if stage is None:
-                    break
-                launched.step.stage(stage, self._rank, self._size)
-            self._publish(self._waiting.popleft())
-        return len(self._waiting) < count
-
     def _free_stage(self, launched: LaunchedStep) -> Tensor | None:
         nbytes = launched.step.local.nbytes
         if nbytes > self._piece_bytes:  # it could not be cut
@@ -375,74 +361,48 @@ class StepQueue:
         self._stages.append((launched.number, stage))
         return stage
 
-    def _act_on_arrived(self) -> bool:
-        """Do this rank's part of what all have published; whether there was something."""
-        count = len(self._arriving)
-        while self._arriving and min([page[_ARRIVED] for page in self._controls]) >= self._arriving[0].number:
-            launched = self._arriving[0]
-            if not self._act(partial(self._compute, launched)):
-                break
-            self._arriving.popleft()
-            if launched.crossing is not None or self._crossing:
-                self._crossing.append(launched)
-            else:
-                self._own[_DONE] = launched.number
-        return len(self._arriving) < count
-
-    def _end_crossings(self) -> bool:
-        """Bring what has arrived from other nodes to the ranks of this one; whether there was something."""
-        count = len(self._crossing)
-        while self._crossing and ((crossing := self._crossing[0].crossing) is None or crossing.done()):
-            launched = self._crossing[0]
-            if crossing is not None and not self._act(partial(self._spread, launched)):
-                break
-            launched.crossing = None
-            self._own[_DONE] = self._crossing.popleft().number
-        return len(self._crossing) < count
-
-    def _finish_done(self) -> bool:
-        """Bring the results of what is complete on all ranks to where they belong; whether there was something."""
-        count, done = len(self._held), min([page[_DONE] for page in self._controls])
-        while self._held and self._held[0].number <= done:
-            launched = self._held.popleft()
-            if launched.is_staged and not launched.error:
-                self._progress.fence()
-                launched.step.finish(self._rank, self._size)
-            self._finished = launched.number
-            if launched.at_end is not None:
-                launched.at_end()
-        return len(self._held) < count
-
-    def _publish(self, launched: LaunchedStep) -> None:
+    def _publish(self, launched: LaunchedStep) -> bool:
+        """Show the others a step, if there is room for it."""
         step, own = launched.step, self._own
-        assert step.shared is not None
-        record = _RECORDS + launched.number % _PLACES * _WIDTH
-        own[record] = self._memory.position(step.shared)
-        own[record + 1] = step.stride
-        own[record + 2] = step.local.numel()
-        own[record + 3] = step.code
-        self._arriving.append(launched)
+        if launched.number - _PLACES > self._finished:  # whose record is still to be read
+            return False
+        if launched.is_staged:
+            stage = self._free_stage(launched)
+            if stage is None:
+                return False
+            step.stage(stage, self._rank, self._size)
+        if step.record is None:
+            assert step.shared is not None
+            position = self._memory.position(step.shared)
+            step.record = array("q", (position, step.stride, step.local.numel(), step.code))
+        place = _RECORDS + launched.number % _PLACES * _WIDTH
+        own[place : place + _WIDTH] = step.record
+        self._arriving.append(self._waiting.popleft())
         self._held.append(launched)
         self._progress.fence()
         own[_ARRIVED] = launched.number
+        return True
 
-    def _act(self, work: Callable[[], None]) -> bool:
+    def _act(self, work: Callable[[LaunchedStep], None], launched: LaunchedStep) -> bool:
         """Do work in the memory of others; False where a rank has given the group up, whose memory is its own again."""
-        self._own[_ACTING] = 1
-        self._progress.fence()  # either it sees that, or this rank sees that it has closed
-        is_open = not any([page[_CLOSED] for page in self._controls])
+        own, fence = self._own, self._progress.fence
+        own[_ACTING] = 1
+        fence()  # either it sees that, or this rank sees that it has closed
+        is_open = not any(map(_closed, self._controls))
         try:
             if is_open:
-                work()
+                work(launched)
         finally:
-            self._progress.fence()
-            self._own[_ACTING] = 0
+            fence()
+            own[_ACTING] = 0
         return is_open
 
     def _compute(self, launched: LaunchedStep) -> None:
-        begin = StepParts.begin()
-        step, record = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
-        records = [page[record : record + _WIDTH].tolist() for page in self._controls]
+        begin = 0 if StepParts.listener is None else perf_counter_ns()
+        step, place = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
+        records: list[list[int]] = []
+        for page in self._controls:
+            records.append(page[place : place + _WIDTH].tolist())
         if records != step.records:
             if any(one[2:] != records[0][2:] for one in records):
                 launched.error = self._mismatch(records)
@@ -454,18 +414,37 @@ class StepQueue:
             step.records = records
         if isinstance(step, TwoLevelStep):
             launched.crossing = step.cross(self._links, self._wires)
-            launched.crossed_at = StepParts.begin()
+            launched.crossed_at = perf_counter_ns() if begin else 0
         else:
             step.act(self._scratch)
-        StepParts.end("node", launched.number, begin, step.local.nbytes)
+        if begin:
+            StepParts.end("node", launched.number, begin, step.local.nbytes)
+
+    def _end_crossing(self, launched: LaunchedStep) -> bool:
+        """Bring what has arrived from other nodes to the ranks of this one; False if it has not arrived."""
+        crossing = launched.crossing
+        if crossing is not None:
+            if not crossing.done() or not self._act(self._spread, launched):
+                return False
+            launched.crossing = None
+        return True
 
     def _spread(self, launched: LaunchedStep) -> None:
         assert isinstance(launched.step, TwoLevelStep)
-        crossing, begin = launched.crossing, StepParts.begin()
-        assert crossing is not None
-        StepParts.end("wire", launched.number, launched.crossed_at, crossing.nbytes)
-        launched.step.spread(crossing, self._wires)
+        assert launched.crossing is not None
+        begin = 0 if StepParts.listener is None else perf_counter_ns()
+        StepParts.end("wire", launched.number, launched.crossed_at, launched.crossing.nbytes)
+        launched.step.spread(launched.crossing, self._wires)
         StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
+
+    def _finish(self, launched: LaunchedStep) -> None:
+        """Bring the result of what is complete on all ranks to where it belongs."""
+        if launched.is_staged and not launched.error:
+            self._progress.fence()
+            launched.step.finish(self._rank, self._size)
+        self._finished = launched.number
+        if launched.at_end is not None:
+            launched.at_end()
 
     def _mismatch(self, records: list[list[int]]) -> str:
         named = zip(self._layout.local, records, strict=True)

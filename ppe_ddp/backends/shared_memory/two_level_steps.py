@@ -128,7 +128,10 @@ class Crossing(NamedTuple):
 
 
 class TwoLevelStep(Step):
-    """A step of a group of several nodes."""
+    """A step of a group of several nodes, whose part is done in two: :meth:`cross` and :meth:`spread`."""
+
+    def act(self, scratch: Scratch) -> None:
+        """Nothing."""
 
     @abstractmethod
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
@@ -325,9 +328,6 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         width, dtype = self.local.shape[1], self.local.dtype
         for row in range(len(self.local)):
             yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
-
-    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
-        raise AssertionError("crosses instead")
 
 
 class NodeSumStep(AllReduceStep, TwoLevelStep):
