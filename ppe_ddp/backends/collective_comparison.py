@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ppe_ddp.backends.work import Work
+from ppe_ddp.backends.work import Work, combined
 from ppe_ddp.errors import DisagreementError
 from ppe_ddp.waiting import paced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.work import Waits
@@ -47,16 +46,18 @@ def compares_collectives() -> bool:
 class _ComparedCall:
     """A collective that is begun once all ranks have called the same."""
 
-    def __init__(self, what: str, begin: Callable[[], Work]) -> None:
-        self.what = what
-        self._begin = begin
+    def __init__(self, method: Callable[..., Work], rows: Sequence[tuple[Any, ...]], waits: Waits) -> None:
+        self.what = "; ".join(_described(method.__name__, row) for row in rows)
+        self._method = method
+        self._rows = rows
+        self._waits = waits
         self._work: Work | None = None
         self._reason: BaseException | None = None
 
     def begin(self) -> None:
         """Begin it."""
         try:
-            self._work = self._begin()
+            self._work = combined([self._method(*row) for row in self._rows], self._waits)
         except Exception as error:  # in its arguments
             self.fail(error)
 
@@ -97,27 +98,14 @@ class CollectiveComparison:
         self._are_here = paced(lambda: store.check(self._keys()))
         waits.at_failure.append(self._give_up)
 
-    def append(
-        self,
-        method: Callable[..., Work],
-        arguments: Iterable[tuple[Any, ...]],
-        begin: Callable[[Callable[..., Work], Iterable[tuple[Any, ...]]], Work],
-    ) -> Work:
-        """Begin a call that all ranks make alike.
-
-        Args:
-            method: Of the collective.
-            arguments: Of each time that it is called.
-            begin: Calls ``method`` with ``arguments``.
-        """
-        rows = list(arguments)
-        what = "; ".join(_described(method.__name__, row) for row in rows)
-        call = _ComparedCall(what, partial(begin, method, rows))
+    def append(self, method: Callable[..., Work], rows: Sequence[tuple[Any, ...]]) -> Work:
+        """Begin a call that all ranks make alike: ``method`` of a collective, with each of ``rows`` as arguments."""
+        call = _ComparedCall(method, rows, self._waits)
         with self._progress.lock:
             self._queue.append(call)
             self._progress.add(self)
         self._progress.progress()
-        return Work(what, self._waits, call.poll, absent=self.absent)
+        return Work(call.what, self._waits, call.poll, absent=self.absent)
 
     def advance(self) -> bool:
         """Begin what all ranks have called; whether nothing is left to compare."""

@@ -376,19 +376,16 @@ class PendingGroup(CollectiveGroup):
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
         self._check_open(what)
         if self._comparison is not None:
-            work = self._comparison.append(call, rows, self._begin)
+            work = self._comparison.append(call, list(rows))
         else:
-            work = self._begin(call, rows)
+            works = []
+            for row in rows:
+                works.append(call(*row))
+            work = works[0] if len(works) == 1 else combined(works, self._waits)
         work.outputs = result
         if self._coalesced is not None:  # keep it for the end of these: torch does not
             self._coalesced.append(work)
         return work
-
-    def _begin(self, call: Callable[..., Work], rows: Iterable[tuple[Any, ...]]) -> Work:
-        works = []
-        for row in rows:
-            works.append(call(*row))
-        return works[0] if len(works) == 1 else combined(works, self._waits)
 
     def _check_open(self, what: str) -> None:
         if os.getpid() != self._pid:

@@ -311,7 +311,7 @@ class Work(PythonWork):
                 alone.
             DisagreementError: The ranks have called different collectives, where they are compared.
         """
-        if not self.done():
+        if not self._is_settled and not self.done():
             self.await_end(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
         if self._error is not None:
             raise self._error.with_traceback(None)
