@@ -191,7 +191,7 @@ def test_the_store_is_hardly_asked_where_memory_shows_who_has_given_up(monkeypat
     seconds = itertools.count()  # a second passes between looks
     monkeypatch.setattr(work_module, "monotonic", lambda: float(next(seconds)))
     store = Store()
-    waits = work_module.StoreWaits(store, 0, "rank 0 of 2", 60.0, "shm")
+    waits = work_module.Waits(store, 0, "rank 0 of 2", 60.0, "shm")
 
     def asked(looks, look):
         before = store.asked
@@ -219,7 +219,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting():
         def compare_set(self, key, expected, value):
             answer.wait(60)
 
-    waits, start = work_module.StoreWaits(Store(), 0, "rank 0 of 2", 60.0, "shm"), monotonic()
+    waits, start = work_module.Waits(Store(), 0, "rank 0 of 2", 60.0, "shm"), monotonic()
     try:
         assert not waits.look_now()
         waits.give_up("of a test")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -37,10 +36,12 @@ _ASK_SECONDS = 0.01
 _PATIENCE_SECONDS = 0.005
 
 
-class Waits(ABC):
-    """The waits of one group; a subclass knows how its ranks tell each other that one has given it up.
+class Waits:
+    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up.
 
     Args:
+        store: Of these ranks alone, and of this group alone.
+        rank: This process in the group.
         place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
         timeout: How long a wait may take, in seconds.
         transport: For errors.
@@ -49,15 +50,23 @@ class Waits(ABC):
         failure: Why the group cannot be used any more; empty while it can.
         at_failure: Called when the group is given up.
         ended_ranks: The ranks whose processes have ended, as far as can be seen.
+        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
+            is in the store then.
+        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
     """
 
-    def __init__(self, place: str, timeout: float, transport: str) -> None:
+    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float, transport: str) -> None:
         self.place = place
         self.timeout = timeout
         self.transport = transport
         self.failure = ""
         self.at_failure: list[Callable[[], None]] = []
         self.ended_ranks: Callable[[], Sequence[int]] = tuple
+        self.is_closed_elsewhere: Callable[[], bool] = bool
+        self.sees_every_rank = False
+        self._store = BoundedStore(store)
+        self._rank = rank
+        self._looked = -math.inf
         self._lock = threading.Lock()
         self._progress = progress_engine(os.getpid())
 
@@ -128,12 +137,22 @@ class Waits(ABC):
 
     def is_given_up(self) -> bool:
         """Whether a rank has given the group up."""
-        if not self.failure and (notice := self._notice()) and self._fail(notice):
+        if self.failure:
+            return True
+        now, is_closed = monotonic(), self.is_closed_elsewhere()
+        if not is_closed and now - self._looked < (_RARELY_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
+            return False
+        self._looked = now
+        reason = "another rank has given this group up" if is_closed else ""
+        with suppress(RuntimeError):  # the store may be gone, or out of reach
+            reason = self._store.do(_reason) or reason
+        if reason and self._fail(reason):
             self._close()
         return bool(self.failure)
 
     def look_now(self) -> bool:
-        """Whether a rank has given the group up, by all ways in which it may have told."""
+        """Whether a rank has given the group up; asks the store in any case."""
+        self._looked = -math.inf
         return self.is_given_up()
 
     def check(self, what: str) -> None:
@@ -152,7 +171,9 @@ class Waits(ABC):
     def give_up(self, reason: str) -> None:
         """Never use the group again, and tell the other ranks why; they leave their waits with an error."""
         if self._fail(reason):
-            self._tell(reason)
+            with suppress(RuntimeError):
+                text = f"rank {self._rank} has given this group up: {reason}"
+                self._store.do(lambda store: store.compare_set(_GIVEN_UP, "", text))
             self._close()
 
     def failed(self, what: str, reason: str) -> CommunicationError:
@@ -161,14 +182,6 @@ class Waits(ABC):
             return self.error(what, self.failure)
         self.give_up(f"{what} was left: {reason}")
         return self.error(what, reason)
-
-    @abstractmethod
-    def _notice(self) -> str:
-        """What another rank has told; empty if none has."""
-
-    @abstractmethod
-    def _tell(self, reason: str) -> None:
-        """Tell the other ranks that this one has given the group up."""
 
     def _fail(self, reason: str) -> bool:
         with self._lock:
@@ -179,52 +192,6 @@ class Waits(ABC):
     def _close(self) -> None:
         for close in self.at_failure:
             close()
-
-
-class StoreWaits(Waits):
-    """The waits of a group whose ranks give it up by a word in their store.
-
-    Args:
-        store: Of these ranks alone, and of this group alone.
-        rank: This process in the group.
-        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a wait may take, in seconds.
-        transport: For errors.
-
-    Attributes:
-        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
-            is in the store then.
-        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
-    """
-
-    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float, transport: str) -> None:
-        super().__init__(place, timeout, transport)
-        self.is_closed_elsewhere: Callable[[], bool] = bool
-        self.sees_every_rank = False
-        self._store = BoundedStore(store)
-        self._rank = rank
-        self._looked = -math.inf
-
-    def look_now(self) -> bool:
-        """Whether a rank has given the group up; asks the store in any case."""
-        self._looked = -math.inf
-        return self.is_given_up()
-
-    def _notice(self) -> str:
-        now, is_closed = monotonic(), self.is_closed_elsewhere()
-        if not is_closed and now - self._looked < (_RARELY_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
-            return ""
-        self._looked = now
-        with suppress(RuntimeError):  # the store may be gone, or out of reach
-            reason = self._store.do(_reason)
-            if reason:
-                return reason
-        return "another rank has given this group up" if is_closed else ""
-
-    def _tell(self, reason: str) -> None:
-        with suppress(RuntimeError):
-            text = f"rank {self._rank} has given this group up: {reason}"
-            self._store.do(lambda store: store.compare_set(_GIVEN_UP, "", text))
 
 
 def _reason(store: WrittenKeys) -> str:

@@ -20,12 +20,13 @@ from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup
 from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
+from ppe_ddp.backends.mpi.mpi_job import install_job_hooks
 from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
-from ppe_ddp.backends.mpi.mpi_wire import MpiWaits, MpiWire, release, sub_communicator
+from ppe_ddp.backends.mpi.mpi_wire import MpiWire, release, sub_communicator
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink
+from ppe_ddp.backends.work import Waits
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine
@@ -114,18 +115,14 @@ class MpiProcessGroup(PendingGroup):
         UnusableError: The group was destroyed.
     """
 
-    _waits: MpiWaits
-
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
         self._has_cuda = is_available()
         super().__init__(rank, size, arguments, "mpi4py", ("cpu", "cuda") if self._has_cuda else ("cpu",))
         self.pg_options = options
         self._keys = keys
-        seconds = self._timeout.total_seconds()
         place = f"rank {rank} of {size}, group {self._group_name!r}"
-        self._call = WatchedCall(place, seconds)
-        self._waits = MpiWaits(comm, place, seconds)
+        self._waits = Waits(keys, rank, place, self._timeout.total_seconds(), "MPI")
         self._wire = MpiWire(comm, options.piece_bytes)
         self._waits.at_failure.append(self._wire.give_up)
         self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(size))}
@@ -149,7 +146,7 @@ class MpiProcessGroup(PendingGroup):
             )
         if options.thread or (options.thread is None and is_threaded and self._shared.nodes):
             network_thread(getpid())
-        install_job_hooks().watch(self._call)
+        install_job_hooks()
 
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
@@ -164,9 +161,8 @@ class MpiProcessGroup(PendingGroup):
         # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the
         # number of the communicator, and what comes for this one.
         if is_idle and not MPI.Is_finalized():
-            with self._call.under_way("destroy_process_group"):
-                for wire, _ in self._wires.values():
-                    wire.comm.Free()
+            for wire, _ in self._wires.values():
+                wire.comm.Free()
 
     def abort(self) -> None:
         """Give the group up without waiting; the other ranks leave their waits in it with an error."""
@@ -177,7 +173,7 @@ class MpiProcessGroup(PendingGroup):
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
         if not MPI.Is_finalized():
-            release({} if self._wire.has_messages else self._wires, self._waits, exchange)
+            release({} if self._wire.has_messages else self._wires, exchange)
         self._keys.delete_all()
 
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> Work:

@@ -1,7 +1,6 @@
-"""Exit hooks and watchdog of a job under MPI: a rank that fails ends all, and no blocking call waits for ever.
+"""Exit hooks of a job under MPI: a rank that fails ends all.
 
-MPI itself does neither: a rank that raises leaves the others waiting in a collective, and waits for them in
-MPI_Finalize; a blocking call has no timeout.
+MPI itself does not: a rank that raises leaves the others waiting in a collective, and waits for them in MPI_Finalize.
 """
 
 from __future__ import annotations
@@ -10,11 +9,7 @@ import atexit
 import functools
 import os
 import sys
-import threading
 import time
-import traceback
-import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -22,53 +17,18 @@ from mpi4py import MPI
 from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
 
-_LOOK_SECONDS = 0.5
 _NAP_SECONDS = 0.002
 _FORWARD_SECONDS = 0.1  # for the launcher to pass on the traceback before its own word about the end
 
 
-class WatchedCall:
-    """The blocking MPI call of one group: written by the thread that makes it, read by the watchdog.
-
-    Args:
-        place: Who and where, for messages: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a call may take, in seconds.
-
-    Attributes:
-        since: When the present call began, by ``time.monotonic``; 0.0 where there is none.
-        what: The name of the present or last call.
-        thread: The thread that makes it.
-    """
-
-    def __init__(self, place: str, timeout: float) -> None:
-        self.place = place
-        self.timeout = timeout
-        self.since = 0.0
-        self.what = ""
-        self.thread = 0
-
-    @contextmanager
-    def under_way(self, what: str) -> Iterator[None]:
-        """Have the watchdog time a call that this thread makes inside the block."""
-        self.what = what
-        self.thread = threading.get_ident()
-        self.since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.since = 0.0
-
-
 class _JobHooks:
-    """The exit hooks of this process (``sys.excepthook``, ``atexit``, mpi4py's), and the watchdog thread."""
+    """The exit hooks of this process (``sys.excepthook``, ``atexit``, mpi4py's)."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._exit_comm: MPI.Intracomm | None = None
-        self._calls: weakref.WeakSet[WatchedCall] = weakref.WeakSet()
         self._code = 0
         self._report = sys.excepthook
         sys.excepthook = self._end_all
@@ -76,14 +36,10 @@ class _JobHooks:
         # by which ``python -m mpi4py`` tells of a SystemExit
         MPI._set_abort_status = self._note_exit_code  # type: ignore[assignment]
         atexit.register(self._wait_at_exit)
-        threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
 
     def prepare_exit_barrier(self) -> None:
         if self._exit_comm is None:
             self._exit_comm = MPI.COMM_WORLD.Dup()
-
-    def watch(self, call: WatchedCall) -> None:
-        self._calls.add(call)
 
     def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """Print an uncaught exception, then end every rank: the others would wait for this one."""
@@ -114,32 +70,12 @@ class _JobHooks:
         request = self._exit_comm.Ibarrier()
         progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # others may still need this rank's part
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            now = time.monotonic()
-            for call in list(self._calls):
-                since = call.since
-                if since and now - since > call.timeout:
-                    self._give_up(call)
 
-    def _give_up(self, call: WatchedCall) -> None:
-        frame = sys._current_frames().get(call.thread)
-        print(
-            f"{call.place}: {call.what} has waited for the group's timeout of {call.timeout:g} s: another rank did not "
-            "make the call, or died. MPI cannot leave a blocking call, so the job is ended. This rank is here:\n"
-            + "".join(traceback.format_stack(frame)),
-            file=sys.stderr,
-        )
-        _abort()
+def install_job_hooks(*, together: bool = False) -> None:
+    """Install the exit hooks, once a process.
 
-
-def install_job_hooks(*, together: bool = False) -> _JobHooks:
-    """Install the exit hooks and start the watchdog, once a process.
-
-    From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
-    that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
-    using a core. ``os._exit()`` goes past all this.
+    From then on, an exception that no one catches prints its traceback and ends all ranks, and the normal exit waits
+    for the other ranks without using a core. ``os._exit()`` goes past all this.
 
     ``sys.exit(1)`` on one rank ends the job at once where it was started by ``mpirun python -m mpi4py script.py``.
     In a plain ``mpirun python script.py`` it does not, and ranks that wait for the one that has left wait until their
@@ -152,7 +88,6 @@ def install_job_hooks(*, together: bool = False) -> _JobHooks:
     job = _job(os.getpid())
     if together:
         job.prepare_exit_barrier()
-    return job
 
 
 @functools.cache

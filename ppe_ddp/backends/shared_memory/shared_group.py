@@ -278,6 +278,7 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
         links_for_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
     queue = StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+    link.waits.is_closed_elsewhere, link.waits.sees_every_rank = queue.is_closed_elsewhere, not links
     control_pages().leave_with(queue, layout.local_rank, controls)
     hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
     return _Connection(nodes, own, queue, hierarchy)

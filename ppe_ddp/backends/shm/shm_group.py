@@ -21,7 +21,7 @@ from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, Shar
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
-from ppe_ddp.backends.work import StoreWaits
+from ppe_ddp.backends.work import Waits
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import background_thread, progress_engine
 
@@ -88,15 +88,13 @@ class ShmProcessGroup(PendingGroup):
         UnusableError: The group was destroyed, or belongs to the process that this one was forked from.
     """
 
-    _waits: StoreWaits
-
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, "shm", ("cpu",))
         self.pg_options = options
         self._keys = keys
         place = f"rank {rank} of {size}, group {self._group_name!r}"
-        waits = self._waits = StoreWaits(keys, rank, place, self._timeout.total_seconds(), "shm")
+        waits = self._waits = Waits(keys, rank, place, self._timeout.total_seconds(), "shm")
         self._wire = GlooWire([_over_gloo(_with_more_time(arguments), keys)])
         waits.at_failure.append(self._wire.give_up)
         memory = HostMemory(rank, "shm")
@@ -113,12 +111,9 @@ class ShmProcessGroup(PendingGroup):
                 piece_bytes=options.shared_piece_bytes,
             ),
         )
-        queue = self._shared.queue
-        if queue is not None:
+        if self._shared.queue is not None:
             progress.expect(size)
             background_thread(self._pid)
-            waits.is_closed_elsewhere = queue.is_closed_elsewhere
-            waits.sees_every_rank = not queue.spans_nodes
         ended_at_exit(self._pid).add(self)
 
     def shutdown(self) -> None:
