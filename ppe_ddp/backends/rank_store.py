@@ -295,6 +295,11 @@ class Meeting:
         """The ranks that have not come."""
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
+    def forget(self) -> None:
+        """Delete this rank's word, and on rank 0 the rest; called on all ranks when all know the outcome."""
+        for key in (f"{self._name}/{self._rank}", *((self._count, self._outcome) if self._rank == 0 else ())):
+            self._store.delete_key(key)
+
     def _keys(self) -> list[str]:
         return [f"{self._name}/{rank}" for rank in range(self._size)]
 

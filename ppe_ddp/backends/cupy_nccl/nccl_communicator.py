@@ -2,7 +2,7 @@
 
 Streams: a communicator works on a stream of its own. That stream waits for what the caller's stream has been given so
 far (`Communicator.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. The memory of the caller's
-tensors is not reused before NCCL is through with it (`Device.record_stream`), even where the caller drops them.
+tensors is not reused before NCCL is through with it (`CudaDevice.record_stream`), even where the caller drops them.
 Temporary memory is allocated and freed on the communicator's stream.
 
 Also the border to CuPy: what NCCL reports becomes this library's errors here.
@@ -26,7 +26,7 @@ from ppe_ddp.errors import CommunicationError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ppe_ddp.backends.cuda_device import Device
+    from ppe_ddp.backends.cuda_device import CudaDevice
 
 __all__ = ["Communicator", "Communicators", "Members", "NcclCollectives", "PreparedCalls"]
 
@@ -50,7 +50,7 @@ class Communicator:
         nccl: ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end.
     """
 
-    def __init__(self, device: Device, index: int, members: Members) -> None:
+    def __init__(self, device: CudaDevice, index: int, members: Members) -> None:
         self.index = index
         self.members = members
         self.stream = device.make_stream(index)
@@ -76,7 +76,7 @@ class Communicators:
         timeout: How long a rank waits for the others to come, in seconds.
     """
 
-    def __init__(self, library: Any, device: Device, store: Any, rank: int, place: str, timeout: float) -> None:
+    def __init__(self, library: Any, device: CudaDevice, store: Any, rank: int, place: str, timeout: float) -> None:
         self._library = library
         self._device = device
         self._store = store

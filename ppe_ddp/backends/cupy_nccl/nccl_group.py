@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import Work
     from torch.futures import Future
 
-    from ppe_ddp.backends.cuda_device import Device
     from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
 __all__ = ["NcclGroup", "make_group"]
@@ -80,7 +79,7 @@ class NcclGroup(CollectiveGroup):
         UnusableError: The group was destroyed, or a CUDA graph is being captured.
     """
 
-    def __init__(self, arguments: Any, library: Any, nccl_device: Device) -> None:
+    def __init__(self, arguments: Any, library: Any, nccl_device: CudaDevice) -> None:
         rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, _NAME, ("cuda",))
         seconds = self._timeout.total_seconds()
@@ -297,7 +296,7 @@ class NcclWork(PythonWork):
 
     Args:
         operation: The calls, perhaps among others.
-        device: See :class:`~ppe_ddp.backends.cuda_device.Device`.
+        device: See :class:`~ppe_ddp.backends.cuda_device.CudaDevice`.
         index: The number of the device.
         result: The output tensors.
         blocks: ``wait()`` keeps the host until it is over, as a barrier does.
@@ -307,7 +306,7 @@ class NcclWork(PythonWork):
     def __init__(
         self,
         operation: NcclOperation,
-        device: Device,
+        device: CudaDevice,
         index: int,
         result: Any,
         *,

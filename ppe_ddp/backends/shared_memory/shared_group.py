@@ -33,6 +33,7 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
 )
 from ppe_ddp.backends.shared_memory.shared_steps import supports
 from ppe_ddp.backends.shared_memory.step_queue import Peers, SharedLink, StepQueue
+from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
 
 if TYPE_CHECKING:
     import mmap
@@ -106,7 +107,7 @@ class SharedMemoryGroup:
 
     def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
         self._link = link
-        self._config = config
+        self._piece_bytes = config.piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
         self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
         is_connected = link.size > 1 and config.is_enabled
@@ -116,10 +117,10 @@ class SharedMemoryGroup:
             link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
             raise
         self.nodes, self._memory, self.queue, self.hierarchy = connection
-        self._smallest_bytes = config.smallest_bytes
+        self._levels = None if self.hierarchy is None else self.hierarchy.layout
+        two_level_bytes = 0 if self._levels is None else config.two_level_bytes
+        self._smallest_bytes = max(config.smallest_bytes, two_level_bytes)
         if self.queue is not None:
-            if self.queue.spans_nodes:
-                self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
             self._makers["all_reduce"] = self._all_reduce
             if config.parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
@@ -160,7 +161,7 @@ class SharedMemoryGroup:
             key += (tensor.data_ptr(), tensor.numel(), tensor.dtype)
         steps = self._kept.get(tuple(key))
         if steps is None:
-            made = self._makers[what](queue, *tensors, kind, source)
+            made = self._makers[what](*tensors, kind, source)
             if made is None:
                 return None
             steps, is_lasting = tuple(made[0]), made[1]
@@ -170,18 +171,16 @@ class SharedMemoryGroup:
                 self._kept[tuple(key)] = steps
         return queue.work(queue.launch(steps, tensors))
 
-    def _all_reduce(
-        self, queue: StepQueue, tensor: Tensor, kind: Any, source: int | None
-    ) -> tuple[Iterable[Step], bool] | None:
+    def _all_reduce(self, tensor: Tensor, kind: Any, source: int | None) -> tuple[Iterable[Step], bool] | None:
         """The steps of a collective, and whether all its tensors lie in shared memory, so that they can be kept."""
         if not self._admits(tensor, kind):
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
-        return queue.all_reduce_steps(flat, kind, source, is_shared=is_shared), is_shared
+        return all_reduce_steps(flat, kind, self._piece_bytes, self._levels, source, is_shared=is_shared), is_shared
 
     def _reduce_scatter(
-        self, queue: StepQueue, output: Tensor, tensor: Tensor, kind: Any, _source: None
+        self, output: Tensor, tensor: Tensor, kind: Any, _source: None
     ) -> tuple[Iterable[Step], bool] | None:
         if not self._admits(tensor, kind) or not self._sizes_match(output, tensor):
             return None
@@ -190,10 +189,10 @@ class SharedMemoryGroup:
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
         rows = flat.view(self._link.size, -1)
-        return queue.reduce_scatter_steps(part, rows, kind, is_shared=is_shared), is_lasting
+        return reduce_scatter_steps(part, rows, kind, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
 
     def _all_gather(
-        self, queue: StepQueue, output: Tensor, tensor: Tensor, _kind: None, _source: None
+        self, output: Tensor, tensor: Tensor, _kind: None, _source: None
     ) -> tuple[Iterable[Step], bool] | None:
         if output.nbytes < _GATHERED_PART * self._smallest_bytes:
             return None
@@ -202,7 +201,8 @@ class SharedMemoryGroup:
         tensor = self._without_overlap(tensor, tensor, output)
         is_lasting = self._is_shared(tensor) and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
-        return queue.all_gather_steps(flat.view(self._link.size, -1), share, self._is_shared), is_lasting
+        rows, is_shared = flat.view(self._link.size, -1), self._is_shared(tensor if self._levels is None else output)
+        return all_gather_steps(rows, share, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
 
     def _is_shared(self, tensor: Tensor) -> bool:
         assert self._memory is not None

@@ -277,26 +277,6 @@ class AllGatherStep(Step):
             row.copy_(source)
 
 
-def all_reduce_steps(flat: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool) -> Iterator[AllReduceStep]:
-    """The steps of an all-reduce of ``flat``, 1-D, in place."""
-    for (piece,) in pieces(piece_bytes, flat):
-        yield AllReduceStep(piece, kind, is_shared=is_shared)
-
-
-def reduce_scatter_steps(
-    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool
-) -> Iterator[ReduceScatterStep]:
-    """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-    for piece, part in pieces(piece_bytes, rows, result):
-        yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
-
-
-def all_gather_steps(rows: Tensor, share: Tensor, piece_bytes: int, *, is_shared: bool) -> Iterator[AllGatherStep]:
-    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for part, piece in pieces(piece_bytes, rows, share):
-        yield AllGatherStep(part, piece, is_shared=is_shared)
-
-
 def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same columns of each tensor, of the first at most so many bytes, and about as many in each piece.
 

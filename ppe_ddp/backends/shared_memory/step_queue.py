@@ -26,27 +26,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ppe_ddp.backends.shared_memory.shared_steps import (
-    Region,
-    Scratch,
-    all_gather_steps,
-    all_reduce_steps,
-    describe_record,
-    reduce_scatter_steps,
-)
-from ppe_ddp.backends.shared_memory.two_level_steps import (
-    TwoLevelStep,
-    WireMemory,
-    two_level_all_gather_steps,
-    two_level_all_reduce_steps,
-    two_level_reduce_scatter_steps,
-)
+from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
+from ppe_ddp.backends.shared_memory.two_level_steps import TwoLevelStep, WireMemory
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -181,33 +168,6 @@ class StepQueue:
         self._scratch = Scratch()
         self._wires = WireMemory()
         self._waits.at_failure.append(self._close)
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether the group has several nodes."""
-        return bool(self._links)
-
-    def all_reduce_steps(
-        self, flat: Tensor, kind: Any, source: int | None = None, *, is_shared: bool
-    ) -> Iterator[Step]:
-        """The steps of an all-reduce of ``flat``, 1-D, in place; ``source`` is the only node that has some of it."""
-        if self._links:
-            return two_level_all_reduce_steps(flat, kind, self._piece_bytes, self._layout, source, is_shared=is_shared)
-        return all_reduce_steps(flat, kind, self._piece_bytes, is_shared=is_shared)
-
-    def reduce_scatter_steps(self, result: Tensor, rows: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:
-        """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-        if self._links:
-            return two_level_reduce_scatter_steps(
-                result, rows, kind, self._piece_bytes, self._layout, is_shared=is_shared
-            )
-        return reduce_scatter_steps(result, rows, kind, self._piece_bytes, is_shared=is_shared)
-
-    def all_gather_steps(self, rows: Tensor, share: Tensor, is_shared: Callable[[Tensor], bool]) -> Iterator[Step]:
-        """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-        if self._links:
-            return two_level_all_gather_steps(rows, share, self._piece_bytes, self._layout, is_shared=is_shared(rows))
-        return all_gather_steps(rows, share, self._piece_bytes, is_shared=is_shared(share))
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.

@@ -426,28 +426,49 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         return chain.from_iterable(ranges for index, ranges in enumerate(self._ranges) if index not in self._own)
 
 
-def two_level_all_reduce_steps(
-    flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, source: int | None = None, *, is_shared: bool
-) -> Iterator[TwoLevelAllReduceStep]:
-    """The steps of an all-reduce of ``flat``, 1-D, in place; ``source`` is the only node that has some of it."""
+def all_reduce_steps(
+    flat: Tensor,
+    kind: Any,
+    piece_bytes: int,
+    layout: NodeLayout | None = None,
+    source: int | None = None,
+    *,
+    is_shared: bool,
+) -> Iterator[Step]:
+    """The steps of an all-reduce of ``flat``, 1-D, in place; in two levels with a ``layout``.
+
+    ``source`` is the only node that has some of it.
+    """
     for (piece,) in pieces(piece_bytes, flat):
-        yield TwoLevelAllReduceStep(piece, kind, layout, source, is_shared=is_shared)
+        if layout is None:
+            yield AllReduceStep(piece, kind, is_shared=is_shared)
+        else:
+            yield TwoLevelAllReduceStep(piece, kind, layout, source, is_shared=is_shared)
 
 
-def two_level_reduce_scatter_steps(
-    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
-) -> Iterator[TwoLevelReduceScatterStep]:
+def reduce_scatter_steps(
+    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout | None = None, *, is_shared: bool
+) -> Iterator[Step]:
     """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
     for piece, part in pieces(piece_bytes, rows, result):
-        yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
+        if layout is None:
+            yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
+        else:
+            yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
 
 
-def two_level_all_gather_steps(
-    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
-) -> Iterator[TwoLevelAllGatherStep]:
-    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for piece, part in pieces(piece_bytes, rows, share):
-        yield TwoLevelAllGatherStep(piece, part, layout, is_shared=is_shared)
+def all_gather_steps(
+    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout | None = None, *, is_shared: bool
+) -> Iterator[Step]:
+    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width).
+
+    ``is_shared`` is meant of what others access: the rows in two levels, else the share.
+    """
+    for part, piece in pieces(piece_bytes, rows, share):
+        if layout is None:
+            yield AllGatherStep(part, piece, is_shared=is_shared)
+        else:
+            yield TwoLevelAllGatherStep(part, piece, layout, is_shared=is_shared)
 
 
 def _first(views: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
