@@ -33,7 +33,7 @@ class CollectiveArguments:
 
     def check_all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """``output`` has room for the tensors of all ranks."""
-        _check_dtypes(output, tensor)
+        check_dtypes(output, tensor)
         if output.numel() != tensor.numel() * self.size:
             raise ValueError(
                 f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
@@ -42,8 +42,7 @@ class CollectiveArguments:
 
     def check_all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """There is an output for each rank, and this rank's has the size of ``tensor``."""
-        self._check_count(outputs, "outputs of an all-gather")
-        _check_dtypes(*outputs, tensor)
+        self.check_list(outputs, "outputs of an all-gather", tensor)
         if outputs[self.rank].numel() != tensor.numel():
             raise ValueError(
                 f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
@@ -52,7 +51,7 @@ class CollectiveArguments:
 
     def check_reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
         """``tensor`` has as many elements as the outputs of all ranks."""
-        _check_dtypes(output, tensor)
+        check_dtypes(output, tensor)
         if tensor.numel() != output.numel() * self.size:
             raise ValueError(
                 f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
@@ -61,33 +60,18 @@ class CollectiveArguments:
 
     def check_reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor]) -> None:
         """There is an input for each rank, and this rank's has the size of ``output``."""
-        self._check_count(tensors, "inputs of a reduce-scatter")
-        _check_dtypes(output, *tensors)
+        self.check_list(tensors, "inputs of a reduce-scatter", output)
         if tensors[self.rank].numel() != output.numel():
             raise ValueError(
                 f"rank {self.rank}: reduce-scatter of {tensors[self.rank].numel()} elements into an output of "
                 f"{output.numel()} elements"
             )
 
-    def check_all_to_all(self, output: Tensor, tensor: Tensor) -> None:
-        """Both have one dtype; :meth:`split_sizes` checks the rows."""
-        _check_dtypes(output, tensor)
-
-    def check_all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """There are an input and an output for each rank."""
-        self._check_count(outputs, "outputs of an all-to-all")
-        self._check_count(tensors, "inputs of an all-to-all")
-        _check_dtypes(*outputs, *tensors)
-
-    def check_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """On the root: there is an output for each rank."""
-        self._check_count(outputs, "outputs of a gather")
-        _check_dtypes(*outputs, tensor)
-
-    def check_scatter(self, output: Tensor, tensors: Sequence[Tensor]) -> None:
-        """On the root: there is an input for each rank."""
-        self._check_count(tensors, "inputs of a scatter")
-        _check_dtypes(output, *tensors)
+    def check_list(self, tensors: Sequence[Tensor], what: str, *others: Tensor) -> None:
+        """There is one of ``tensors`` for each rank; ``others`` have the same dtype."""
+        if len(tensors) != self.size:
+            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
+        check_dtypes(*others, *tensors)
 
     def split_sizes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """How many elements of ``tensor`` each rank's rows have; without ``splits`` the parts are equal."""
@@ -100,10 +84,6 @@ class CollectiveArguments:
             raise ValueError(f"rank {self.rank}: splits {list(splits)} for {rows} rows and {self.size} ranks")
         row = tensor.numel() // rows if rows else 0
         return [split * row for split in splits]
-
-    def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
-        if len(tensors) != self.size:
-            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
 
 
 class HostMemory:
@@ -213,7 +193,8 @@ def _synchronize(tensor: Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _check_dtypes(*tensors: Tensor) -> None:
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raise TypeError where tensors of one collective have different dtypes."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, overlap, unpack
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, check_dtypes, overlap, unpack
 from ppe_ddp.backends.reductions import FOLDED, reduction_of
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
@@ -163,7 +163,7 @@ class Collectives:
             output_splits: How many rows come from each rank; empty for equal parts.
             input_splits: How many rows go to each rank; empty for equal parts.
         """
-        self._arguments.check_all_to_all(output, tensor)
+        check_dtypes(output, tensor)
         host, result = self._memory.input(tensor), self._memory.output(output)
         send = self._arguments.split_sizes(host, input_splits)
         receive = self._arguments.split_sizes(result, output_splits)
@@ -172,14 +172,15 @@ class Collectives:
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Work:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
-        self._arguments.check_all_to_all_list(outputs, tensors)
+        self._arguments.check_list(outputs, "outputs of an all-to-all", *tensors)
+        self._arguments.check_list(tensors, "inputs of an all-to-all")
         return self._exchange("all_to_all", outputs, tensors, _sizes(outputs), _sizes(tensors))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Work:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         is_root = self.rank == root
         if is_root:
-            self._arguments.check_gather(outputs, tensor)
+            self._arguments.check_list(outputs, "outputs of a gather", tensor)
         send = [tensor.nbytes if rank == root else 0 for rank in range(self.size)]
         receive = _sizes(outputs) if is_root else [0] * self.size
         return self._exchange("gather", outputs if is_root else [], [tensor], receive, send)
@@ -188,7 +189,7 @@ class Collectives:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         is_root = self.rank == root
         if is_root:
-            self._arguments.check_scatter(output, tensors)
+            self._arguments.check_list(tensors, "inputs of a scatter", output)
         send = _sizes(tensors) if is_root else [0] * self.size
         receive = [output.nbytes if rank == root else 0 for rank in range(self.size)]
         return self._exchange("scatter", [output], tensors if is_root else [], receive, send)

@@ -15,17 +15,20 @@ import functools
 import os
 import weakref
 from itertools import repeat
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ppe_ddp.backends.collective_comparison import CollectiveComparison, compares_collectives
+from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.group_internals import is_registered
-from ppe_ddp.backends.rank_store import monitored_barrier
-from ppe_ddp.backends.work import combined
-from ppe_ddp.errors import UnusableError
-from ppe_ddp.waiting import progress_engine
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink
+from ppe_ddp.backends.work import Waits, combined
+from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,11 +37,13 @@ if TYPE_CHECKING:
     from torch import dtype
     from torch.distributed import Work as TorchWork
 
-    from ppe_ddp.backends.collectives import Collectives
+    from ppe_ddp.backends.collective_arguments import HostMemory
+    from ppe_ddp.backends.mpi import MpiOptions
     from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
-    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-    from ppe_ddp.backends.work import Waits, Work
+    from ppe_ddp.backends.shm import ShmOptions
+    from ppe_ddp.backends.wire import Wire
+    from ppe_ddp.backends.work import Work
 
 DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
 
@@ -258,28 +263,60 @@ class CollectiveGroup(PythonGroup):
 
 
 class PendingGroup(CollectiveGroup):
-    """A group of which a subclass sets ``_over``, ``_waits``, ``_shared`` and ``_keys``, and defines the end.
+    """A group over a wire, of which a subclass calls :meth:`_connect` and defines the end.
 
     Args:
-        rank: This rank in the group.
-        size: How many ranks the group has.
         arguments: torch's ``_DistributedBackendOptions``.
+        options: What it is made with, for groups that shall be like it.
+        keys: What this rank has written to the store of the group.
         backend_name: The name that the backend is registered under.
+        transport: For errors.
         device_types: Whose tensors the group takes.
     """
 
     _over: Collectives
-    _waits: Waits
     _shared: SharedMemoryGroup
-    _keys: WrittenKeys
 
-    def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arguments: Any,
+        options: MpiOptions | ShmOptions,
+        keys: WrittenKeys,
+        *,
+        backend_name: str,
+        transport: str,
+        device_types: Sequence[str],
+    ) -> None:
+        rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, backend_name, device_types)
+        self.pg_options = options
+        place = f"rank {rank} of {size}, group {self._group_name!r}"
+        self._keys = keys
+        self._waits = Waits(keys, rank, place, self._timeout.total_seconds(), transport)
         self._pid = os.getpid()
         self._coalesced: list[Any] | None = None
         self._closed = False
         self._comparison: CollectiveComparison | None = None
         self._barriers = 0
+
+    def _connect(
+        self,
+        wire: Wire,
+        memory: HostMemory,
+        join: Callable[[int, Sequence[int]], Wire],
+        *,
+        is_enabled: bool,
+        two_level_bytes: int,
+        direct_bytes: int = 0,
+    ) -> None:
+        """Set the collectives, on all ranks together; see :class:`Collectives` and :class:`SharedMemoryGroup`."""
+        rank, waits = self.rank(), self._waits
+        waits.at_failure.append(wire.give_up)
+        self._over = Collectives(wire, rank, waits, memory, direct_bytes=direct_bytes)
+        link = SharedLink(rank, wire.size, self._over.gather_bytes, waits, progress_engine(self._pid), join)
+        self._shared = self._over.shared = SharedMemoryGroup(
+            link, self.pg_options, is_enabled=is_enabled, two_level_bytes=two_level_bytes
+        )
 
     def compare_collectives_if_asked(self, store: WrittenKeys) -> None:
         """Compare every collective across the ranks before it runs, where the user wants it; on all ranks together."""
@@ -295,9 +332,32 @@ class PendingGroup(CollectiveGroup):
         """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
         self._check_open("monitored_barrier")
         self._barriers += 1
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        name = f"barrier/{self._barriers}"
-        monitored_barrier(self._keys, name, self.rank(), self.size(), self._waits, seconds, wait_all_ranks)
+        rank, place = self.rank(), self._waits.place
+        seconds = (
+            timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._waits.timeout
+        )
+        end, store = monotonic() + seconds, self._keys.under(f"barrier/{self._barriers}")
+        keys = [str(one) for one in range(self.size())]
+        store.set(keys[rank], "")
+
+        def absent() -> list[int]:
+            return [one for one, key in enumerate(keys) if not store.check([key])]
+
+        here = paced(lambda: store.check(keys if rank == 0 else ["done"]))
+        self._waits.until(lambda: here() or monotonic() > end, "monitored_barrier", absent)
+        missing = absent() if rank == 0 else []
+        if missing:
+            raise CommunicationError(
+                f"{place}: ranks {missing if wait_all_ranks else missing[:1]} did not reach monitored_barrier within "
+                f"{seconds:g} s"
+            )
+        if rank == 0:
+            store.set("done", "")
+        elif not store.check(["done"]):
+            raise CommunicationError(
+                f"{place}: monitored_barrier had no answer from rank 0 within {seconds:g} s; its error says which rank "
+                "is missing"
+            )
 
     monitoredBarrier = monitored_barrier
 

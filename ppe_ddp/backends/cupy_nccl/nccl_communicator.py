@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppe_ddp.backends.collective_arguments import CollectiveArguments, pack
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, check_dtypes, pack
 from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
 from ppe_ddp.errors import CommunicationError
 
@@ -252,7 +252,7 @@ class PreparedCalls:
 
 
 class NcclCollectives:
-    """All collectives of a group, as :class:`~ppe_ddp.backends.process_group.python_group.Transport` describes them.
+    """All collectives of a group; as those of :class:`~ppe_ddp.backends.collectives.Collectives`.
 
     Tensors may be non-contiguous and empty; those of one collective are on one device. Everything that can be checked
     on this rank alone is checked. Sizes and dtypes must agree between the ranks; NCCL does not check it.
@@ -331,7 +331,7 @@ class NcclCollectives:
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> PreparedCalls:
         """Send each rank its rows, and receive its rows from each."""
-        self._arguments.check_all_to_all(output, tensor)
+        check_dtypes(output, tensor)
         part = PreparedCalls()
         sent = _readable(tensor).view(-1).split(self._arguments.split_sizes(tensor, input_splits))
         received = part.output(output).view(-1).split(self._arguments.split_sizes(output, output_splits))
@@ -339,19 +339,20 @@ class NcclCollectives:
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> PreparedCalls:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
-        self._arguments.check_all_to_all_list(outputs, tensors)
+        self._arguments.check_list(outputs, "outputs of an all-to-all", *tensors)
+        self._arguments.check_list(tensors, "inputs of an all-to-all")
         return PreparedCalls().exchange(tensors, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PreparedCalls:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         if self.rank == root:
-            self._arguments.check_gather(outputs, tensor)
+            self._arguments.check_list(outputs, "outputs of a gather", tensor)
         return PreparedCalls().send(tensor, root).exchange((), outputs if self.rank == root else ())
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> PreparedCalls:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         if self.rank == root:
-            self._arguments.check_scatter(output, tensors)
+            self._arguments.check_list(tensors, "inputs of a scatter", output)
         return PreparedCalls().exchange(tensors if self.rank == root else (), ()).receive(output, root)
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:

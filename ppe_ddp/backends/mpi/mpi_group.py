@@ -15,18 +15,13 @@ from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup
 from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.backends.mpi.mpi_job import install_job_hooks
-from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
+from ppe_ddp.backends.mpi.mpi_job import install_job_hooks, mismatch
 from ppe_ddp.backends.mpi.mpi_wire import MpiWire, release, sub_communicator
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
-from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
-from ppe_ddp.backends.shared_memory.step_queue import SharedLink
-from ppe_ddp.backends.work import Waits
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine
@@ -116,27 +111,18 @@ class MpiProcessGroup(PendingGroup):
     """
 
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
-        rank, size = comm.Get_rank(), comm.Get_size()
         self._has_cuda = is_available()
-        super().__init__(rank, size, arguments, "mpi4py", ("cpu", "cuda") if self._has_cuda else ("cpu",))
-        self.pg_options = options
-        self._keys = keys
-        place = f"rank {rank} of {size}, group {self._group_name!r}"
-        self._waits = Waits(keys, rank, place, self._timeout.total_seconds(), "MPI")
+        devices = ("cpu", "cuda") if self._has_cuda else ("cpu",)
+        super().__init__(arguments, options, keys, backend_name="mpi4py", transport="MPI", device_types=devices)
+        self._is_gpu_aware = options.gpu_aware
         self._wire = MpiWire(comm, options.piece_bytes)
-        self._waits.at_failure.append(self._wire.give_up)
-        self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(size))}
-        memory = HostMemory(rank, "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware)
-        self._over = Collectives(self._wire, rank, self._waits, memory)
-        self._shared = self._over.shared = SharedMemoryGroup(
-            SharedLink(rank, size, self._over.gather_bytes, self._waits, progress_engine(getpid()), self._join),
-            SharedMemoryConfig(
-                is_enabled=options.shared_memory and not options.gpu_aware,
-                parts=options.shared_parts,
-                smallest_bytes=options.shared_bytes,
-                two_level_bytes=options.two_level_bytes,
-                piece_bytes=options.shared_piece_bytes,
-            ),
+        self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(comm.Get_size()))}
+        self._connect(
+            self._wire,
+            HostMemory(self.rank(), "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware),
+            self._join,
+            is_enabled=options.shared_memory and not options.gpu_aware,
+            two_level_bytes=options.two_level_bytes,
         )
         is_threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         if options.thread and not is_threaded:
@@ -181,7 +167,7 @@ class MpiProcessGroup(PendingGroup):
             return super()._run(what, call, rows, result)
         rows = list(rows)
         is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(rows))
-        if is_on_cuda and self.pg_options.gpu_aware:
+        if is_on_cuda and self._is_gpu_aware:
             synchronize()  # MPI reads the memory as it is now
         work = super()._run(what, call, rows, result)
         if is_on_cuda:

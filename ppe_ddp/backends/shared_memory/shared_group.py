@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,8 +38,10 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ppe_ddp.backends.mpi import MpiOptions
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
+    from ppe_ddp.backends.shm import ShmOptions
     from ppe_ddp.backends.work import Work
 
 logger = logging.getLogger("ppe_ddp")
@@ -51,26 +52,6 @@ _Kind: Any = ReduceOp.RedOpType
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
 _REASON_BYTES = 200
-
-
-@dataclass(frozen=True)
-class SharedMemoryConfig:
-    """Which collectives go through shared memory; the same on every rank.
-
-    Attributes:
-        is_enabled: Whether any does.
-        parts: Whether reduce-scatters and all-gathers do, too.
-        smallest_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, a 16th
-            of the output.
-        two_level_bytes: In a group of several nodes what is smaller than this goes by messages, too.
-        piece_bytes: What is larger goes in pieces of this size.
-    """
-
-    is_enabled: bool
-    parts: bool
-    smallest_bytes: int
-    two_level_bytes: int
-    piece_bytes: int
 
 
 class _Connection(NamedTuple):
@@ -90,13 +71,15 @@ class _Connection(NamedTuple):
 
 
 class SharedMemoryGroup:
-    """All-reduces, and where ``config.parts`` reduce-scatters and all-gathers, of large tensors on one node.
+    """All-reduces, and where ``options.shared_parts`` reduce-scatters and all-gathers, of large tensors.
 
     Every rank makes it together.
 
     Args:
         link: The ranks of the group.
-        config: Which collectives come here; the same on every rank.
+        options: Of the group: which collectives come here; the same on every rank.
+        is_enabled: Whether any does.
+        two_level_bytes: In a group of several nodes what is smaller than this goes by messages.
 
     Attributes:
         nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
@@ -105,24 +88,24 @@ class SharedMemoryGroup:
         hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
-    def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
+    def __init__(
+        self, link: SharedLink, options: MpiOptions | ShmOptions, *, is_enabled: bool, two_level_bytes: int
+    ) -> None:
         self._link = link
-        self._piece_bytes = config.piece_bytes
+        self._piece_bytes = options.shared_piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
         self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
-        is_connected = link.size > 1 and config.is_enabled
         try:
-            connection = _connect(link, config.piece_bytes) if is_connected else _Connection()
+            connection = _connect(link, self._piece_bytes) if link.size > 1 and is_enabled else _Connection()
         except BaseException as error:  # an interrupt: the others wait for this rank
             link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
             raise
         self.nodes, self._memory, self.queue, self.hierarchy = connection
         self._levels = None if self.hierarchy is None else self.hierarchy.layout
-        two_level_bytes = 0 if self._levels is None else config.two_level_bytes
-        self._smallest_bytes = max(config.smallest_bytes, two_level_bytes)
+        self._smallest_bytes = max(options.shared_bytes, 0 if self._levels is None else two_level_bytes)
         if self.queue is not None:
             self._makers["all_reduce"] = self._all_reduce
-            if config.parts:
+            if options.shared_parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -132,8 +115,6 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """End the connections with other nodes."""
-        if self.hierarchy is not None:
-            self.hierarchy.close()
         if self.queue is not None:
             self.queue.close_links()
 
@@ -273,14 +254,14 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
     link.waits.ended_ranks = lambda: [
         rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
     ]
-    links, links_for_callers = [], []
+    links, of_callers = [], []
     if len(layout.nodes) > 1 and link.join is not None:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
-        links_for_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
-    queue = StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+        of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
+    queue = StepQueue(link, own, Peers(layout, spaces, controls, links, of_callers), piece_bytes)
     link.waits.is_closed_elsewhere, link.waits.sees_every_rank = queue.is_closed_elsewhere, not links
     control_pages().leave_with(queue, layout.local_rank, controls)
-    hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
+    hierarchy = Hierarchy(layout, own, queue, of_callers, link) if links else None
     return _Connection(nodes, own, queue, hierarchy)
 
 

@@ -129,12 +129,14 @@ class Peers:
         spaces: Their reservations.
         controls: Their control pages.
         links: To the other nodes, one for each slice that this rank owns.
+        links_of_callers: Others, which end with these.
     """
 
     layout: NodeLayout
     spaces: Sequence[mmap.mmap]
     controls: Sequence[ControlPage]
     links: Sequence[Wire]
+    links_of_callers: Sequence[Wire]
 
 
 class StepQueue:
@@ -149,6 +151,7 @@ class StepQueue:
 
     def __init__(self, link: SharedLink, memory: SharedMemory, peers: Peers, piece_bytes: int) -> None:
         self._layout, self._links = peers.layout, peers.links
+        self._all_links = [*peers.links, *peers.links_of_callers]
         self._rank, self._size = peers.layout.local_rank, len(peers.layout.local)
         self._waits = link.waits
         self._progress = link.progress
@@ -261,7 +264,7 @@ class StepQueue:
 
     def close_links(self) -> None:
         """End the connections with other nodes; what is still under way there is given up."""
-        for link in self._links:
+        for link in self._all_links:
             link.give_up() if self._crossing else link.close()
 
     def _is_left_behind(self, last: int) -> bool:
@@ -307,7 +310,7 @@ class StepQueue:
             self._crossing.clear()
             self._own[_CLOSED] = 1
             self._progress.fence()
-        for link in self._links:
+        for link in self._all_links:
             link.give_up()
 
     def _free_stage(self, launched: LaunchedStep) -> Tensor | None:

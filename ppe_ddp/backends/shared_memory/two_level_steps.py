@@ -377,18 +377,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
     def block(self) -> None:
         """Nothing: the caller moves it."""
 
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy what the others sum."""
-        self.shared = memory[: self.local.nbytes].view(self.local.dtype)
-        for start, stop in self._ranges_of_others():
-            self.shared[start:stop].copy_(self.local[start:stop])
-
-    def finish(self, rank: int, size: int) -> None:
-        """Take what the others have written."""
-        if self.shared is not None and self.shared is not self.local:
-            for start, stop in self._ranges_of_others():
-                self.local[start:stop].copy_(self.shared[start:stop])
-
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         """Sum this rank's ranges over the node."""
         sums, views = [], iter(self._views)
@@ -422,8 +410,9 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
             theirs = [region.view(self.local.dtype, start, stop - start) for region in others]
             yield self.local[start:stop], *theirs
 
-    def _ranges_of_others(self) -> Iterator[tuple[int, int]]:
-        return chain.from_iterable(ranges for index, ranges in enumerate(self._ranges) if index not in self._own)
+    def _parts_of_others(self, rank: int, size: int) -> list[slice]:
+        others = [ranges for index, ranges in enumerate(self._ranges) if index not in self._own]
+        return [slice(*bounds) for ranges in others for bounds in ranges]
 
 
 def all_reduce_steps(

@@ -12,16 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, group_over
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
 from ppe_ddp.backends.group_internals import address_key, backends_being_made
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
-from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
-from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
-from ppe_ddp.backends.work import Waits
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import background_thread, progress_engine
 
@@ -89,30 +85,19 @@ class ShmProcessGroup(PendingGroup):
     """
 
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
-        rank, size = arguments.group_rank, arguments.group_size
-        super().__init__(rank, size, arguments, "shm", ("cpu",))
-        self.pg_options = options
-        self._keys = keys
-        place = f"rank {rank} of {size}, group {self._group_name!r}"
-        waits = self._waits = Waits(keys, rank, place, self._timeout.total_seconds(), "shm")
+        super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
+        rank, size = self.rank(), self.size()
         self._wire = GlooWire([_over_gloo(_with_more_time(arguments), keys)])
-        waits.at_failure.append(self._wire.give_up)
-        memory = HostMemory(rank, "shm")
-        self._over = Collectives(self._wire, rank, waits, memory, direct_bytes=options.direct_up_to(size))
-        progress = progress_engine(self._pid)
-        join = partial(_join, arguments, keys, rank)
-        self._shared = self._over.shared = SharedMemoryGroup(
-            SharedLink(rank, size, self._over.gather_bytes, waits, progress, join),
-            SharedMemoryConfig(
-                is_enabled=options.shared_memory,
-                parts=options.shared_parts,
-                smallest_bytes=options.shared_bytes,
-                two_level_bytes=options.two_levels_from(size),
-                piece_bytes=options.shared_piece_bytes,
-            ),
+        self._connect(
+            self._wire,
+            HostMemory(rank, "shm"),
+            partial(_join, arguments, keys, rank),
+            is_enabled=options.shared_memory,
+            two_level_bytes=options.two_levels_from(size),
+            direct_bytes=options.direct_up_to(size),
         )
         if self._shared.queue is not None:
-            progress.expect(size)
+            progress_engine(self._pid).expect(size)
             background_thread(self._pid)
         ended_at_exit(self._pid).add(self)
 
