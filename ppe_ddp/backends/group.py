@@ -14,7 +14,7 @@ import atexit
 import functools
 import os
 import weakref
-from itertools import repeat
+from itertools import repeat, starmap
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -438,9 +438,7 @@ class PendingGroup(CollectiveGroup):
         if self._comparison is not None:
             work = self._comparison.append(call, list(rows))
         else:
-            works = []
-            for row in rows:
-                works.append(call(*row))
+            works = [*starmap(call, rows)]
             work = works[0] if len(works) == 1 else combined(works, self._waits)
         work.outputs = result
         if self._coalesced is not None:  # keep it for the end of these: torch does not

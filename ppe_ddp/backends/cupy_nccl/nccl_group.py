@@ -7,11 +7,13 @@ does what ``"cpu:gloo,cuda:cupy_nccl"`` does.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from ppe_ddp.backends.group import SUM, CollectiveGroup
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
+from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -380,12 +383,11 @@ class NcclWork(PythonWork):
         return self._future
 
     def _wait_on_host(self, seconds: float) -> None:
-        start = time.monotonic()
-        while not self._operation.done():
-            self._operation.check()
-            if seconds > 0 and time.monotonic() - start > seconds:
-                raise CommunicationError(f"{self._operation.what} is not over after {seconds:g} s")
-            time.sleep(_NAP_SECONDS)
+        operation = self._operation
+        if not progress_engine(os.getpid()).wait_until(
+            operation.done, operation.check, seconds=seconds if seconds > 0 else None, nap=_NAP_SECONDS
+        ):
+            raise CommunicationError(f"{operation.what} is not over after {seconds:g} s")
         self._operation.check()
 
 
@@ -447,9 +449,11 @@ class Watchdog:
     def drain(self) -> None:
         """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
         for operation in list(self._operations):
-            while not (operation.done() or self._error is not None or self._closed.is_set()):
-                time.sleep(0.001)
+            progress_engine(os.getpid()).wait_until(partial(self._is_over, operation), nap=0.001)
         self._operations.clear()
+
+    def _is_over(self, operation: NcclOperation) -> bool:
+        return operation.done() or self._error is not None or self._closed.is_set()
 
     def close(self) -> None:
         """End the watch: every later call raises, and the communicators are not looked at any more."""

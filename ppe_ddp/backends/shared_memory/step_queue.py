@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, repeat
 from operator import itemgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -180,10 +181,8 @@ class StepQueue:
         Raises:
             CommunicationError: The group was given up.
         """
-        launched: list[LaunchedStep] = []
         with self._progress.lock:
-            for number, step in enumerate(steps, self._launched + 1):
-                launched.append(LaunchedStep(step, number, tensors))
+            launched = list(map(LaunchedStep, steps, count(self._launched + 1), repeat(tensors)))
             if self._own[_CLOSED]:
                 self._waits.check(launched[0].step.title)  # raises
             self._launched += len(launched)
@@ -210,11 +209,10 @@ class StepQueue:
         Raises:
             CommunicationError: They have ended, but not well.
         """
-        finished = self._finished
-        if finished < launched[-1].number and not (self._own[_CLOSED] and not any(map(_acting, self._controls))):
+        if self._finished < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
             return False
         for one in launched:
-            if one.error or finished < one.number:
+            if one.error or self._finished < one.number:
                 raise CommunicationError(one.error or self._waits.failure)
         return True
 
