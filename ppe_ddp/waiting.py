@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import Work
@@ -151,7 +152,7 @@ class ProgressEngine:
             try:
                 self._is_advancing = True
                 self.turns += 1
-                self._groups = [group for group in self._groups if not group.advance()]
+                self._groups = [*itertools.filterfalse(methodcaller("advance"), self._groups)]
                 while self._added:
                     if (added := self._added.pop()) not in self._groups:
                         self._groups.append(added)

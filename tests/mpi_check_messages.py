@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from mpi_check_communicators import few_communicators
 from mpi_check_kit import assert_same, check, data, is_over_mpi
+from ppe_ddp.errors import UnusableError
 
 
 @check(ranks=2)
@@ -27,6 +28,21 @@ def messages():
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert_same(got, tensors[rank - 1], f"batch of {dtype}")
+
+
+@check()
+def a_forked_process_is_refused():
+    group = dist.new_group()
+    pid, group._pid = group._pid, 0  # as in another process
+    total = torch.ones(3)
+    with pytest.raises(UnusableError, match="all_reduce in a process that was forked"):
+        dist.all_reduce(total, group=group)
+    with pytest.raises(UnusableError, match="send in a process that was forked"):
+        group.send([total], 0)
+    group._pid = pid
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [group.size()] * 3
+    dist.destroy_process_group(group)
 
 
 @check(ranks=2)

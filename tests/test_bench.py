@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ppe_ddp import cli
-from ppe_ddp.backends.cupy_nccl import nccl_version
+from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.cli import bench_platform, bench_step
 from ppe_ddp.cli.bench_collective import OPERATIONS, count_wrong
 from ppe_ddp.cli.bench_collective import measure as measure_collectives
@@ -203,7 +203,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl is not None)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
-        monkeypatch.setattr(nccl_version, "loaded_files", tuple)
+        monkeypatch.setattr(nccl_library, "loaded_files", tuple)
         monkeypatch.delenv(SHARING, raising=False)
 
     with mock.patch.dict(os.environ):

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks import COMMANDS as BENCHMARKS
 from ppe_ddp import cli, torch_internals
-from ppe_ddp.backends.cupy_nccl import nccl_version
-from ppe_ddp.backends.cupy_nccl.nccl_version import version_text
+from ppe_ddp.backends.cupy_nccl import nccl_library
+from ppe_ddp.backends.cupy_nccl.nccl_library import version_text
 from ppe_ddp.cli import doctor
 from ppe_ddp.cli.command_line import Spread, folder, positive, print_table, size_of
 from ppe_ddp.cli.doctor import Libraries, candidates, find_libraries, many_ranks_a_device
@@ -198,9 +198,9 @@ def test_it_is_the_nccl_version_that_counts(monkeypatch, files, number):
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "suffix"))
-    monkeypatch.setattr(nccl_version, "loaded_files", lambda: files)
-    monkeypatch.setattr(nccl_version.ctypes, "CDLL", Library)
-    assert nccl_version.torch_nccl() == number
+    monkeypatch.setattr(nccl_library, "loaded_files", lambda: files)
+    monkeypatch.setattr(nccl_library.ctypes, "CDLL", Library)
+    assert nccl_library.torch_nccl() == number
     assert many_ranks_a_device() == (number >= 23000)
 
 
@@ -248,7 +248,7 @@ MPI4PY = "__version__ = '4.0'\nclass rc: pass\n"
         ),
         (
             {"cupy/__init__.py": "__version__ = '14'", "cupy/cuda/__init__.py": "", "cupy/cuda/nccl.py": NCCL},
-            {"cupy": "14", "cupy_nccl": "2.27.7", "nccl_files": len(nccl_version.loaded_files())},
+            {"cupy": "14", "cupy_nccl": "2.27.7", "nccl_files": len(nccl_library.loaded_files())},
         ),
     ],
     ids=["works", "fails", "crashes", "hangs", "CuPy"],

@@ -20,7 +20,7 @@ import nccl_checks
 import nccl_stand_in
 import ppe_ddp
 from nccl_contract import check_library
-from ppe_ddp.backends.cupy_nccl.nccl_version import NCCL_OF_SHARED_DEVICES, torch_nccl
+from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, torch_nccl
 from ppe_ddp.cli.doctor import Candidate, diagnose
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.testing import Ranks, World, check_backend, check_reduce_function

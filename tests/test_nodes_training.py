@@ -144,9 +144,9 @@ def ends_by_itself():
     group = dist.new_group()
     work = group.allreduce([total])
     end = time.monotonic() + 20
-    while not work._is_done() and time.monotonic() < end:
+    while not work.done() and time.monotonic() < end:
         time.sleep(0.001)
-    is_over = work._is_done()
+    is_over = work.done()
     work.wait()
     assert set(total.tolist()) == {dist.get_world_size()}
     return is_over

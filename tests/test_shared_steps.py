@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.shared_memory.shared_steps import (
-    Region,
-    Scratch,
-    all_gather_steps,
-    all_reduce_steps,
-    describe_record,
-    reduce_scatter_steps,
-    supports,
-)
+from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record, supports
+from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
 
 KINDS = {"SUM": ReduceOp.RedOpType.SUM, "AVG": ReduceOp.RedOpType.AVG, "MAX": ReduceOp.RedOpType.MAX}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ppe_ddp.backends.work as work_module
 from law_models import Recipe
 from law_scenarios import every_variant
 from law_steps import StepKind, TrainingStep, Zeroing
@@ -22,7 +23,6 @@ from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParall
 from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.backends.shared_memory import shared_group, shared_reservation
 from ppe_ddp.backends.shm import ShmOptions
-from ppe_ddp.backends.shm import shm_group as shm_group_module
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
@@ -189,9 +189,9 @@ def test_the_store_is_hardly_asked_where_memory_shows_who_has_given_up(monkeypat
             return False
 
     seconds = itertools.count()  # a second passes between looks
-    monkeypatch.setattr(shm_group_module, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(work_module, "monotonic", lambda: float(next(seconds)))
     store = Store()
-    waits = shm_group_module.StoreWaits(store, 0, "rank 0 of 2", 60.0)
+    waits = work_module.Waits(store, 0, "rank 0 of 2", 60.0, "shm")
 
     def asked(looks, look):
         before = store.asked
@@ -219,7 +219,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting():
         def compare_set(self, key, expected, value):
             answer.wait(60)
 
-    waits, start = shm_group_module.StoreWaits(Store(), 0, "rank 0 of 2", 60.0), monotonic()
+    waits, start = work_module.Waits(Store(), 0, "rank 0 of 2", 60.0, "shm"), monotonic()
     try:
         assert not waits.look_now()
         waits.give_up("of a test")

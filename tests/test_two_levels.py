@@ -12,9 +12,9 @@ from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_steps import Region
 from ppe_ddp.backends.shared_memory.two_level_steps import (
     WireMemory,
-    two_level_all_gather_steps,
-    two_level_all_reduce_steps,
-    two_level_reduce_scatter_steps,
+    all_gather_steps,
+    all_reduce_steps,
+    reduce_scatter_steps,
 )
 
 KINDS = {"SUM": ReduceOp.RedOpType.SUM, "AVG": ReduceOp.RedOpType.AVG, "MAX": ReduceOp.RedOpType.MAX}
@@ -141,9 +141,7 @@ def test_all_ranks_have_the_same_sum(names, numel, dtype, kind, sharing, source)
         tensors[-1].copy_(value)
     for steps in zip(
         *(
-            two_level_all_reduce_steps(
-                tensors[r], KINDS[kind], 256, layouts[r], source, is_shared=bool(sharing >> r & 1)
-            )
+            all_reduce_steps(tensors[r], KINDS[kind], 256, layouts[r], source, is_shared=bool(sharing >> r & 1))
             for r in range(size)
         ),
         strict=True,
@@ -178,7 +176,7 @@ def test_each_rank_has_the_sum_of_its_row(names, width, dtype, kind, sharing):
         rows = torch.empty_like(value)
         if is_shared:
             rows = torch.frombuffer(spaces[rank], dtype=dtype, count=size * width).view(size, width)
-        steps = two_level_reduce_scatter_steps(
+        steps = reduce_scatter_steps(
             results[rank], rows.copy_(value), KINDS[kind], 256, layouts[rank], is_shared=is_shared
         )
         each.append(steps)
@@ -213,7 +211,7 @@ def test_all_ranks_have_all_shares(names, width, dtype, sharing, in_place):
             rows = torch.frombuffer(spaces[rank], dtype=dtype, count=size * width).view(size, width)
         share = rows[rank].copy_(whole[rank]) if in_place else whole[rank].clone()
         outputs.append(rows)
-        each.append(two_level_all_gather_steps(rows, share, 256, layouts[rank], is_shared=is_shared))
+        each.append(all_gather_steps(rows, share, 256, layouts[rank], is_shared=is_shared))
     memories = [WireMemory() for _ in names]
     for steps in zip(*each, strict=True):
         play(steps, layouts, spaces, memories, ends=True)
@@ -250,7 +248,7 @@ def test_what_is_under_way_between_nodes_is_no_memory_of_the_gradients(rank):
     space = mmap.mmap(-1, SPACE)
     tensor = torch.frombuffer(space, dtype=torch.float32, count=100).fill_(1.0)
     layout = NodeLayout.of("ab", rank)
-    (step,) = two_level_all_reduce_steps(tensor, KINDS["SUM"], 4096, layout, is_shared=True)
+    (step,) = all_reduce_steps(tensor, KINDS["SUM"], 4096, layout, is_shared=True)
     step.prepare([Region(space, 0, 0)], 0)
     link = Link(2)
     crossing = step.cross([link], WireMemory())

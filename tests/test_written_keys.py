@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ppe_ddp.backends.collective_comparison import CollectiveComparison
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, WrittenKeys, exchange
+from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
@@ -103,11 +104,10 @@ def test_a_comparison_of_collectives_leaves_none_behind():
     comparison = CollectiveComparison(WrittenKeys(store), 0, 1, waits, progress_engine(os.getpid()))
 
     def barrier():
-        pass
+        return Work("barrier", waits, lambda: True)
 
-    ended = SimpleNamespace(is_completed=lambda: True, exception=lambda: None)
     for _ in range(20):
-        work = comparison.append([(barrier,)], lambda: ended)
+        work = comparison.append(barrier, [()])
         while not work.is_completed():
             comparison.advance()
     assert store.num_keys() < 5

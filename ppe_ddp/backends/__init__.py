@@ -62,7 +62,7 @@ def _make_cupy_group(arguments: Any, options: Any) -> ProcessGroup:
 
 def _mpi_rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
     _import_mpi()
-    from ppe_ddp.backends.mpi.mpi_rendezvous import rendezvous
+    from ppe_ddp.backends.mpi.mpi_job import rendezvous
 
     yield rendezvous(url, timeout)
 

@@ -33,7 +33,7 @@ class CollectiveArguments:
 
     def check_all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """``output`` has room for the tensors of all ranks."""
-        _check_dtypes(output, tensor)
+        check_dtypes(output, tensor)
         if output.numel() != tensor.numel() * self.size:
             raise ValueError(
                 f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
@@ -42,8 +42,7 @@ class CollectiveArguments:
 
     def check_all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """There is an output for each rank, and this rank's has the size of ``tensor``."""
-        self._check_count(outputs, "outputs of an all-gather")
-        _check_dtypes(*outputs, tensor)
+        self.check_list(outputs, "outputs of an all-gather", tensor)
         if outputs[self.rank].numel() != tensor.numel():
             raise ValueError(
                 f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
@@ -52,7 +51,7 @@ class CollectiveArguments:
 
     def check_reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
         """``tensor`` has as many elements as the outputs of all ranks."""
-        _check_dtypes(output, tensor)
+        check_dtypes(output, tensor)
         if tensor.numel() != output.numel() * self.size:
             raise ValueError(
                 f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
@@ -61,33 +60,18 @@ class CollectiveArguments:
 
     def check_reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor]) -> None:
         """There is an input for each rank, and this rank's has the size of ``output``."""
-        self._check_count(tensors, "inputs of a reduce-scatter")
-        _check_dtypes(output, *tensors)
+        self.check_list(tensors, "inputs of a reduce-scatter", output)
         if tensors[self.rank].numel() != output.numel():
             raise ValueError(
                 f"rank {self.rank}: reduce-scatter of {tensors[self.rank].numel()} elements into an output of "
                 f"{output.numel()} elements"
             )
 
-    def check_all_to_all(self, output: Tensor, tensor: Tensor) -> None:
-        """Both have one dtype; :meth:`split_sizes` checks the rows."""
-        _check_dtypes(output, tensor)
-
-    def check_all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """There are an input and an output for each rank."""
-        self._check_count(outputs, "outputs of an all-to-all")
-        self._check_count(tensors, "inputs of an all-to-all")
-        _check_dtypes(*outputs, *tensors)
-
-    def check_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """On the root: there is an output for each rank."""
-        self._check_count(outputs, "outputs of a gather")
-        _check_dtypes(*outputs, tensor)
-
-    def check_scatter(self, output: Tensor, tensors: Sequence[Tensor]) -> None:
-        """On the root: there is an input for each rank."""
-        self._check_count(tensors, "inputs of a scatter")
-        _check_dtypes(output, *tensors)
+    def check_list(self, tensors: Sequence[Tensor], what: str, *others: Tensor) -> None:
+        """There is one of ``tensors`` for each rank; ``others`` have the same dtype."""
+        if len(tensors) != self.size:
+            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
+        check_dtypes(*others, *tensors)
 
     def split_sizes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """How many elements of ``tensor`` each rank's rows have; without ``splits`` the parts are equal."""
@@ -100,10 +84,6 @@ class CollectiveArguments:
             raise ValueError(f"rank {self.rank}: splits {list(splits)} for {rows} rows and {self.size} ranks")
         row = tensor.numel() // rows if rows else 0
         return [split * row for split in splits]
-
-    def _check_count(self, tensors: Sequence[Tensor], what: str) -> None:
-        if len(tensors) != self.size:
-            raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
 
 
 class HostMemory:
@@ -122,29 +102,23 @@ class HostMemory:
         self._takes_cuda = takes_cuda
         self._gpu_aware = gpu_aware
 
-    def is_own(self, tensor: Tensor) -> bool:
-        """Whether the wire can use the memory of ``tensor`` itself."""
-        return is_addressable(tensor, on_cuda=self._gpu_aware)
-
     def input(self, tensor: Tensor) -> Tensor:
         """The tensor, where the wire can read its memory, else a contiguous copy (of CUDA: in pinned memory)."""
-        self._check_kind(tensor)
-        if self.is_own(tensor):
+        if self._is_own(tensor):
             return tensor.data  # as a backend in C++ writes there, unseen by autograd
-        host = self.output(tensor)
+        host = self._empty(tensor, tensor.shape)
         host.copy_(tensor.detach(), non_blocking=True)
         _synchronize(tensor)
         return host
 
     def output(self, tensor: Tensor) -> Tensor:
         """Memory of a tensor's size that the wire can write."""
-        self._check_kind(tensor)
-        return tensor.data if self.is_own(tensor) else self._empty(tensor, tensor.shape)
+        return tensor.data if self._is_own(tensor) else self._empty(tensor, tensor.shape)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Memory for ``tensors`` one after another; for none of them, no bytes."""
         for tensor in tensors:
-            self._check_kind(tensor)
+            self._is_own(tensor)  # raises for what cannot be
         if not tensors:
             return torch.empty(0, dtype=torch.uint8)
         return self._empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
@@ -158,7 +132,7 @@ class HostMemory:
 
     def copy_back(self, tensor: Tensor, host: Tensor) -> None:
         """Copy what the wire wrote to where the user wants it, if that is elsewhere; in the current stream's order."""
-        if host.data_ptr() != tensor.data_ptr() or not self.is_own(tensor):
+        if host.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
 
     def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -166,16 +140,23 @@ class HostMemory:
         device = "cpu" if is_staged else tensor.device
         return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
 
-    def _check_kind(self, tensor: Tensor) -> None:
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether the wire can use the memory of ``tensor`` itself: its elements in order, where the wire reaches it.
+
+        Raises:
+            TypeError: The backend is not for such tensors.
+        """
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"
             )
-        if tensor.device.type != "cpu" and not (tensor.is_cuda and self._takes_cuda):
+        if not tensor.is_cpu and not (tensor.is_cuda and self._takes_cuda):
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend is for tensors on cpu, not on {tensor.device}; make a "
                 f'group of several backends: "cpu:{self._backend},cuda:nccl"'
             )
+        is_reached = tensor.is_cpu or self._gpu_aware
+        return is_reached and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def pack(flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -196,17 +177,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def is_addressable(tensor: Tensor, *, on_cuda: bool = False) -> bool:
-    """Whether the memory of a tensor is its elements in order, on the host; or, with ``on_cuda``, on a GPU."""
-    return (
-        (not tensor.is_cuda or on_cuda)
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two contiguous tensors share memory, which torch allows for input and output and MPI forbids."""
     start, begin = one.data_ptr(), other.data_ptr()
@@ -223,7 +193,8 @@ def _synchronize(tensor: Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _check_dtypes(*tensors: Tensor) -> None:
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raise TypeError where tensors of one collective have different dtypes."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")

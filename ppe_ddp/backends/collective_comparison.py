@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ppe_ddp.backends.work import Work
+from ppe_ddp.backends.rank_store import Meeting
+from ppe_ddp.backends.work import Work, combined
 from ppe_ddp.errors import DisagreementError
 from ppe_ddp.waiting import paced
 
@@ -46,16 +47,18 @@ def compares_collectives() -> bool:
 class _ComparedCall:
     """A collective that is begun once all ranks have called the same."""
 
-    def __init__(self, what: str, begin: Callable[[], Work]) -> None:
-        self.what = what
-        self._begin = begin
+    def __init__(self, method: Callable[..., Work], rows: Sequence[tuple[Any, ...]], waits: Waits) -> None:
+        self.what = "; ".join(_described(method.__name__, row) for row in rows)
+        self._method = method
+        self._rows = rows
+        self._waits = waits
         self._work: Work | None = None
         self._reason: BaseException | None = None
 
     def begin(self) -> None:
         """Begin it."""
         try:
-            self._work = self._begin()
+            self._work = combined([self._method(*row) for row in self._rows], self._waits)
         except Exception as error:  # in its arguments
             self.fail(error)
 
@@ -89,27 +92,22 @@ class CollectiveComparison:
         self._size = size
         self._waits = waits
         self._progress = progress
-        self._number = 1  # of the collective that is compared next
-        self._written = 0
+        self._number = 0  # of the collective that is compared
+        self._meeting: Meeting | None = None  # where the ranks say what they call; None before this rank has said it
+        self._last: Meeting | None = None  # of the one before
         self._error: BaseException | None = None
         self._queue: deque[_ComparedCall] = deque()
-        self._are_here = paced(lambda: store.check(self._keys()))
+        self._are_here = paced(lambda: self._meeting is not None and self._meeting.outcome())
         waits.at_failure.append(self._give_up)
 
-    def append(self, calls: Sequence[tuple[Any, ...]], begin: Callable[[], Work]) -> Work:
-        """Begin a call that all ranks make alike.
-
-        Args:
-            calls: Methods of a collective with their arguments.
-            begin: Begins them.
-        """
-        what = "; ".join(_described(call.__name__, arguments) for call, *arguments in calls)
-        call = _ComparedCall(what, begin)
+    def append(self, method: Callable[..., Work], rows: Sequence[tuple[Any, ...]]) -> Work:
+        """Begin a call that all ranks make alike: ``method`` of a collective, with each of ``rows`` as arguments."""
+        call = _ComparedCall(method, rows, self._waits)
         with self._progress.lock:
             self._queue.append(call)
             self._progress.add(self)
         self._progress.progress()
-        return Work(what, self._waits, call.poll, absent=self.absent)
+        return Work(call.what, self._waits, call.poll, absent=self.absent)
 
     def advance(self) -> bool:
         """Begin what all ranks have called; whether nothing is left to compare."""
@@ -117,51 +115,37 @@ class CollectiveComparison:
             if self._error is not None:
                 self._fail_all(self._error)
                 break
-            self._write()
+            if self._meeting is None:
+                self._number += 1
+                self._meeting = Meeting(self._store, str(self._number), self._rank, self._size)
+                self._meeting.come(self._queue[0].what)
             if not self._are_here():
                 return False
             self._error = self.disagreement()
             if self._error is not None:
                 continue
-            # All have written this one: so all have seen that they agree on the one before.
-            if self._number > 1:
-                self._store.delete_key(self._key(self._rank, -1))
-                if self._rank == 0:
-                    self._store.delete_key(self._key("first", -1))
-            self._number += 1
+            # All have come to this one: so all have seen that they agree on the one before.
+            if self._last is not None:
+                self._last.forget()
+            self._last, self._meeting = self._meeting, None
             self._queue.popleft().begin()
         return True
 
-    def _write(self) -> None:
-        """Say what this rank calls, and whether that is something else than what the first has called."""
-        if self._written == self._number:
-            return
-        own = self._queue[0].what
-        if self._store.compare_set(self._key("first"), "", own) != own.encode():
-            self._store.set(self._key("differs"), "1")
-        self._store.set(self._key(self._rank), own)
-        self._written = self._number
-
-    def _key(self, name: int | str, offset: int = 0) -> str:
-        return f"{self._number + offset}/{name}"
-
-    def _keys(self) -> list[str]:
-        return [self._key(rank) for rank in range(self._size)]
-
     def absent(self) -> list[int]:
         """The ranks that have not called the collective that is compared, as far as is known."""
-        return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
+        return [] if self._meeting is None else self._meeting.absent()
 
     def disagreement(self) -> DisagreementError | None:
         """The error of ranks that have called different collectives; None if they have not, or not all have called."""
         try:
-            if not self._store.check([*self._keys(), self._key("differs")]):
-                return None
-            ranks: dict[str, list[str]] = {}
-            for rank, key in enumerate(self._keys()):
-                ranks.setdefault(self._store.get(key).decode(), []).append(str(rank))
+            outcome = None if self._meeting is None else self._meeting.outcome()
         except RuntimeError:  # the store is gone, with the rank that has served it
             return None
+        if outcome is None or len(set(outcome.words)) == 1:
+            return None
+        ranks: dict[str, list[str]] = {}
+        for rank, what in enumerate(outcome.words):
+            ranks.setdefault(what, []).append(str(rank))
         each = "; ".join(f"rank {', '.join(those)} has called {what}" for what, those in ranks.items())
         return DisagreementError(
             f"{self._waits.place}: the ranks have called different collectives, number {self._number} of this group: "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, overlap, unpack
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, check_dtypes, overlap, unpack
 from ppe_ddp.backends.reductions import FOLDED, reduction_of
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.wire import MessageInFlight, Wire
     from ppe_ddp.backends.work import Waits
 
-_LARGEST = ReduceOp(ReduceOp.MAX)
+_Kind: Any = ReduceOp.RedOpType
 
 Steps = Generator[InFlight, None, None]
 """Begins a call of the wire, yields it, and is resumed when it is done."""
@@ -87,12 +87,15 @@ class Collectives:
         """
         reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
         host = self._memory.input(tensor)
-        shared = self._shared("all_reduce", tensor, host, host, op, source=source)
-        if shared is not None:
-            return shared
-        root = self.shared.only_rank(source) if self.shared is not None else None
-        if root is not None:
-            return self.broadcast(tensor, root)
+        if self.shared is not None:
+            work = self.shared.start("all_reduce", host, kind=op.op, source=source)
+            if work is not None:
+                if host.data_ptr() != tensor.data_ptr():
+                    work.at_arrival = partial(self._memory.copy_back, tensor, host)
+                return work
+            root = self.shared.only_rank(source)
+            if root is not None:
+                return self.broadcast(tensor, root)
         return self._begin("all_reduce", self._all_reduce(tensor, host, reduction))
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> Work:
@@ -116,43 +119,31 @@ class Collectives:
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
         self._arguments.check_all_gather(output, tensor)
-        result, host = self._memory.output(output), self._memory.input(tensor)
-
-        def steps() -> Steps:
-            yield self._all_gather(result, host)
-            self._memory.copy_back(output, result)
-
-        return self._shared("all_gather", output, result, result, host) or self._begin("all_gather", steps())
+        result = self._memory.output(output)
+        return self._all_gather(result, self._memory.input(tensor), partial(self._memory.copy_back, output, result))
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
         self._arguments.check_all_gather_list(outputs, tensor)
-        host, result = self._memory.input(tensor), self._memory.flat(outputs)
-        counts = [output.nbytes for output in outputs]
-        if len(set(counts)) == 1 and self.shared is not None:
-            shared = self.shared.start("all_gather", result, host)
-            if shared is not None:
-                shared.at_arrival = partial(unpack, result, outputs)
-                return shared
-
-        def steps() -> Steps:
-            if len(set(counts)) == 1:
-                yield self._all_gather(result, host)
-            else:
-                copies = as_bytes(host).repeat(self.size)
-                yield self._wire.all_to_all(as_bytes(result), copies, counts, [host.nbytes] * self.size)
-            unpack(result, outputs)
-
-        return self._begin("all_gather", steps())
+        host, result, counts = self._memory.input(tensor), self._memory.flat(outputs), _sizes(outputs)
+        home = partial(unpack, result, outputs)
+        if len(set(counts)) == 1:
+            return self._all_gather(result, host, home)
+        copies = as_bytes(host).repeat(self.size)
+        return self._all_to_all("all_gather", as_bytes(result), copies, counts, [host.nbytes] * self.size, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Work:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
         self._arguments.check_reduce_scatter(output, tensor)
         reduction = reduction_of(tensor.dtype, op.op, FOLDED)
         host, result = self._memory.input(tensor), self._memory.output(output)
-        shared = self._shared("reduce_scatter", output, result, result, host, op)
+        if self.shared is not None:
+            work = self.shared.start("reduce_scatter", result, host, kind=op.op)
+            if work is not None:
+                work.at_arrival = partial(self._memory.copy_back, output, result)
+                return work
         counts = [output.numel()] * self.size
-        return shared or self._begin("reduce_scatter", self._reduce_scatter(output, host.view(-1), reduction, counts))
+        return self._begin("reduce_scatter", self._reduce_scatter(output, host.view(-1), reduction, counts))
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Work:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
@@ -172,27 +163,24 @@ class Collectives:
             output_splits: How many rows come from each rank; empty for equal parts.
             input_splits: How many rows go to each rank; empty for equal parts.
         """
-        self._arguments.check_all_to_all(output, tensor)
+        check_dtypes(output, tensor)
         host, result = self._memory.input(tensor), self._memory.output(output)
         send = self._arguments.split_sizes(host, input_splits)
         receive = self._arguments.split_sizes(result, output_splits)
-
-        def steps() -> Steps:
-            yield self._wire.all_to_all(result.view(-1), host.view(-1), receive, send)
-            self._memory.copy_back(output, result)
-
-        return self._begin("all_to_all", steps())
+        home = partial(self._memory.copy_back, output, result)
+        return self._all_to_all("all_to_all", result.view(-1), host.view(-1), receive, send, home)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Work:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
-        self._arguments.check_all_to_all_list(outputs, tensors)
+        self._arguments.check_list(outputs, "outputs of an all-to-all", *tensors)
+        self._arguments.check_list(tensors, "inputs of an all-to-all")
         return self._exchange("all_to_all", outputs, tensors, _sizes(outputs), _sizes(tensors))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Work:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         is_root = self.rank == root
         if is_root:
-            self._arguments.check_gather(outputs, tensor)
+            self._arguments.check_list(outputs, "outputs of a gather", tensor)
         send = [tensor.nbytes if rank == root else 0 for rank in range(self.size)]
         receive = _sizes(outputs) if is_root else [0] * self.size
         return self._exchange("gather", outputs if is_root else [], [tensor], receive, send)
@@ -201,7 +189,7 @@ class Collectives:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         is_root = self.rank == root
         if is_root:
-            self._arguments.check_scatter(output, tensors)
+            self._arguments.check_list(tensors, "inputs of a scatter", output)
         send = _sizes(tensors) if is_root else [0] * self.size
         receive = [output.nbytes if rank == root else 0 for rank in range(self.size)]
         return self._exchange("scatter", [output], tensors if is_root else [], receive, send)
@@ -212,8 +200,8 @@ class Collectives:
         def steps() -> Steps:
             yield self._wire.barrier()
 
-        shared = self.shared.start("all_reduce", torch.zeros(1), _LARGEST) if self.shared is not None else None
-        return shared or self._begin("barrier", steps())
+        work = self.shared.start("all_reduce", torch.zeros(1), kind=_Kind.MAX) if self.shared is not None else None
+        return work or self._begin("barrier", steps())
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
@@ -235,32 +223,23 @@ class Collectives:
         table = torch.empty(self.size, len(own), dtype=torch.uint8)
 
         def steps() -> Steps:
-            yield self._all_gather(table, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+            yield self._gathered(table, torch.frombuffer(bytearray(own), dtype=torch.uint8))
 
         self._begin("the connection of shared memory", steps()).wait()
         return [bytes(row.tolist()) for row in table]
 
     def drain(self, seconds: float) -> None:
         """Wait until nothing is under way; raises CommunicationError if that takes longer."""
-        if self.shared is not None:
-            self.shared.drain(seconds)
+        if self.shared is not None and self.shared.queue is not None:
+            self.shared.queue.drain(seconds)
         self._waits.until(self._calls.is_empty, "destroy_process_group", seconds=seconds)
-
-    def _shared(
-        self, what: str, tensor: Tensor, host: Tensor, *arguments: Any, source: int | None = None
-    ) -> Work | None:
-        """A collective in shared memory, with its way home; None where it does not go there."""
-        work = self.shared.start(what, *arguments, source=source) if self.shared is not None else None
-        if work is not None and not self._memory.is_own(tensor):
-            work.at_arrival = partial(self._memory.copy_back, tensor, host)
-        return work
 
     def _all_reduce(self, tensor: Tensor, host: Tensor, reduction: WireReduction, *, lands: bool = True) -> Steps:
         for elements in self._pieces(host.view(-1).view(reduction.view), reduction.wire.itemsize):
             wire = reduction.to_wire(elements, self._scratch_for(elements, reduction.wire))
             if not reduction.is_known or 0 < wire.nbytes <= self._direct_bytes:
                 rows = wire.new_empty((self.size, wire.numel()))
-                yield self._all_gather(rows, wire)
+                yield self._gathered(rows, wire)
                 wire = reduction.fold(list(rows))
             else:
                 yield self._wire.all_reduce(wire, reduction.kind)
@@ -279,24 +258,42 @@ class Collectives:
         reduction.from_wire(reduction.fold(list(rows)), result.view(-1).view(reduction.view), self.size)
         self._memory.copy_back(output, result)
 
-    def _all_gather(self, result: Tensor, host: Tensor) -> InFlight:
+    def _all_gather(self, result: Tensor, host: Tensor, home: Callable[[], None]) -> Work:
+        """An all-gather of equal sizes; ``home`` brings the result to where it belongs."""
+        work = self.shared.start("all_gather", result, host) if self.shared is not None else None
+        if work is not None:
+            work.at_arrival = home
+            return work
+
+        def steps() -> Steps:
+            yield self._gathered(result, host)
+            home()
+
+        return self._begin("all_gather", steps())
+
+    def _gathered(self, result: Tensor, host: Tensor) -> InFlight:
         if 0 < host.nbytes <= self._direct_bytes:
             counts = [host.nbytes] * self.size
             return self._wire.all_to_all(as_bytes(result), as_bytes(host).repeat(self.size), counts, counts)
         host = host.clone() if overlap(host, result) else host
         return self._wire.all_gather(result, host)
 
+    def _all_to_all(
+        self, what: str, result: Tensor, host: Tensor, receive: list[int], send: list[int], home: Callable[[], None]
+    ) -> Work:
+        def steps() -> Steps:
+            yield self._wire.all_to_all(result, host, receive, send)
+            home()
+
+        return self._begin(what, steps())
+
     def _exchange(
         self, what: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], receive: list[int], send: list[int]
     ) -> Work:
         """An all-to-all of lists, which may be empty on a rank that sends or receives nothing; sizes in bytes."""
         result, flat = self._memory.flat(outputs), self._memory.packed(tensors)
-
-        def steps() -> Steps:
-            yield self._wire.all_to_all(as_bytes(result), as_bytes(flat), receive, send)
-            unpack(result, outputs)
-
-        return self._begin(what, steps())
+        home = partial(unpack, result, outputs)
+        return self._all_to_all(what, as_bytes(result), as_bytes(flat), receive, send, home)
 
     def _pieces(self, flat: Tensor, itemsize: int = 1) -> Iterator[Tensor]:
         most = self._wire.piece_bytes // itemsize
@@ -319,8 +316,8 @@ class Collectives:
 
     def _begin(self, what: str, steps: Steps) -> Work:
         absent: Callable[[], Sequence[int]] = tuple
-        if self.shared is not None:
-            absent = partial(self.shared.ranks_without_message, self.shared.count_message())
+        if self.shared is not None and self.shared.queue is not None:
+            absent = self.shared.queue.count_message()
         call = _WireCall(what, self._waits, steps, is_queued=self._is_queued)
         self._calls.begin(call)
         work = Work(what, self._waits, call.poll, absent=absent, block=None if self._is_queued else call.block)

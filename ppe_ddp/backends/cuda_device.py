@@ -5,7 +5,7 @@ Passed in wherever it is needed, so that what follows streams can be tried witho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
@@ -15,66 +15,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["CudaDevice", "Device", "Event", "Stream"]
-
-
-class Event(Protocol):
-    """A point in a stream; ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-
-
-class Stream(Protocol):
-    """A queue of work on a device; ``torch.cuda.Stream``."""
-
-    @property
-    def cuda_stream(self) -> int:
-        """Its address, for libraries in C."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let what is put into this stream from now on wait for ``event``; the host does not wait."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Let what is put into this stream from now on wait for what ``stream`` has now; the host does not wait."""
-
-    def record_event(self) -> Any:
-        """The point after what has been put into this stream."""
-
-
-class Device(Protocol):
-    """The functions that are needed of one kind of device; tests have a stand-in."""
-
-    def current(self) -> int:
-        """The number of this thread's current device."""
-
-    def make_current(self, index: int) -> AbstractContextManager[Any]:
-        """Make a device current."""
-
-    def current_stream(self, index: int | torch.device) -> Stream:
-        """This thread's current stream of a device."""
-
-    def make_stream(self, index: int) -> Stream:
-        """A new stream."""
-
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream, and its device, current."""
-
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
-
-    def torch_device(self, index: int) -> torch.device:
-        """The device as torch names it, to allocate memory on."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream records a graph."""
-
-    def future(self, index: int) -> Future[Any]:
-        """A Future whose value comes with the point in the stream that is current when it is set."""
+__all__ = ["CudaDevice"]
 
 
 class CudaDevice:
-    """CUDA, by way of torch."""
+    """CUDA, by way of torch; tests have a stand-in."""
 
     def current(self) -> int:
         """The number of this thread's current device."""
@@ -84,19 +29,19 @@ class CudaDevice:
         """Make a device current."""
         return torch.cuda.device(index)
 
-    def current_stream(self, index: int | torch.device) -> Stream:
+    def current_stream(self, index: int | torch.device) -> torch.cuda.Stream:
         """This thread's current stream of a device."""
         return torch.cuda.current_stream(index)
 
-    def make_stream(self, index: int) -> Stream:
+    def make_stream(self, index: int) -> torch.cuda.Stream:
         """A new stream."""
         return torch.cuda.Stream(index)
 
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         """Make a stream, and its device, current."""
         return torch.cuda.stream(stream)
 
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
         tensor.record_stream(stream)
 

@@ -78,31 +78,6 @@ class DeviceRoutedGroup(PythonGroup):
         self._made_first = made
         self._kind_of = kind_of
 
-    allreduce = _routed("allreduce")
-    allreduce_coalesced = _routed("allreduce_coalesced")
-    reduce = _routed("reduce")
-    broadcast = _routed("broadcast")
-    allgather = _routed("allgather")
-    allgather_coalesced = _routed("allgather_coalesced")
-    all_gather_single = _routed("all_gather_single")
-    all_gather_single_coalesced = _routed("all_gather_single_coalesced")
-    reduce_scatter = _routed("reduce_scatter")
-    reduce_scatter_single = _routed("reduce_scatter_single")
-    reduce_scatter_single_coalesced = _routed("reduce_scatter_single_coalesced")
-    all_to_all_single = _routed("all_to_all_single")
-    alltoall = _routed("alltoall")
-    gather = _routed("gather")
-    scatter = _routed("scatter")
-    send = _routed("send")
-    recv = _routed("recv")
-    recv_anysource = _routed("recv_anysource")
-    # The names of earlier versions of torch.
-    _allgather_base = _routed("_allgather_base")
-    allgather_into_tensor_coalesced = _routed("allgather_into_tensor_coalesced")
-    _reduce_scatter_base = _routed("_reduce_scatter_base")
-    reduce_scatter_tensor_coalesced = _routed("reduce_scatter_tensor_coalesced")
-    alltoall_base = _routed("alltoall_base")
-
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """Wait until every rank is here, in the group for the device that ``opts`` names."""
         named = getattr(opts, "device", None)
@@ -147,6 +122,16 @@ class DeviceRoutedGroup(PythonGroup):
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
             self._made[kind] = self._makers[kind]()
         return self._made[kind]
+
+
+_ROUTED = (  # the last five are names of earlier versions of torch
+    "allreduce allreduce_coalesced reduce broadcast allgather allgather_coalesced all_gather_single "
+    "all_gather_single_coalesced reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced "
+    "all_to_all_single alltoall gather scatter send recv recv_anysource _allgather_base "
+    "allgather_into_tensor_coalesced _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall_base"
+)
+for _name in _ROUTED.split():
+    setattr(DeviceRoutedGroup, _name, _routed(_name))
 
 
 def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any) -> _Own | DeviceRoutedGroup:

@@ -14,17 +14,21 @@ import atexit
 import functools
 import os
 import weakref
+from itertools import repeat, starmap
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ppe_ddp.backends.collective_comparison import CollectiveComparison, compares_collectives
+from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.group_internals import is_registered
-from ppe_ddp.backends.rank_store import monitored_barrier
-from ppe_ddp.backends.work import combined
-from ppe_ddp.errors import UnusableError
-from ppe_ddp.waiting import progress_engine
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink
+from ppe_ddp.backends.work import Waits, combined
+from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +37,13 @@ if TYPE_CHECKING:
     from torch import dtype
     from torch.distributed import Work as TorchWork
 
-    from ppe_ddp.backends.collectives import Collectives
+    from ppe_ddp.backends.collective_arguments import HostMemory
+    from ppe_ddp.backends.mpi import MpiOptions
     from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
-    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-    from ppe_ddp.backends.work import Waits, Work
+    from ppe_ddp.backends.shm import ShmOptions
+    from ppe_ddp.backends.wire import Wire
+    from ppe_ddp.backends.work import Work
 
 DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
 
@@ -149,12 +155,13 @@ class CollectiveGroup(PythonGroup):
 
     _over: Any
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> TorchWork:
-        """Do what ``calls`` say, together.
+    def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
+        """Make some calls of a collective, together.
 
         Args:
-            what: The collective's name, for errors.
-            calls: Methods of ``_over``, each with its arguments.
+            what: Its name, for errors.
+            call: The method of ``_over``.
+            rows: The arguments of each call.
             result: What the Work's ``result()`` and future give.
         """
         raise NotImplementedError  # an abstract class would need another metaclass than torch's
@@ -163,8 +170,8 @@ class CollectiveGroup(PythonGroup):
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Reduce each tensor over the ranks, in place."""
-        tensors, op = _listed(tensors), op_of(opts)
-        return self._run("all_reduce", [(self._over.all_reduce, tensor, op) for tensor in tensors], tensors)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._run("all_reduce", self._over.all_reduce, zip(tensors, repeat(op_of(opts))), tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> TorchWork:
         """Reduce each tensor over the ranks, in place."""
@@ -172,79 +179,80 @@ class CollectiveGroup(PythonGroup):
 
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> TorchWork:  # type: ignore[override]
         """Reduce each tensor over the ranks, into that of one rank; the others keep theirs."""
-        tensors = _listed(tensors)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         root, op = (opts, op_of(op)) if isinstance(opts, int) else (_root_of(opts), op_of(opts))
-        return self._run("reduce", [(self._over.reduce, tensor, op, root) for tensor in tensors], tensors)
+        return self._run("reduce", self._over.reduce, zip(tensors, repeat(op), repeat(root)), tensors)
 
     def broadcast(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Overwrite each tensor by that of one rank."""
-        tensors, root = _listed(tensors), _root_of(opts)
-        return self._run("broadcast", [(self._over.broadcast, tensor, root) for tensor in tensors], tensors)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._run("broadcast", self._over.broadcast, zip(tensors, repeat(_root_of(opts))), tensors)
 
     def allgather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:
         """Put rank j's ``inputs[i]`` into ``outputs[i][j]``."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._run("all_gather", _zipped(self._over.all_gather_list, outputs, inputs), outputs)
+        return self._run("all_gather", self._over.all_gather_list, zip(outputs, inputs, strict=True), outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TorchWork:
         """Put rank j's ``inputs[i]`` into ``outputs[j][i]``."""
         columns = [[row[index] for row in outputs] for index in range(len(inputs))]
-        return self._run("all_gather_coalesced", _zipped(self._over.all_gather_list, columns, inputs), outputs)
+        rows = zip(columns, inputs, strict=True)
+        return self._run("all_gather_coalesced", self._over.all_gather_list, rows, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
         """Put the tensors of all ranks one after another into ``output``."""
-        return self._run("all_gather_single", [(self._over.all_gather, output, tensor)], [output])
+        return self._run("all_gather_single", self._over.all_gather, [(output, tensor)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
         """Do what ``all_gather_single`` does for several tensors."""
-        return self._run("all_gather_single_coalesced", _zipped(self._over.all_gather, outputs, inputs), outputs)
+        rows = zip(outputs, inputs, strict=True)
+        return self._run("all_gather_single_coalesced", self._over.all_gather, rows, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
         """Reduce ``inputs[i][j]`` over the ranks into rank j's ``outputs[i]``."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        calls = _zipped(self._over.reduce_scatter_list, outputs, inputs, op_of(opts))
-        return self._run("reduce_scatter", calls, outputs)
+        rows = [(*both, op_of(opts)) for both in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter", self._over.reduce_scatter_list, rows, outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
         """Reduce over the ranks; rank i gets the i-th of equal parts."""
-        calls = [(self._over.reduce_scatter, output, tensor, op_of(opts))]
-        return self._run("reduce_scatter_single", calls, [output])
+        return self._run("reduce_scatter_single", self._over.reduce_scatter, [(output, tensor, op_of(opts))], [output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> TorchWork:
         """Do what ``reduce_scatter_single`` does for several tensors."""
-        calls = _zipped(self._over.reduce_scatter, outputs, inputs, op_of(opts))
-        return self._run("reduce_scatter_single_coalesced", calls, outputs)
+        rows = [(*both, op_of(opts)) for both in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter_single_coalesced", self._over.reduce_scatter, rows, outputs)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> TorchWork:
         """Send each rank its rows, and receive its rows from each."""
-        calls = [(self._over.all_to_all, output, tensor, output_splits, input_splits)]
-        return self._run("all_to_all_single", calls, [output])
+        rows = [(output, tensor, output_splits, input_splits)]
+        return self._run("all_to_all_single", self._over.all_to_all, rows, [output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
         """Send ``inputs[j]`` to rank j, and receive rank i's tensor into ``outputs[i]``."""
-        return self._run("all_to_all", [(self._over.all_to_all_list, outputs, inputs)], outputs)
+        return self._run("all_to_all", self._over.all_to_all_list, [(outputs, inputs)], outputs)
 
     def gather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:  # type: ignore[override]
         """Put rank j's ``inputs[i]`` into ``outputs[i][j]`` of one rank; ``outputs`` is not looked at elsewhere."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        filled = outputs or [[]] * len(inputs)
-        return self._run("gather", _zipped(self._over.gather, filled, inputs, _root_of(opts)), outputs or inputs)
+        rows = [(*both, _root_of(opts)) for both in zip(outputs or [[]] * len(inputs), inputs, strict=True)]
+        return self._run("gather", self._over.gather, rows, outputs or inputs)
 
     def scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
         """Put ``inputs[i][j]`` of one rank into rank j's ``outputs[i]``; ``inputs`` is not looked at elsewhere."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        filled = inputs or [[]] * len(outputs)
-        return self._run("scatter", _zipped(self._over.scatter, outputs, filled, _root_of(opts)), outputs)
+        rows = [(*both, _root_of(opts)) for both in zip(outputs, inputs or [[]] * len(outputs), strict=True)]
+        return self._run("scatter", self._over.scatter, rows, outputs)
 
     # The names of earlier versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -255,27 +263,60 @@ class CollectiveGroup(PythonGroup):
 
 
 class PendingGroup(CollectiveGroup):
-    """A group of which a subclass sets ``_over``, ``_waits``, ``_shared`` and ``_keys``, and defines the end.
+    """A group over a wire, of which a subclass calls :meth:`_connect` and defines the end.
 
     Args:
-        rank: This rank in the group.
-        size: How many ranks the group has.
         arguments: torch's ``_DistributedBackendOptions``.
+        options: What it is made with, for groups that shall be like it.
+        keys: What this rank has written to the store of the group.
         backend_name: The name that the backend is registered under.
+        transport: For errors.
         device_types: Whose tensors the group takes.
     """
 
     _over: Collectives
-    _waits: Waits
     _shared: SharedMemoryGroup
-    _keys: WrittenKeys
 
-    def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arguments: Any,
+        options: MpiOptions | ShmOptions,
+        keys: WrittenKeys,
+        *,
+        backend_name: str,
+        transport: str,
+        device_types: Sequence[str],
+    ) -> None:
+        rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, backend_name, device_types)
+        self.pg_options = options
+        place = f"rank {rank} of {size}, group {self._group_name!r}"
+        self._keys = keys
+        self._waits = Waits(keys, rank, place, self._timeout.total_seconds(), transport)
+        self._pid = os.getpid()
         self._coalesced: list[Any] | None = None
         self._closed = False
         self._comparison: CollectiveComparison | None = None
         self._barriers = 0
+
+    def _connect(
+        self,
+        wire: Wire,
+        memory: HostMemory,
+        join: Callable[[int, Sequence[int]], Wire],
+        *,
+        is_enabled: bool,
+        two_level_bytes: int,
+        direct_bytes: int = 0,
+    ) -> None:
+        """Set the collectives, on all ranks together; see :class:`Collectives` and :class:`SharedMemoryGroup`."""
+        rank, waits = self.rank(), self._waits
+        waits.at_failure.append(wire.give_up)
+        self._over = Collectives(wire, rank, waits, memory, direct_bytes=direct_bytes)
+        link = SharedLink(rank, wire.size, self._over.gather_bytes, waits, progress_engine(self._pid), join)
+        self._shared = self._over.shared = SharedMemoryGroup(
+            link, self.pg_options, is_enabled=is_enabled, two_level_bytes=two_level_bytes
+        )
 
     def compare_collectives_if_asked(self, store: WrittenKeys) -> None:
         """Compare every collective across the ranks before it runs, where the user wants it; on all ranks together."""
@@ -285,36 +326,67 @@ class PendingGroup(CollectiveGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
-        return self._run("barrier", [(self._over.barrier,)], None)
+        return self._run("barrier", self._over.barrier, [()], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
         self._check_open("monitored_barrier")
         self._barriers += 1
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        name = f"barrier/{self._barriers}"
-        monitored_barrier(self._keys, name, self.rank(), self.size(), self._waits, seconds, wait_all_ranks)
+        rank, place = self.rank(), self._waits.place
+        seconds = (
+            timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._waits.timeout
+        )
+        end, store = monotonic() + seconds, self._keys.under(f"barrier/{self._barriers}")
+        keys = [str(one) for one in range(self.size())]
+        store.set(keys[rank], "")
+
+        def absent() -> list[int]:
+            return [one for one, key in enumerate(keys) if not store.check([key])]
+
+        here = paced(lambda: store.check(keys if rank == 0 else ["done"]))
+        self._waits.until(lambda: here() or monotonic() > end, "monitored_barrier", absent)
+        missing = absent() if rank == 0 else []
+        if missing:
+            raise CommunicationError(
+                f"{place}: ranks {missing if wait_all_ranks else missing[:1]} did not reach monitored_barrier within "
+                f"{seconds:g} s"
+            )
+        if rank == 0:
+            store.set("done", "")
+        elif not store.check(["done"]):
+            raise CommunicationError(
+                f"{place}: monitored_barrier had no answer from rank 0 within {seconds:g} s; its error says which rank "
+                "is missing"
+            )
 
     monitoredBarrier = monitored_barrier
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
         """Start to send one tensor; complete when the tensor may be changed again."""
-        self._check_open("send")
-        return self._noted(self._over.send(_only(tensors), peer, tag))
+        return self._message("send", self._over.send, tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
         """Start to receive one tensor."""
-        self._check_open("recv")
-        return self._noted(self._over.receive(_only(tensors), peer, tag))
+        return self._message("recv", self._over.receive, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
         """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
-        self._check_open("recv")
-        return self._noted(self._over.receive(_only(tensors), None, tag))
+        return self._message("recv", self._over.receive, tensors, None, tag)
+
+    def _message(
+        self, what: str, call: Callable[..., Work], tensors: list[Tensor], peer: int | None, tag: int
+    ) -> TorchWork:
+        self._check_open(what)
+        if len(tensors) != 1:
+            raise ValueError(f"a message is one tensor, not {len(tensors)}")
+        work = call(tensors[0], peer, tag)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def supports_tensor_alloc(self, device: device) -> bool:
         """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
-        return self._shared.is_open and device.type == "cpu"
+        return self._shared.queue is not None and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
         """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
@@ -343,7 +415,7 @@ class PendingGroup(CollectiveGroup):
             tensor: Of the same size and dtype everywhere; changed in place.
             node: Which of :attr:`nodes`; the same everywhere.
         """
-        return self._run("all_reduce", [(self._over.all_reduce, tensor, SUM, node)], [tensor])
+        return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 
     @property
     def hierarchy(self) -> Hierarchy | None:
@@ -361,46 +433,28 @@ class PendingGroup(CollectiveGroup):
         works, self._coalesced = self._coalesced or [], None
         return combined(works, self._waits)
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> TorchWork:
+    def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
         self._check_open(what)
-        return self._noted(self._begin(calls, result))
-
-    def _noted(self, work: Work) -> TorchWork:
-        """Keep a call for the end of coalesced ones, if it is among some: torch does not."""
-        if self._coalesced is not None:
+        if self._comparison is not None:
+            work = self._comparison.append(call, list(rows))
+        else:
+            works = [*starmap(call, rows)]
+            work = works[0] if len(works) == 1 else combined(works, self._waits)
+        work.outputs = result
+        if self._coalesced is not None:  # keep it for the end of these: torch does not
             self._coalesced.append(work)
         return work
 
-    def _begin(self, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        def begin() -> Work:
-            works = [call(*arguments) for call, *arguments in calls]
-            return works[0] if len(works) == 1 else combined(works, self._waits)
-
-        work = begin() if self._comparison is None else self._comparison.append(calls, begin)
-        work.outputs = result
-        return work
-
     def _check_open(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise UnusableError(
+                f"{self._waits.place}: {what} in a process that was forked from the one that made the group, to which "
+                "its connections belong; start workers by 'spawn', and initialize torch.distributed in each"
+            )
         if self._closed:
             raise UnusableError(f"{self._waits.place}: {what} on a process group that was destroyed")
-        self._waits.check(what)
-
-
-def _only(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) != 1:
-        raise ValueError(f"a message is one tensor, not {len(tensors)}")
-    return tensors[0]
-
-
-def _zipped(
-    call: Callable[..., Any], first: Sequence[Any], second: Sequence[Any], *arguments: Any
-) -> list[tuple[Any, ...]]:
-    return [(call, one, other, *arguments) for one, other in zip(first, second, strict=True)]
-
-
-def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
-    """The bindings of a ProcessGroup take one tensor, too."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
+        if self._waits.is_given_up():
+            raise self._waits.error(what, self._waits.failure)
 
 
 def op_of(opts: Any) -> ReduceOp:

@@ -6,7 +6,6 @@ Meeting              each rank brings a word; one outcome for all
 Reports              what some ranks append, and all ask for now and then: in one call, however many ranks there are
 await_members()      waits until all ranks make the same group
 exchange()           the words of all ranks of a group of torch's
-monitored_barrier()  names the ranks that are missing
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import queue
 import threading
 from collections import deque
 from contextlib import suppress
-from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import distributed as dist
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.backends.group_internals import Store
-    from ppe_ddp.backends.work import Waits
 
 T = TypeVar("T")
 
@@ -295,6 +292,11 @@ class Meeting:
         """The ranks that have not come."""
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
+    def forget(self) -> None:
+        """Delete this rank's word, and on rank 0 the rest; called on all ranks when all know the outcome."""
+        for key in (f"{self._name}/{self._rank}", *((self._count, self._outcome) if self._rank == 0 else ())):
+            self._store.delete_key(key)
+
     def _keys(self) -> list[str]:
         return [f"{self._name}/{rank}" for rank in range(self._size)]
 
@@ -424,45 +426,3 @@ def first_unused(is_used: Callable[[int], bool]) -> int:
         middle = (used + unused) // 2
         used, unused = (middle, unused) if is_used(middle) else (used, middle)
     return unused
-
-
-def monitored_barrier(
-    store: WrittenKeys, name: str, rank: int, size: int, waits: Waits, seconds: float, all_missing: bool
-) -> None:
-    """Wait until every rank is here, or name those that are not; every rank calls it together.
-
-    Args:
-        store: Of these ranks alone.
-        name: Of this barrier; another one each time.
-        rank: This one.
-        size: How many there are.
-        waits: Of the group.
-        seconds: How long rank 0 waits for the others, and they for it; not positive: the group's timeout.
-        all_missing: Whether rank 0 names all that are missing, or the first one.
-
-    Raises:
-        CommunicationError: A rank did not come in time. On rank 0 the message names it.
-    """
-    seconds = seconds if seconds > 0 else waits.timeout
-    keys, end = [f"{name}/{one}" for one in range(size)], monotonic() + seconds
-    done = f"{name}/done"
-    store.set(keys[rank], "")
-
-    def absent() -> list[int]:
-        return [one for one in range(size) if not store.check([keys[one]])]
-
-    here = paced(lambda: store.check(keys if rank == 0 else [done]))
-    waits.until(lambda: here() or monotonic() > end, "monitored_barrier", absent)
-    missing = absent() if rank == 0 else []
-    if missing:
-        raise CommunicationError(
-            f"{waits.place}: ranks {missing if all_missing else missing[:1]} did not reach monitored_barrier within "
-            f"{seconds:g} s"
-        )
-    if rank == 0:
-        store.set(done, "")
-    elif not store.check([done]):
-        raise CommunicationError(
-            f"{waits.place}: monitored_barrier had no answer from rank 0 within {seconds:g} s; its error says which "
-            "rank is missing"
-        )

@@ -6,15 +6,17 @@ now and then: has a rank given the group up? is the time over?
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-import time
-from abc import ABC, abstractmethod
+from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import paced, progress_engine
 
@@ -22,19 +24,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.wire import MessageInFlight
 
-_LOOK_SECONDS = 0.1  # between looks for processes that have ended
+_LOOK_SECONDS = 0.1  # between looks for processes that have ended, and at the store: each is a message ...
+_RARELY_SECONDS = 10.0  # ... and is rare where memory shows when it is time
+_GIVEN_UP = "given up"
 _TOLD_SECONDS = 0.3  # in which ranks whose timeouts are over at the same time have said so
 _ASK_SECONDS = 0.01
 # Most calls end sooner than a thread would be started; not longer, as what they wait for may wait for the caller.
 _PATIENCE_SECONDS = 0.005
 
 
-class Waits(ABC):
-    """The waits of one group; a subclass knows how its ranks tell each other that one has given it up.
+class Waits:
+    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up.
 
     Args:
+        store: Of these ranks alone, and of this group alone.
+        rank: This process in the group.
         place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
         timeout: How long a wait may take, in seconds.
         transport: For errors.
@@ -43,15 +50,23 @@ class Waits(ABC):
         failure: Why the group cannot be used any more; empty while it can.
         at_failure: Called when the group is given up.
         ended_ranks: The ranks whose processes have ended, as far as can be seen.
+        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
+            is in the store then.
+        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
     """
 
-    def __init__(self, place: str, timeout: float, transport: str) -> None:
+    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float, transport: str) -> None:
         self.place = place
         self.timeout = timeout
         self.transport = transport
         self.failure = ""
         self.at_failure: list[Callable[[], None]] = []
         self.ended_ranks: Callable[[], Sequence[int]] = tuple
+        self.is_closed_elsewhere: Callable[[], bool] = bool
+        self.sees_every_rank = False
+        self._store = BoundedStore(store)
+        self._rank = rank
+        self._looked = -math.inf
         self._lock = threading.Lock()
         self._progress = progress_engine(os.getpid())
 
@@ -77,13 +92,13 @@ class Waits(ABC):
         Raises:
             CommunicationError: The group was given up, by another rank or because the time is over.
         """
-        start = seen = time.monotonic()
+        start = seen = monotonic()
 
         def look() -> None:
             nonlocal seen
             self.check(what)
             also()
-            now = time.monotonic()
+            now = monotonic()
             if now - seen > _LOOK_SECONDS:
                 seen = now
                 self._look_for_ended(what, absent)
@@ -122,14 +137,22 @@ class Waits(ABC):
 
     def is_given_up(self) -> bool:
         """Whether a rank has given the group up."""
-        if not self.failure:
-            notice = self._notice()
-            if notice and self._fail(notice):
-                self._close()
+        if self.failure:
+            return True
+        now, is_closed = monotonic(), self.is_closed_elsewhere()
+        if not is_closed and now - self._looked < (_RARELY_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
+            return False
+        self._looked = now
+        reason = "another rank has given this group up" if is_closed else ""
+        with suppress(RuntimeError):  # the store may be gone, or out of reach
+            reason = self._store.do(_reason) or reason
+        if reason and self._fail(reason):
+            self._close()
         return bool(self.failure)
 
     def look_now(self) -> bool:
-        """Whether a rank has given the group up, by all ways in which it may have told."""
+        """Whether a rank has given the group up; asks the store in any case."""
+        self._looked = -math.inf
         return self.is_given_up()
 
     def check(self, what: str) -> None:
@@ -148,7 +171,9 @@ class Waits(ABC):
     def give_up(self, reason: str) -> None:
         """Never use the group again, and tell the other ranks why; they leave their waits with an error."""
         if self._fail(reason):
-            self._tell(reason)
+            with suppress(RuntimeError):
+                text = f"rank {self._rank} has given this group up: {reason}"
+                self._store.do(lambda store: store.compare_set(_GIVEN_UP, "", text))
             self._close()
 
     def failed(self, what: str, reason: str) -> CommunicationError:
@@ -157,14 +182,6 @@ class Waits(ABC):
             return self.error(what, self.failure)
         self.give_up(f"{what} was left: {reason}")
         return self.error(what, reason)
-
-    @abstractmethod
-    def _notice(self) -> str:
-        """What another rank has told; empty if none has."""
-
-    @abstractmethod
-    def _tell(self, reason: str) -> None:
-        """Tell the other ranks that this one has given the group up."""
 
     def _fail(self, reason: str) -> bool:
         with self._lock:
@@ -177,6 +194,10 @@ class Waits(ABC):
             close()
 
 
+def _reason(store: WrittenKeys) -> str:
+    return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else ""
+
+
 class PythonWork(dist.Work):
     """A Work of which a subclass defines ``wait()`` and the questions about its state.
 
@@ -184,9 +205,7 @@ class PythonWork(dist.Work):
         outputs: What ``result()`` gives.
     """
 
-    def __init__(self, outputs: Any = None) -> None:
-        super().__init__()
-        self.outputs = outputs
+    outputs: Any = None
 
     def synchronize(self) -> None:
         """Wait, as ``wait()`` does."""
@@ -259,7 +278,8 @@ class Work(PythonWork):
                 alone.
             DisagreementError: The ranks have called different collectives, where they are compared.
         """
-        self.await_end(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
+        if not self._is_settled and not self.done():
+            self.await_end(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
@@ -274,8 +294,6 @@ class Work(PythonWork):
         Raises:
             CommunicationError: As :meth:`wait`, but for an error of the call itself.
         """
-        if self.done():
-            return
         if self._message is not None:
             seconds = seconds or self._waits.timeout
         try:
@@ -286,12 +304,22 @@ class Work(PythonWork):
 
     def done(self) -> bool:
         """Whether it has ended, well or not; only looks."""
-        if not self._is_settled:
-            with self._lock:
-                if not self._is_settled and self._is_done():
-                    self._is_settled = True
+        if self._is_settled:
+            return True
+        with self._lock:
+            if not self._is_settled:
+                try:
+                    if not self._poll():
+                        return False
+                    if self.at_arrival is not None:
+                        self.at_arrival()
+                except Exception as error:
+                    self._error = error
+                self.at_arrival = None
+                self._is_settled = True
+                if self._at_end is not None:
                     self._tell_end()
-        return self._is_settled
+        return True
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not; does what can be done now."""
@@ -342,18 +370,6 @@ class Work(PythonWork):
         call, self._at_end = self._at_end, None
         if call is not None:
             call()
-
-    def _is_done(self) -> bool:
-        try:
-            if not self._poll():
-                return False
-            if self.at_arrival is not None:
-                with torch.no_grad():
-                    self.at_arrival()
-        except Exception as error:
-            self._error = error
-        self.at_arrival = None
-        return True
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         """Wait, and hand on what came of it."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
-from ppe_ddp.backends.cupy_nccl.nccl_version import SHARE_DEVICES, torch_nccl_text
+from ppe_ddp.backends.cupy_nccl.nccl_library import SHARE_DEVICES, load_nccl, torch_nccl_text
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.cli.command_line import count, fail

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from ppe_ddp.backends.cupy_nccl.nccl_version import (
+from ppe_ddp.backends.cupy_nccl.nccl_library import (
     NCCL_OF_SHARED_DEVICES,
     SHARE_DEVICES,
     torch_nccl,
@@ -77,7 +77,7 @@ warnings.simplefilter("ignore")
 import torch, cupy
 a["cupy"] = cupy.__version__
 from cupy.cuda import nccl
-from ppe_ddp.backends.cupy_nccl.nccl_version import loaded_files, version_text
+from ppe_ddp.backends.cupy_nccl.nccl_library import loaded_files, version_text
 a["cupy_nccl"] = version_text(nccl.get_version()) if nccl.available else None
 a["nccl_files"] = len(loaded_files())
 """

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
-    from ppe_ddp.backends.cuda_device import Device
     from ppe_ddp.contracts import Probe
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.memory import Allocator
@@ -241,8 +240,8 @@ class GradientStreams:
         kind: The type of its devices.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], device: Device | None = None, kind: str = "cuda") -> None:
-        self._api: Device = device or CudaDevice()
+    def __init__(self, parameters: Sequence[Tensor], device: CudaDevice | None = None, kind: str = "cuda") -> None:
+        self._api: CudaDevice = device or CudaDevice()
         self._devices = [parameter.device if parameter.device.type == kind else None for parameter in parameters]
         self._stream_of: dict[int, Any] = {}
         self._seen: dict[torch.device, list[Any]] = {each: [] for each in self._devices if each is not None}

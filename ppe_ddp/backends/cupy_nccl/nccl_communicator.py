@@ -2,7 +2,7 @@
 
 Streams: a communicator works on a stream of its own. That stream waits for what the caller's stream has been given so
 far (`Communicator.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. The memory of the caller's
-tensors is not reused before NCCL is through with it (`Device.record_stream`), even where the caller drops them.
+tensors is not reused before NCCL is through with it (`CudaDevice.record_stream`), even where the caller drops them.
 Temporary memory is allocated and freed on the communicator's stream.
 
 Also the border to CuPy: what NCCL reports becomes this library's errors here.
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppe_ddp.backends.collective_arguments import CollectiveArguments, pack
+from ppe_ddp.backends.collective_arguments import CollectiveArguments, check_dtypes, pack
 from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ppe_ddp.backends.cuda_device import Device
+    from ppe_ddp.backends.cuda_device import CudaDevice
 
 __all__ = ["Communicator", "Communicators", "Members", "NcclCollectives", "PreparedCalls"]
 
@@ -50,7 +50,7 @@ class Communicator:
         nccl: ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end.
     """
 
-    def __init__(self, device: Device, index: int, members: Members) -> None:
+    def __init__(self, device: CudaDevice, index: int, members: Members) -> None:
         self.index = index
         self.members = members
         self.stream = device.make_stream(index)
@@ -76,7 +76,7 @@ class Communicators:
         timeout: How long a rank waits for the others to come, in seconds.
     """
 
-    def __init__(self, library: Any, device: Device, store: Any, rank: int, place: str, timeout: float) -> None:
+    def __init__(self, library: Any, device: CudaDevice, store: Any, rank: int, place: str, timeout: float) -> None:
         self._library = library
         self._device = device
         self._store = store
@@ -252,7 +252,7 @@ class PreparedCalls:
 
 
 class NcclCollectives:
-    """All collectives of a group, as :class:`~ppe_ddp.backends.process_group.python_group.Transport` describes them.
+    """All collectives of a group; as those of :class:`~ppe_ddp.backends.collectives.Collectives`.
 
     Tensors may be non-contiguous and empty; those of one collective are on one device. Everything that can be checked
     on this rank alone is checked. Sizes and dtypes must agree between the ranks; NCCL does not check it.
@@ -331,7 +331,7 @@ class NcclCollectives:
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> PreparedCalls:
         """Send each rank its rows, and receive its rows from each."""
-        self._arguments.check_all_to_all(output, tensor)
+        check_dtypes(output, tensor)
         part = PreparedCalls()
         sent = _readable(tensor).view(-1).split(self._arguments.split_sizes(tensor, input_splits))
         received = part.output(output).view(-1).split(self._arguments.split_sizes(output, output_splits))
@@ -339,19 +339,20 @@ class NcclCollectives:
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> PreparedCalls:
         """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
-        self._arguments.check_all_to_all_list(outputs, tensors)
+        self._arguments.check_list(outputs, "outputs of an all-to-all", *tensors)
+        self._arguments.check_list(tensors, "inputs of an all-to-all")
         return PreparedCalls().exchange(tensors, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PreparedCalls:
         """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         if self.rank == root:
-            self._arguments.check_gather(outputs, tensor)
+            self._arguments.check_list(outputs, "outputs of a gather", tensor)
         return PreparedCalls().send(tensor, root).exchange((), outputs if self.rank == root else ())
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> PreparedCalls:
         """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         if self.rank == root:
-            self._arguments.check_scatter(output, tensors)
+            self._arguments.check_list(tensors, "inputs of a scatter", output)
         return PreparedCalls().exchange(tensors if self.rank == root else (), ()).receive(output, root)
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:

@@ -7,11 +7,13 @@ does what ``"cpu:gloo,cuda:cupy_nccl"`` does.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +25,16 @@ from ppe_ddp.backends.group import SUM, CollectiveGroup
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
+from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
     from torch import Tensor, device
     from torch.distributed import Work
     from torch.futures import Future
 
-    from ppe_ddp.backends.cuda_device import Device
     from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
 __all__ = ["NcclGroup", "make_group"]
@@ -80,7 +82,7 @@ class NcclGroup(CollectiveGroup):
         UnusableError: The group was destroyed, or a CUDA graph is being captured.
     """
 
-    def __init__(self, arguments: Any, library: Any, nccl_device: Device) -> None:
+    def __init__(self, arguments: Any, library: Any, nccl_device: CudaDevice) -> None:
         rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, _NAME, ("cuda",))
         seconds = self._timeout.total_seconds()
@@ -100,7 +102,7 @@ class NcclGroup(CollectiveGroup):
         index = ids[0] if ids else self._device.current()
         with self._device.make_current(index):
             sign = torch.zeros(1, dtype=torch.int32, device=self._device.torch_device(index))
-        return self._run("barrier", [(self._over.all_reduce, sign, SUM)], None, blocks=True)
+        return self._run("barrier", self._over.all_reduce, [(sign, SUM)], None, blocks=True)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         """Start to send one tensor; complete when the tensor may be changed again."""
@@ -139,14 +141,23 @@ class NcclGroup(CollectiveGroup):
         index = device.index if device.index is not None else self._device.current()
         return NcclWork(operation, self._device, index, None)
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any, *, blocks: bool = False) -> Work:
+    def _run(
+        self,
+        what: str,
+        call: Callable[..., PreparedCalls],
+        rows: Iterable[tuple[Any, ...]],
+        result: Any,
+        *,
+        blocks: bool = False,
+    ) -> Work:
+        rows = list(rows)
         with self._lock:
             self._check(what)
             self._launch_posted()
-            tensors = list(tensors_in([list(arguments) for _, *arguments in calls]))
+            tensors = list(tensors_in(rows))
             communicator = self._communicators.of(self._index_of(what, tensors), self._everyone)
             operation = self._coalesced or self._operation(what)
-            operation.parts += self._prepare(communicator, tensors, calls)
+            operation.parts += self._prepare(communicator, tensors, call, rows)
             if operation is not self._coalesced:
                 self._launch([operation])
         return NcclWork(operation, self._device, communicator.index, result, blocks=blocks)
@@ -161,9 +172,9 @@ class NcclGroup(CollectiveGroup):
         with self._lock:
             self._check(what)
             communicator = self._communicators.of(self._index_of(what, tensors), Members("messages", way))
-            call = (PreparedCalls().send, tensors[0], 1) if is_mine else (PreparedCalls().receive, tensors[0], 0)
+            call = PreparedCalls().send if is_mine else PreparedCalls().receive
             operation = self._coalesced or self._operation(what)
-            operation.parts += self._prepare(communicator, tensors, [call])
+            operation.parts += self._prepare(communicator, tensors, call, [(tensors[0], int(is_mine))])
             if communicator.nccl is None and operation is not self._coalesced:
                 # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
                 operation.launch = self._launch_posted
@@ -190,11 +201,15 @@ class NcclGroup(CollectiveGroup):
         return NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
 
     def _prepare(
-        self, communicator: Communicator, tensors: Sequence[Tensor], calls: Sequence[tuple[Any, ...]]
+        self,
+        communicator: Communicator,
+        tensors: Sequence[Tensor],
+        call: Callable[..., PreparedCalls],
+        rows: Iterable[tuple[Any, ...]],
     ) -> list[tuple[Communicator, PreparedCalls]]:
         communicator.wait_for_caller(tensors)
         with self._device.use_stream(communicator.stream):
-            return [(communicator, collective(*arguments)) for collective, *arguments in calls]
+            return [(communicator, call(*row)) for row in rows]
 
     def _launch_posted(self) -> None:
         with self._lock:
@@ -284,7 +299,7 @@ class NcclWork(PythonWork):
 
     Args:
         operation: The calls, perhaps among others.
-        device: See :class:`~ppe_ddp.backends.cuda_device.Device`.
+        device: See :class:`~ppe_ddp.backends.cuda_device.CudaDevice`.
         index: The number of the device.
         result: The output tensors.
         blocks: ``wait()`` keeps the host until it is over, as a barrier does.
@@ -294,14 +309,15 @@ class NcclWork(PythonWork):
     def __init__(
         self,
         operation: NcclOperation,
-        device: Device,
+        device: CudaDevice,
         index: int,
         result: Any,
         *,
         blocks: bool = False,
         source: int = -1,
     ) -> None:
-        super().__init__(result)
+        super().__init__()
+        self.outputs = result
         self._operation = operation
         self._device = device
         self._index = index
@@ -367,12 +383,11 @@ class NcclWork(PythonWork):
         return self._future
 
     def _wait_on_host(self, seconds: float) -> None:
-        start = time.monotonic()
-        while not self._operation.done():
-            self._operation.check()
-            if seconds > 0 and time.monotonic() - start > seconds:
-                raise CommunicationError(f"{self._operation.what} is not over after {seconds:g} s")
-            time.sleep(_NAP_SECONDS)
+        operation = self._operation
+        if not progress_engine(os.getpid()).wait_until(
+            operation.done, operation.check, seconds=seconds if seconds > 0 else None, nap=_NAP_SECONDS
+        ):
+            raise CommunicationError(f"{operation.what} is not over after {seconds:g} s")
         self._operation.check()
 
 
@@ -434,9 +449,11 @@ class Watchdog:
     def drain(self) -> None:
         """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
         for operation in list(self._operations):
-            while not (operation.done() or self._error is not None or self._closed.is_set()):
-                time.sleep(0.001)
+            progress_engine(os.getpid()).wait_until(partial(self._is_over, operation), nap=0.001)
         self._operations.clear()
+
+    def _is_over(self, operation: NcclOperation) -> bool:
+        return operation.done() or self._error is not None or self._closed.is_set()
 
     def close(self) -> None:
         """End the watch: every later call raises, and the communicators are not looked at any more."""

@@ -1,21 +1,31 @@
-"""CuPy's NCCL: loading it, and NCCL's numbers for torch's dtypes and reductions.
+"""NCCL: the library that torch calls and CuPy's, and NCCL's numbers for torch's dtypes and reductions.
 
 The numbers stand here because no CuPy has names for float8, and older ones have none for bfloat16 and the average.
+What `torch.cuda.nccl.version()` tells is the version that torch was compiled with. The library that is loaded may be a
+newer one: pip lets users upgrade it apart from torch, for example to let ranks share a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.cupy_nccl.nccl_version import torch_nccl, version_text
 from ppe_ddp.errors import UnusableError
 
-__all__ = ["BYTE", "load_nccl", "reduction_of"]
+SHARE_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable that lets several ranks share a GPU, where it is 1."""
+
+NCCL_OF_SHARED_DEVICES = 23000
+"""The first version that knows it; experimental."""
 
 BYTE = 1
 """NCCL's number of uint8: what is moved and not computed with goes as bytes."""
@@ -114,3 +124,42 @@ def reduction_of(dtype: torch.dtype, kind: Any, version: int) -> tuple[int, int,
     if version < first:
         raise TypeError(f"this NCCL ({version}) has no {what}, which came with {first}; use a newer CuPy and torch")
     return datatype, view.itemsize, op
+
+
+def torch_nccl() -> int | None:
+    """The version of the NCCL that torch calls, as ``ncclGetVersion`` counts: 22707; None where torch has none.
+
+    Ask before CuPy is imported, which may load another one.
+    """
+    if not dist.is_nccl_available():
+        return None
+    files = loaded_files()
+    if len(files) == 1:
+        number = ctypes.c_int()
+        with contextlib.suppress(OSError, AttributeError):
+            if ctypes.CDLL(files[0]).ncclGetVersion(ctypes.byref(number)) == 0:
+                return number.value
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def torch_nccl_text() -> str | None:
+    """:func:`torch_nccl` as people write it; None where torch has none."""
+    number = torch_nccl()
+    return None if number is None else version_text(number)
+
+
+def loaded_files() -> tuple[str, ...]:
+    """The libnccl files that this process has loaded; none where NCCL is a part of torch itself."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return ()
+    return tuple(sorted(set(re.findall(r"/\S*libnccl\.so\S*", maps))))
+
+
+def version_text(number: int) -> str:
+    """NCCL's number of a version as people write it: 22707 is 2.27.7."""
+    # Until 2.8 the places were of one digit.
+    major, rest = divmod(number, 10000) if number >= 10000 else divmod(number, 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -15,23 +15,19 @@ from torch import distributed as dist
 from torch.cuda import is_available, synchronize
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup
 from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.backends.mpi.mpi_job import WatchedCall, install_job_hooks
-from ppe_ddp.backends.mpi.mpi_rendezvous import mismatch
-from ppe_ddp.backends.mpi.mpi_wire import MpiWaits, MpiWire, release, sub_communicator
+from ppe_ddp.backends.mpi.mpi_job import install_job_hooks, mismatch
+from ppe_ddp.backends.mpi.mpi_wire import MpiWire, release, sub_communicator
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
-from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
-from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed import Work
 
@@ -114,31 +110,19 @@ class MpiProcessGroup(PendingGroup):
         UnusableError: The group was destroyed.
     """
 
-    _waits: MpiWaits
-
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
-        rank, size = comm.Get_rank(), comm.Get_size()
-        super().__init__(rank, size, arguments, "mpi4py", ("cpu", "cuda") if is_available() else ("cpu",))
-        self.pg_options = options
-        self._keys = keys
-        seconds = self._timeout.total_seconds()
-        place = f"rank {rank} of {size}, group {self._group_name!r}"
-        self._call = WatchedCall(place, seconds)
-        self._waits = MpiWaits(comm, place, seconds)
+        self._has_cuda = is_available()
+        devices = ("cpu", "cuda") if self._has_cuda else ("cpu",)
+        super().__init__(arguments, options, keys, backend_name="mpi4py", transport="MPI", device_types=devices)
+        self._is_gpu_aware = options.gpu_aware
         self._wire = MpiWire(comm, options.piece_bytes)
-        self._waits.at_failure.append(self._wire.give_up)
-        self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(size))}
-        memory = HostMemory(rank, "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware)
-        self._over = Collectives(self._wire, rank, self._waits, memory)
-        self._shared = self._over.shared = SharedMemoryGroup(
-            SharedLink(rank, size, self._over.gather_bytes, self._waits, progress_engine(getpid()), self._join),
-            SharedMemoryConfig(
-                is_enabled=options.shared_memory and not options.gpu_aware,
-                parts=options.shared_parts,
-                smallest_bytes=options.shared_bytes,
-                two_level_bytes=options.two_level_bytes,
-                piece_bytes=options.shared_piece_bytes,
-            ),
+        self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(comm.Get_size()))}
+        self._connect(
+            self._wire,
+            HostMemory(self.rank(), "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware),
+            self._join,
+            is_enabled=options.shared_memory and not options.gpu_aware,
+            two_level_bytes=options.two_level_bytes,
         )
         is_threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         if options.thread and not is_threaded:
@@ -148,7 +132,7 @@ class MpiProcessGroup(PendingGroup):
             )
         if options.thread or (options.thread is None and is_threaded and self._shared.nodes):
             network_thread(getpid())
-        install_job_hooks().watch(self._call)
+        install_job_hooks()
 
     def shutdown(self) -> None:
         """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
@@ -163,9 +147,8 @@ class MpiProcessGroup(PendingGroup):
         # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the
         # number of the communicator, and what comes for this one.
         if is_idle and not MPI.Is_finalized():
-            with self._call.under_way("destroy_process_group"):
-                for wire, _ in self._wires.values():
-                    wire.comm.Free()
+            for wire, _ in self._wires.values():
+                wire.comm.Free()
 
     def abort(self) -> None:
         """Give the group up without waiting; the other ranks leave their waits in it with an error."""
@@ -176,18 +159,20 @@ class MpiProcessGroup(PendingGroup):
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
         if not MPI.Is_finalized():
-            release({} if self._wire.has_messages else self._wires, self._waits, exchange)
+            release({} if self._wire.has_messages else self._wires, exchange)
         self._keys.delete_all()
 
-    def _run(self, what: str, calls: Sequence[tuple[Any, ...]], result: Any) -> Work:
-        self._check_open(what)
-        is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(calls))
-        if is_on_cuda and self.pg_options.gpu_aware:
+    def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> Work:
+        if not self._has_cuda:
+            return super()._run(what, call, rows, result)
+        rows = list(rows)
+        is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(rows))
+        if is_on_cuda and self._is_gpu_aware:
             synchronize()  # MPI reads the memory as it is now
-        work = self._begin(calls, result)
+        work = super()._run(what, call, rows, result)
         if is_on_cuda:
             work.wait()  # a result comes back in the order of the stream that makes this call
-        return self._noted(work)
+        return work
 
     def _join(self, index: int, ranks: Sequence[int]) -> MpiWire:
         """Join this rank with those of other nodes that own the same slice."""

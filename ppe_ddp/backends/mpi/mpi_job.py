@@ -1,74 +1,53 @@
-"""Exit hooks and watchdog of a job under MPI: a rank that fails ends all, and no blocking call waits for ever.
+"""A job under MPI: the rendezvous of its ranks (``init_method="mpi://"``), and exit hooks: a rank that fails ends all.
 
-MPI itself does neither: a rank that raises leaves the others waiting in a collective, and waits for them in
-MPI_Finalize; a blocking call has no timeout.
+MPI itself does not: a rank that raises leaves the others waiting in a collective, and waits for them in MPI_Finalize.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import ipaddress
+import json
 import os
+import socket
 import sys
-import threading
 import time
-import traceback
-import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlparse
 
 from mpi4py import MPI
+from torch.distributed import default_pg_timeout
 
+from ppe_ddp.backends.group_internals import TCPStore
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
+    from datetime import timedelta
     from types import TracebackType
 
-_LOOK_SECONDS = 0.5
 _NAP_SECONDS = 0.002
 _FORWARD_SECONDS = 0.1  # for the launcher to pass on the traceback before its own word about the end
+# Who sets the number of ranks, and under which name.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+    ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"),
+    ("PMI_SIZE", "an mpirun of the MPICH family (MPICH, Intel MPI)"),
+    ("SLURM_STEP_NUM_TASKS", "Slurm's srun"),
+    ("WORLD_SIZE", "torchrun, or another launcher that sets WORLD_SIZE"),
+)
 
-
-class WatchedCall:
-    """The blocking MPI call of one group: written by the thread that makes it, read by the watchdog.
-
-    Args:
-        place: Who and where, for messages: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a call may take, in seconds.
-
-    Attributes:
-        since: When the present call began, by ``time.monotonic``; 0.0 where there is none.
-        what: The name of the present or last call.
-        thread: The thread that makes it.
-    """
-
-    def __init__(self, place: str, timeout: float) -> None:
-        self.place = place
-        self.timeout = timeout
-        self.since = 0.0
-        self.what = ""
-        self.thread = 0
-
-    @contextmanager
-    def under_way(self, what: str) -> Iterator[None]:
-        """Have the watchdog time a call that this thread makes inside the block."""
-        self.what = what
-        self.thread = threading.get_ident()
-        self.since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.since = 0.0
+_ADDRESS_BYTES = 64  # of rank 0's address and port as JSON: the longest address is an IPv6 one of 39
 
 
 class _JobHooks:
-    """The exit hooks of this process (``sys.excepthook``, ``atexit``, mpi4py's), and the watchdog thread."""
+    """The exit hooks of this process (``sys.excepthook``, ``atexit``, mpi4py's)."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._exit_comm: MPI.Intracomm | None = None
-        self._calls: weakref.WeakSet[WatchedCall] = weakref.WeakSet()
         self._code = 0
         self._report = sys.excepthook
         sys.excepthook = self._end_all
@@ -76,14 +55,10 @@ class _JobHooks:
         # by which ``python -m mpi4py`` tells of a SystemExit
         MPI._set_abort_status = self._note_exit_code  # type: ignore[assignment]
         atexit.register(self._wait_at_exit)
-        threading.Thread(target=self._watch, name="ppe_ddp-watchdog", daemon=True).start()
 
     def prepare_exit_barrier(self) -> None:
         if self._exit_comm is None:
             self._exit_comm = MPI.COMM_WORLD.Dup()
-
-    def watch(self, call: WatchedCall) -> None:
-        self._calls.add(call)
 
     def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """Print an uncaught exception, then end every rank: the others would wait for this one."""
@@ -114,32 +89,12 @@ class _JobHooks:
         request = self._exit_comm.Ibarrier()
         progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # others may still need this rank's part
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            now = time.monotonic()
-            for call in list(self._calls):
-                since = call.since
-                if since and now - since > call.timeout:
-                    self._give_up(call)
 
-    def _give_up(self, call: WatchedCall) -> None:
-        frame = sys._current_frames().get(call.thread)
-        print(
-            f"{call.place}: {call.what} has waited for the group's timeout of {call.timeout:g} s: another rank did not "
-            "make the call, or died. MPI cannot leave a blocking call, so the job is ended. This rank is here:\n"
-            + "".join(traceback.format_stack(frame)),
-            file=sys.stderr,
-        )
-        _abort()
+def install_job_hooks(*, together: bool = False) -> None:
+    """Install the exit hooks, once a process.
 
-
-def install_job_hooks(*, together: bool = False) -> _JobHooks:
-    """Install the exit hooks and start the watchdog, once a process.
-
-    From then on, an exception that no one catches prints its traceback and ends all ranks; a blocking MPI call
-    that takes longer than its group's timeout does the same; and the normal exit waits for the other ranks without
-    using a core. ``os._exit()`` goes past all this.
+    From then on, an exception that no one catches prints its traceback and ends all ranks, and the normal exit waits
+    for the other ranks without using a core. ``os._exit()`` goes past all this.
 
     ``sys.exit(1)`` on one rank ends the job at once where it was started by ``mpirun python -m mpi4py script.py``.
     In a plain ``mpirun python script.py`` it does not, and ranks that wait for the one that has left wait until their
@@ -152,7 +107,6 @@ def install_job_hooks(*, together: bool = False) -> _JobHooks:
     job = _job(os.getpid())
     if together:
         job.prepare_exit_barrier()
-    return job
 
 
 @functools.cache
@@ -166,3 +120,90 @@ def _abort(code: int = 1) -> None:
             stream.flush()
     time.sleep(_FORWARD_SECONDS)
     MPI.COMM_WORLD.Abort(code)
+
+
+def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
+    """Make one store that all ranks of MPI's world share; every rank of that world must call it together.
+
+    Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on
+    all interfaces, and tells the others its address over MPI.
+
+    Args:
+        url: ``mpi://``, with a ``rank`` or ``world_size`` in its query where the user gave them.
+        timeout: The store's; None for torch's default.
+
+    Returns:
+        The store, this process's rank and the number of ranks, both MPI's.
+
+    Raises:
+        CommunicationError: The launcher and the MPI library do not belong together.
+        ValueError: ``rank`` or ``world_size`` was given, and MPI has another.
+    """
+    world = MPI.COMM_WORLD
+    check_launcher(os.environ)
+    rank, size = world.Get_rank(), world.Get_size()
+    for name, values in parse_qs(urlparse(url).query).items():
+        actual = {"rank": rank, "world_size": size}.get(name)
+        if actual is not None and int(values[0]) != actual:
+            raise ValueError(f"init_process_group() got {name}={values[0]}, and MPI says {actual}; leave it out")
+    install_job_hooks(together=True)
+    limit = timeout if timeout is not None else default_pg_timeout
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    one_node = node.Get_size() == size
+    node.Free()
+    address = bytearray(_ADDRESS_BYTES)
+    if rank > 0:
+        world.Bcast(address)
+        host, port = json.loads(address)
+        return TCPStore(host, port, size, is_master=False, timeout=limit), rank, size
+    listener = socket.create_server(("127.0.0.1" if one_node else "", 0), backlog=max(size, 16))
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if one_node else _address_for_others()
+    # It listens already, so that the others may come before the store serves; they hear of the port only afterwards.
+    address[:] = json.dumps([host, port]).encode().ljust(_ADDRESS_BYTES)
+    world.Bcast(address)
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, rank, size
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """Refuse N worlds of one rank each, which is what the mpirun of another MPI library starts.
+
+    Raises:
+        CommunicationError: MPI's world has one rank, and the environment tells of more; with the remedy.
+    """
+    if MPI.COMM_WORLD.Get_size() > 1:
+        return
+    for variable, launcher in _LAUNCHERS:
+        value = environment.get(variable, "")
+        if value.isdigit() and int(value) > 1:
+            raise CommunicationError(mismatch(int(value), f"{launcher} ({variable}={value})"))
+
+
+def mismatch(expected: int, source: str) -> str:
+    """What to say where MPI's world has not the number of ranks that ``source`` speaks of."""
+    library = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
+    return (
+        f"MPI's world has {MPI.COMM_WORLD.Get_size()} rank(s), but {source} says {expected}: these processes were not "
+        f"started by the launcher of the MPI library that mpi4py has loaded, which is: {library}. Start them by that "
+        "library's own mpirun (`pip install mpich` puts one into bin/ of the environment; see `which -a mpirun`), take "
+        "an mpi4py that is built for the MPI whose mpirun you use, or, under torchrun, leave mpi4py and mpi:// out"
+    )
+
+
+def _address_for_others() -> str:
+    """Where other machines reach this one: what its name stands for, or the way out where that is only itself."""
+    address = socket.gethostbyname(socket.gethostname())
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])

@@ -4,7 +4,7 @@ MPI can neither cancel a collective that was begun nor free a communicator in wh
 
     rank 0 has begun   all-reduce 7    all-reduce 8          8 is under way when the group is given up
     rank 1 has begun   all-reduce 7                          makes 8 up, with numbers that nobody looks at
-    both               wait for what is under way, receive the notices of giving up, free the communicator
+    both               wait for what is under way, free the communicator
 
 Where that does not succeed, the communicator is left as it is, and never used again. There are some two thousand.
 """
@@ -20,11 +20,10 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.work import Waits
 from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     Buffer = tuple[MPI.buffer, int, MPI.Datatype]
 
@@ -54,7 +53,6 @@ _OPS = {
 }
 _REMEMBERED = 64  # calls; ranks are apart by a few, as only a root or a leaf ends before all others have come
 _RELEASE_SECONDS = 2.0  # for all ranks to make up what is missing
-_NOTICE_BYTES = 1000  # short enough to leave without a receiver
 
 Call = list[Any]
 """The name of a collective, and its arguments as JSON can write them, tensors by number and dtype of their elements."""
@@ -146,7 +144,8 @@ class MpiWire:
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._under_way: list[MpiCall] = []
         self._messages: deque[MpiMessage] = deque()
-        self.largest_tag = tag_limit(comm) - 1
+        limit = comm.Get_attr(MPI.TAG_UB)
+        self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MpiCall:
         """See :meth:`Wire.all_reduce`."""
@@ -246,63 +245,12 @@ class MpiWire:
         return message
 
 
-class MpiWaits(Waits):
-    """The waits of one group, in which a rank finds the notice of another that has given the group up.
-
-    Args:
-        comm: Its ranks are the ranks of the group, in order.
-        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a wait may take, in seconds.
-
-    Attributes:
-        has_told: Whether this rank has sent the notice that it has given the group up.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, place: str, timeout: float) -> None:
-        super().__init__(place, timeout, "MPI")
-        self._comm = comm
-        self._tag = tag_limit(comm)
-        self._noticed: set[int] = {comm.Get_rank()}
-        self.has_told = False
-
-    def have_noticed(self, ranks: Iterable[int]) -> bool:
-        """Whether the notices of these ranks have arrived; no other group is to get one that has the number of this."""
-        missing = set(ranks) - self._noticed
-        while missing and self._notice():
-            missing -= self._noticed
-        return not missing
-
-    def _notice(self) -> str:
-        if not self._comm.Iprobe(MPI.ANY_SOURCE, self._tag):
-            return ""
-        status = MPI.Status()
-        message = self._comm.Improbe(MPI.ANY_SOURCE, self._tag, status)
-        if message is None:  # another thread has it
-            return ""
-        notice = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([notice, MPI.BYTE])
-        self._noticed.add(status.Get_source())
-        return notice.decode(errors="replace")
-
-    def _tell(self, reason: str) -> None:
-        self.has_told = True
-        rank = self._comm.Get_rank()
-        notice = bytearray(f"rank {rank} has given this group up: {reason}".encode()[:_NOTICE_BYTES])
-        for peer in range(self._comm.Get_size()):
-            if peer != rank:
-                request = self._comm.Isend([notice, MPI.BYTE], peer, self._tag)
-                self._progress.keep(MpiCall(request, ()), notice)
-
-
-def release(
-    wires: Mapping[str, tuple[MpiWire, Sequence[int]]], waits: MpiWaits, exchange: Callable[[str, Any], list[Any]]
-) -> None:
+def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callable[[str, Any], list[Any]]) -> None:
     """Free the communicators of a group; every rank of it calls this, when all have given the group up.
 
     Args:
         wires: With their ranks in the group, by a name that is the same on all of those; the first is that of the
             group. A rank that lacks one keeps it from being freed.
-        waits: Of the group.
         exchange: Brings a word of each rank, under a name, to all.
 
     Raises:
@@ -310,30 +258,24 @@ def release(
     """
     with progress_engine(os.getpid()).lock:
         own = {name: wire.count for name, (wire, _) in wires.items()}
-    counts: list[dict[str, int]] = []
-    tellers: list[int] = []
-    for rank, (has_told, count) in enumerate(exchange("begun", [waits.has_told, own])):
-        counts.append(count)
-        tellers += [rank] * has_told
+    counts: list[dict[str, int]] = exchange("begun", own)
     least = {name: min(one[name] for one in counts if name in one) for one in counts for name in one}
     missing: list[dict[str, list[Call]]] = [{} for _ in counts]
     if any(count > least[name] for one in counts for name, count in one.items()):
         missing = exchange("missing", {name: wire.since(least[name]) for name, (wire, _) in wires.items()})
-    for place, (name, (wire, ranks)) in enumerate(wires.items()):
+    for name, (wire, ranks) in wires.items():
         begun = [missing[rank].get(name, []) for rank in ranks]
         wanted = [counts[rank].get(name, -1) - least[name] for rank in ranks]
         if [len(calls) for calls in begun] == wanted:
-            _end(wire, begun, waits, tellers if place == 0 else [])
+            _end(wire, begun)
 
 
-def _end(wire: MpiWire, begun: Sequence[list[Call]], waits: MpiWaits, tellers: Sequence[int]) -> None:
+def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
     """Bring what is under way in a communicator to its end and free it.
 
     Args:
         wire: Over the communicator.
         begun: By its ranks, what each has begun that not all have.
-        waits: Of the group.
-        tellers: The ranks that have told the others that they have given the group up.
     """
     progress = progress_engine(os.getpid())
     steps = [
@@ -350,7 +292,7 @@ def _end(wire: MpiWire, begun: Sequence[list[Call]], waits: MpiWaits, tellers: S
 
     def is_done() -> bool:
         # of all of them, so that each moves
-        return all([call.done() for call in under_way]) and waits.have_noticed(tellers)
+        return all([call.done() for call in under_way])
 
     try:
         if progress.wait_until(is_done, seconds=_RELEASE_SECONDS):
@@ -369,12 +311,6 @@ def _fit(calls: Sequence[Call]) -> bool:
     """Whether these, of one rank each, belong to one collective that other ranks can make up."""
     name = calls[0][0]
     return all(call[0] == name if name == "all_to_all" else call == calls[0] for call in calls)
-
-
-def tag_limit(comm: MPI.Intracomm) -> int:
-    """The largest tag, which is that of the notices."""
-    limit = comm.Get_attr(MPI.TAG_UB)
-    return limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
 
 
 def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:

@@ -62,9 +62,7 @@ class Hierarchy:
         self.layout = layout
         self._memory = memory
         self._queue = queue
-        self._links = links
         self._waits = shared.waits
-        self._waits.at_failure.append(self._give_up)
         self.links = [
             SliceLink(link, layout.owners(index), layout.rank, shared.waits, shared.progress)
             for index, link in zip(layout.own_slices, links, strict=True)
@@ -79,15 +77,6 @@ class Hierarchy:
             ranges: Of each slice, where its elements begin and end, in ascending order; disjoint, the same everywhere.
         """
         return HierarchicalReduction(self._queue, self._waits, flat, self._step(flat, ranges))
-
-    def close(self) -> None:
-        """End the connections; what is still under way there is given up."""
-        for link in self._links:
-            link.give_up() if self._queue.is_crossing else link.close()
-
-    def _give_up(self) -> None:
-        for link in self._links:
-            link.give_up()
 
     def _step(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> NodeSumStep:
         is_shared = self._memory.position(flat) >= 0
@@ -128,11 +117,7 @@ class HierarchicalReduction:
         return self._queue.work([self._launched])
 
     def _is_summed(self) -> bool:
-        if self._step.sums is not None:
-            return True
-        if self._queue.is_left_alone(self._launched):
-            raise CommunicationError(self._queue.failure_of(self._launched))
-        return False
+        return self._step.sums is not None or self._queue.has_ended([self._launched])
 
 
 class SliceLink:

@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,13 +32,16 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
 )
 from ppe_ddp.backends.shared_memory.shared_steps import supports
 from ppe_ddp.backends.shared_memory.step_queue import Peers, SharedLink, StepQueue
+from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ppe_ddp.backends.mpi import MpiOptions
     from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
     from ppe_ddp.backends.shared_memory.shared_steps import Step
+    from ppe_ddp.backends.shm import ShmOptions
     from ppe_ddp.backends.work import Work
 
 logger = logging.getLogger("ppe_ddp")
@@ -50,38 +52,6 @@ _Kind: Any = ReduceOp.RedOpType
 _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives; about 10 kB each
 _REASON_BYTES = 200
-
-
-@dataclass(frozen=True)
-class SharedMemoryConfig:
-    """Which collectives go through shared memory; the same on every rank.
-
-    Attributes:
-        is_enabled: Whether any does.
-        parts: Whether reduce-scatters and all-gathers do, too.
-        smallest_bytes: Below it a message is faster. Of a reduce-scatter the input counts; of an all-gather, a 16th
-            of the output.
-        two_level_bytes: In a group of several nodes what is smaller than this goes by messages, too.
-        piece_bytes: What is larger goes in pieces of this size.
-    """
-
-    is_enabled: bool
-    parts: bool
-    smallest_bytes: int
-    two_level_bytes: int
-    piece_bytes: int
-
-
-class _Collective(NamedTuple):
-    """The steps of one collective.
-
-    Attributes:
-        steps: In order.
-        is_lasting: Whether all its tensors lie in shared memory, so that the steps can be kept.
-    """
-
-    steps: Iterable[Step]
-    is_lasting: bool
 
 
 class _Connection(NamedTuple):
@@ -101,150 +71,110 @@ class _Connection(NamedTuple):
 
 
 class SharedMemoryGroup:
-    """All-reduces, and where ``config.parts`` reduce-scatters and all-gathers, of large tensors on one node.
+    """All-reduces, and where ``options.shared_parts`` reduce-scatters and all-gathers, of large tensors.
 
     Every rank makes it together.
 
     Args:
         link: The ranks of the group.
-        config: Which collectives come here; the same on every rank.
+        options: Of the group: which collectives come here; the same on every rank.
+        is_enabled: Whether any does.
+        two_level_bytes: In a group of several nodes what is smaller than this goes by messages.
 
     Attributes:
         nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
             of its own; else none. The same on every rank.
+        queue: Runs what goes through shared memory; None where a rank does not reach that of another of its node.
         hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
-    def __init__(self, link: SharedLink, config: SharedMemoryConfig) -> None:
+    def __init__(
+        self, link: SharedLink, options: MpiOptions | ShmOptions, *, is_enabled: bool, two_level_bytes: int
+    ) -> None:
         self._link = link
-        self._config = config
-        self._messages = 0
-        self._kept: dict[Any, _Collective] = {}
-        self._makers: dict[str, Callable[..., _Collective | None]] = {}
-        is_connected = link.size > 1 and config.is_enabled
+        self._piece_bytes = options.shared_piece_bytes
+        self._kept: dict[Any, Sequence[Step]] = {}
+        self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
         try:
-            connection = _connect(link, config.piece_bytes) if is_connected else _Connection()
+            connection = _connect(link, self._piece_bytes) if link.size > 1 and is_enabled else _Connection()
         except BaseException as error:  # an interrupt: the others wait for this rank
             link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
             raise
-        self.nodes, self._memory, self._queue, self.hierarchy = connection
-        self._smallest_bytes = config.smallest_bytes
-        if self._queue is not None:
-            if self._queue.spans_nodes:
-                self._smallest_bytes = max(config.smallest_bytes, config.two_level_bytes)
+        self.nodes, self._memory, self.queue, self.hierarchy = connection
+        self._levels = None if self.hierarchy is None else self.hierarchy.layout
+        self._smallest_bytes = max(options.shared_bytes, 0 if self._levels is None else two_level_bytes)
+        if self.queue is not None:
             self._makers["all_reduce"] = self._all_reduce
-            if config.parts:
+            if options.shared_parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether collectives go through shared memory: whether every rank reaches that of the others of its node."""
-        return self._queue is not None
-
-    @property
-    def shows_every_rank(self) -> bool:
-        """Whether :meth:`is_closed_elsewhere` knows of all ranks: whether all are on this node."""
-        return self._queue is not None and not self._queue.spans_nodes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Shared memory for a tensor of zeros."""
         assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
-    def drain(self, seconds: float) -> None:
-        """Wait until nothing is under way; raises CommunicationError if that takes longer."""
-        if self._queue is not None:
-            self._queue.drain(seconds)
-
-    @property
-    def is_crossing(self) -> bool:
-        """Whether something is under way between nodes."""
-        return self._queue is not None and self._queue.is_crossing
-
     def close(self) -> None:
         """End the connections with other nodes."""
-        if self.hierarchy is not None:
-            self.hierarchy.close()
-        if self._queue is not None:
-            self._queue.close_links()
-
-    def is_closed_elsewhere(self) -> bool:
-        """Whether another rank takes no part any more."""
-        return self._queue is not None and self._queue.is_closed_elsewhere()
-
-    def count_message(self) -> int:
-        """Show the others that this rank has begun one more collective by messages; its number, from 1."""
-        self._messages += 1
-        if self._queue is not None:
-            self._queue.show_messages(self._messages)
-        return self._messages
-
-    def ranks_without_message(self, number: int) -> list[int]:
-        """The ranks that have not begun the collective of this number, as far as shared memory shows it."""
-        return [] if self._queue is None else self._queue.ranks_without_message(number)
+        if self.queue is not None:
+            self.queue.close_links()
 
     def only_rank(self, node: int | None) -> int | None:
         """The rank of one of :attr:`nodes`, if it has no other."""
         return self.nodes[node][0] if node is not None and len(self.nodes[node]) == 1 else None
 
-    def start(self, what: str, *arguments: Any, source: int | None = None) -> Work | None:
-        """Begin a collective of addressable tensors.
+    def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
+        """Begin a collective of addressable tensors; by kept steps where it came with the same memory before.
 
         Args:
             what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
-            *arguments: As :class:`Collectives` takes them.
+            *tensors: As :class:`Collectives` takes them.
+            kind: The operation, ``ReduceOp.op``.
             source: Of an all-reduce: the only one of :attr:`nodes` whose tensors are not zero; None where several may.
 
         Returns:
             None where these tensors do not go through shared memory; nothing has happened then.
         """
-        collective = self._collective(what, arguments, source)
-        if collective is None:
+        queue = self.queue
+        if queue is None or what not in self._makers:
             return None
-        queue = self._queue
-        assert queue is not None
-        return queue.work(queue.launch(collective.steps, arguments))
+        key: list[Any] = [what, kind, source]
+        for tensor in tensors:
+            key += (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        steps = self._kept.get(tuple(key))
+        if steps is None:
+            made = self._makers[what](*tensors, kind, source)
+            if made is None:
+                return None
+            steps, is_lasting = tuple(made[0]), made[1]
+            if is_lasting:
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.pop(next(iter(self._kept)), None)
+                self._kept[tuple(key)] = steps
+        return queue.work(queue.launch(steps, tensors))
 
-    def _collective(self, what: str, arguments: tuple[Any, ...], source: int | None) -> _Collective | None:
-        """The steps of a collective: kept ones where it came with the same memory before."""
-        make = self._makers.get(what)
-        if make is None:
-            return None
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        operation = None if what == "all_gather" else arguments[-1].op
-        key = (what, operation, source, *[(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors])
-        kept = self._kept.get(key)
-        if kept is not None:
-            return kept
-        made = make(operation, *tensors) if source is None else self._all_reduce(operation, tensors[0], source)
-        if made is not None and made.is_lasting:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
-            made = self._kept[key] = made._replace(steps=tuple(made.steps))
-        return made
-
-    def _all_reduce(self, operation: Any, tensor: Tensor, source: int | None = None) -> _Collective | None:
-        if not self._admits(tensor, operation):
+    def _all_reduce(self, tensor: Tensor, kind: Any, source: int | None) -> tuple[Iterable[Step], bool] | None:
+        """The steps of a collective, and whether all its tensors lie in shared memory, so that they can be kept."""
+        if not self._admits(tensor, kind):
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
-        assert self._queue is not None
-        steps = self._queue.all_reduce_steps(flat, operation, source, is_shared=is_shared)
-        return _Collective(steps, is_lasting=is_shared)
+        return all_reduce_steps(flat, kind, self._piece_bytes, self._levels, source, is_shared=is_shared), is_shared
 
-    def _reduce_scatter(self, operation: Any, output: Tensor, tensor: Tensor) -> _Collective | None:
-        if not self._admits(tensor, operation) or not self._sizes_match(output, tensor):
+    def _reduce_scatter(
+        self, output: Tensor, tensor: Tensor, kind: Any, _source: None
+    ) -> tuple[Iterable[Step], bool] | None:
+        if not self._admits(tensor, kind) or not self._sizes_match(output, tensor):
             return None
         tensor = self._without_overlap(tensor, output, tensor)
         is_shared = self._is_shared(tensor)
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
         rows = flat.view(self._link.size, -1)
-        assert self._queue is not None
-        steps = self._queue.reduce_scatter_steps(part, rows, operation, is_shared=is_shared)
-        return _Collective(steps, is_lasting)
+        return reduce_scatter_steps(part, rows, kind, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
 
-    def _all_gather(self, _operation: None, output: Tensor, tensor: Tensor) -> _Collective | None:
+    def _all_gather(
+        self, output: Tensor, tensor: Tensor, _kind: None, _source: None
+    ) -> tuple[Iterable[Step], bool] | None:
         if output.nbytes < _GATHERED_PART * self._smallest_bytes:
             return None
         if not self._admits(output, None) or not self._sizes_match(tensor, output):
@@ -252,9 +182,8 @@ class SharedMemoryGroup:
         tensor = self._without_overlap(tensor, tensor, output)
         is_lasting = self._is_shared(tensor) and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
-        assert self._queue is not None
-        steps = self._queue.all_gather_steps(flat.view(self._link.size, -1), share, self._is_shared)
-        return _Collective(steps, is_lasting)
+        rows, is_shared = flat.view(self._link.size, -1), self._is_shared(tensor if self._levels is None else output)
+        return all_gather_steps(rows, share, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
 
     def _is_shared(self, tensor: Tensor) -> bool:
         assert self._memory is not None
@@ -325,13 +254,14 @@ def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
     link.waits.ended_ranks = lambda: [
         rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
     ]
-    links, links_for_callers = [], []
+    links, of_callers = [], []
     if len(layout.nodes) > 1 and link.join is not None:
         links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
-        links_for_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
-    queue = StepQueue(link, own, Peers(layout, spaces, controls, links), piece_bytes)
+        of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
+    queue = StepQueue(link, own, Peers(layout, spaces, controls, links, of_callers), piece_bytes)
+    link.waits.is_closed_elsewhere, link.waits.sees_every_rank = queue.is_closed_elsewhere, not links
     control_pages().leave_with(queue, layout.local_rank, controls)
-    hierarchy = Hierarchy(layout, own, queue, links_for_callers, link) if links else None
+    hierarchy = Hierarchy(layout, own, queue, of_callers, link) if links else None
     return _Connection(nodes, own, queue, hierarchy)
 
 

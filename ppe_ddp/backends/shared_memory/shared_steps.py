@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 if TYPE_CHECKING:
     import mmap
+    from array import array
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
@@ -101,6 +102,7 @@ class Step(ABC):
         shared: What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
         code: The collective, its kind and dtype: the same on every rank.
         title: The collective's name.
+        record: What this rank publishes: position, stride, size and code; None until it has published it.
         records: What all ranks had published when it was last prepared.
     """
 
@@ -112,6 +114,7 @@ class Step(ABC):
         self.shared = local if is_shared else None
         self.code = _CODES[local.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
         self.title = _NAMES[self.name]
+        self.record: array[int] | None = None
         self.records: list[list[int]] = []
         self._views: list[tuple[Tensor, ...]] = []
 
@@ -128,10 +131,9 @@ class Step(ABC):
         """Make the views of what the ranks have published, for all runs until one publishes another place."""
         self._views = list(self._cut(regions, rank)) if self.local.numel() else []
 
+    @abstractmethod
     def act(self, scratch: Scratch) -> None:
         """Do this rank's part of the work. All ranks have published; nobody changes a tensor before all have acted."""
-        for views in self._views:
-            self._compute(views, scratch)
 
     @abstractmethod
     def finish(self, rank: int, size: int) -> None:
@@ -139,11 +141,7 @@ class Step(ABC):
 
     @abstractmethod
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """The memory that this rank works on, as views for one :meth:`_compute` each."""
-
-    @abstractmethod
-    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
-        """Do the work on some views."""
+        """The memory that this rank works on, as views of a part that stays in the cache each."""
 
 
 class AllReduceStep(Step):
@@ -182,11 +180,12 @@ class AllReduceStep(Step):
             others = [region.view(dtype, part.start, count) for i, region in enumerate(regions) if i != rank]
             yield from columns(self.local[part], *others)
 
-    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
-        own, *others = views
-        _reduce(own, own, others, self.kind, scratch)
-        for other in others:
-            other.copy_(own)
+    def act(self, scratch: Scratch) -> None:
+        """Sum own slice over all ranks, and write it into the memory of all."""
+        for own, *others in self._views:
+            _reduce(own, own, others, self.kind, scratch)
+            for other in others:
+                other.copy_(own)
 
 
 class RowsStep(Step):
@@ -235,9 +234,10 @@ class ReduceScatterStep(RowsStep):
         others = [region.view(dtype, rank * region.stride, count) for i, region in enumerate(regions) if i != rank]
         return columns(result, own, *others)
 
-    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
-        result, own, *others = views
-        _reduce(result, own, others, self.kind, scratch)
+    def act(self, scratch: Scratch) -> None:
+        """Sum own row over all ranks."""
+        for result, own, *others in self._views:
+            _reduce(result, own, others, self.kind, scratch)
 
 
 class AllGatherStep(Step):
@@ -271,29 +271,10 @@ class AllGatherStep(Step):
             elif row.data_ptr() != share.data_ptr():
                 yield row, share
 
-    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
-        row, source = views
-        row.copy_(source)
-
-
-def all_reduce_steps(flat: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool) -> Iterator[AllReduceStep]:
-    """The steps of an all-reduce of ``flat``, 1-D, in place."""
-    for (piece,) in pieces(piece_bytes, flat):
-        yield AllReduceStep(piece, kind, is_shared=is_shared)
-
-
-def reduce_scatter_steps(
-    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, *, is_shared: bool
-) -> Iterator[ReduceScatterStep]:
-    """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-    for piece, part in pieces(piece_bytes, rows, result):
-        yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
-
-
-def all_gather_steps(rows: Tensor, share: Tensor, piece_bytes: int, *, is_shared: bool) -> Iterator[AllGatherStep]:
-    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for part, piece in pieces(piece_bytes, rows, share):
-        yield AllGatherStep(part, piece, is_shared=is_shared)
+    def act(self, scratch: Scratch) -> None:
+        """Read what the others have published."""
+        for row, source in self._views:
+            row.copy_(source)
 
 
 def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

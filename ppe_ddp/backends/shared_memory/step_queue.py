@@ -15,36 +15,26 @@ waits behind it.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, repeat
+from operator import itemgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ppe_ddp.backends.shared_memory.shared_steps import (
-    Region,
-    Scratch,
-    all_gather_steps,
-    all_reduce_steps,
-    describe_record,
-    reduce_scatter_steps,
-)
-from ppe_ddp.backends.shared_memory.two_level_steps import (
-    TwoLevelStep,
-    WireMemory,
-    two_level_all_gather_steps,
-    two_level_all_reduce_steps,
-    two_level_reduce_scatter_steps,
-)
+from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
+from ppe_ddp.backends.shared_memory.two_level_steps import TwoLevelStep, WireMemory
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -59,6 +49,7 @@ if TYPE_CHECKING:
 # The layout of a control page, in words of int64, as many as a page has; what different ranks write lies in different
 # cache lines.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
+_arrived, _done, _closed, _acting = map(itemgetter, (_ARRIVED, _DONE, _CLOSED, _ACTING))
 _STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
 
 
@@ -68,14 +59,9 @@ thread."""
 
 
 class StepParts:
-    """The one who asks."""
+    """The one who asks for the parts of each step, and their times."""
 
     listener: ClassVar[PartListener | None] = None
-
-    @classmethod
-    def begin(cls) -> int:
-        """The time; 0 where nobody asks."""
-        return 0 if cls.listener is None else perf_counter_ns()
 
     @classmethod
     def end(cls, kind: str, number: int, begin: int, nbytes: int) -> None:
@@ -144,12 +130,14 @@ class Peers:
         spaces: Their reservations.
         controls: Their control pages.
         links: To the other nodes, one for each slice that this rank owns.
+        links_of_callers: Others, which end with these.
     """
 
     layout: NodeLayout
     spaces: Sequence[mmap.mmap]
     controls: Sequence[ControlPage]
     links: Sequence[Wire]
+    links_of_callers: Sequence[Wire]
 
 
 class StepQueue:
@@ -164,6 +152,7 @@ class StepQueue:
 
     def __init__(self, link: SharedLink, memory: SharedMemory, peers: Peers, piece_bytes: int) -> None:
         self._layout, self._links = peers.layout, peers.links
+        self._all_links = [*peers.links, *peers.links_of_callers]
         self._rank, self._size = peers.layout.local_rank, len(peers.layout.local)
         self._waits = link.waits
         self._progress = link.progress
@@ -184,33 +173,6 @@ class StepQueue:
         self._wires = WireMemory()
         self._waits.at_failure.append(self._close)
 
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether the group has several nodes."""
-        return bool(self._links)
-
-    def all_reduce_steps(
-        self, flat: Tensor, kind: Any, source: int | None = None, *, is_shared: bool
-    ) -> Iterator[Step]:
-        """The steps of an all-reduce of ``flat``, 1-D, in place; ``source`` is the only node that has some of it."""
-        if self._links:
-            return two_level_all_reduce_steps(flat, kind, self._piece_bytes, self._layout, source, is_shared=is_shared)
-        return all_reduce_steps(flat, kind, self._piece_bytes, is_shared=is_shared)
-
-    def reduce_scatter_steps(self, result: Tensor, rows: Tensor, kind: Any, *, is_shared: bool) -> Iterator[Step]:
-        """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-        if self._links:
-            return two_level_reduce_scatter_steps(
-                result, rows, kind, self._piece_bytes, self._layout, is_shared=is_shared
-            )
-        return reduce_scatter_steps(result, rows, kind, self._piece_bytes, is_shared=is_shared)
-
-    def all_gather_steps(self, rows: Tensor, share: Tensor, is_shared: Callable[[Tensor], bool]) -> Iterator[Step]:
-        """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-        if self._links:
-            return two_level_all_gather_steps(rows, share, self._piece_bytes, self._layout, is_shared=is_shared(rows))
-        return all_gather_steps(rows, share, self._piece_bytes, is_shared=is_shared(share))
-
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
 
@@ -220,7 +182,7 @@ class StepQueue:
             CommunicationError: The group was given up.
         """
         with self._progress.lock:
-            launched = [LaunchedStep(step, self._launched + count, tensors) for count, step in enumerate(steps, 1)]
+            launched = list(map(LaunchedStep, steps, count(self._launched + 1), repeat(tensors)))
             if self._own[_CLOSED]:
                 self._waits.check(launched[0].step.title)  # raises
             self._launched += len(launched)
@@ -236,36 +198,23 @@ class StepQueue:
         on all.
         """
         last = launched[-1]
-
-        def poll() -> bool:
-            if not self.is_left_alone(last):
-                return False
-            for one in launched:
-                reason = self.failure_of(one)
-                if reason:
-                    raise CommunicationError(reason)
-            return True
-
-        def ask_queue(call: Callable[[], None]) -> None:
-            last.at_end = call
-
-        work = Work(launched[0].step.title, self._waits, poll, absent=partial(self.absent, last))
-        work.ask_transport = ask_queue
+        poll, absent = partial(self.has_ended, launched), partial(self.absent, last)
+        work = Work(launched[0].step.title, self._waits, poll, absent=absent)
+        work.ask_transport = partial(setattr, last, "at_end")
         return work
 
-    def is_done(self, launched: LaunchedStep) -> bool:
-        """Whether a step is complete on all ranks, and its result where it belongs."""
-        return self._finished >= launched.number
+    def has_ended(self, launched: Sequence[LaunchedStep]) -> bool:
+        """Whether no rank writes into the memory of some steps any more: they are complete, or were given up.
 
-    def is_left_alone(self, launched: LaunchedStep) -> bool:
-        """Whether no rank writes into the memory of a step any more: it is complete, or was given up."""
-        return self.is_done(launched) or (
-            bool(self._own[_CLOSED]) and not any([page[_ACTING] for page in self._controls])
-        )
-
-    def failure_of(self, launched: LaunchedStep) -> str:
-        """Why a step has not ended well; empty if it has, or is under way."""
-        return launched.error or ("" if self.is_done(launched) else self._waits.failure)
+        Raises:
+            CommunicationError: They have ended, but not well.
+        """
+        if self._finished < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
+            return False
+        for one in launched:
+            if one.error or self._finished < one.number:
+                raise CommunicationError(one.error or self._waits.failure)
+        return True
 
     def absent(self, launched: LaunchedStep) -> list[int]:
         """The ranks that have not come to a step; if all have, those that have not done their part.
@@ -285,15 +234,12 @@ class StepQueue:
 
     def is_closed_elsewhere(self) -> bool:
         """Whether another rank takes no part any more."""
-        return any([page[_CLOSED] for page in self._controls])
+        return any(map(_closed, self._controls))
 
-    def show_messages(self, count: int) -> None:
-        """Show the others how many collectives this rank has begun by messages."""
-        self._own[_MESSAGES] = count
-
-    def ranks_without_message(self, number: int) -> list[int]:
-        """The ranks that have not begun so many collectives by messages."""
-        return self._ranks_behind(_MESSAGES, number)
+    def count_message(self) -> Callable[[], list[int]]:
+        """Show the others that this rank has begun one more collective by messages; tells which of them have not."""
+        self._own[_MESSAGES] = number = self._own[_MESSAGES] + 1
+        return partial(self._ranks_behind, _MESSAGES, number)
 
     def drain(self, seconds: float) -> None:
         """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
@@ -316,7 +262,7 @@ class StepQueue:
 
     def close_links(self) -> None:
         """End the connections with other nodes; what is still under way there is given up."""
-        for link in self._links:
+        for link in self._all_links:
             link.give_up() if self._crossing else link.close()
 
     def _is_left_behind(self, last: int) -> bool:
@@ -324,19 +270,35 @@ class StepQueue:
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
+        held, controls = self._held, self._controls
         if self._own[_CLOSED]:
-            if all(page[_CLOSED] for page in self._controls):
-                self._held.clear()
-            return not self._held
+            if all(map(_closed, controls)):
+                held.clear()
+            return not held
         try:
-            with torch.no_grad():
-                while self._publish_waiting() or self._act_on_arrived() or self._end_crossings() or self._finish_done():
+            while True:
+                while self._waiting and self._publish(self._waiting[0]):
                     pass
+                while self._arriving and min(map(_arrived, controls)) >= self._arriving[0].number:
+                    if not self._act(self._compute, self._arriving[0]):
+                        break
+                    launched = self._arriving.popleft()
+                    if launched.crossing is not None or self._crossing:
+                        self._crossing.append(launched)
+                    else:
+                        self._own[_DONE] = launched.number
+                while self._crossing and self._end_crossing(self._crossing[0]):
+                    self._own[_DONE] = self._crossing.popleft().number
+                done, finished = min(map(_done, controls)), self._finished
+                while held and held[0].number <= done:
+                    self._finish(held.popleft())
+                if not self._waiting or self._finished == finished:
+                    break
         except Exception as error:  # such as a lack of memory: the others would wait for this rank's part
             if self._waits.look_now():  # a rank that gives up says so before it closes its connections
-                return not self._held
+                return not held
             self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
-        return not self._held and not self._waiting
+        return not held and not self._waiting
 
     def _close(self) -> None:
         """Take no part any more. What was under way stays in memory until nobody does."""
@@ -346,23 +308,8 @@ class StepQueue:
             self._crossing.clear()
             self._own[_CLOSED] = 1
             self._progress.fence()
-        for link in self._links:
+        for link in self._all_links:
             link.give_up()
-
-    def _publish_waiting(self) -> bool:
-        """Publish what there is room for; whether there was something."""
-        count = len(self._waiting)
-        while self._waiting:
-            launched = self._waiting[0]
-            if launched.number - _PLACES > self._finished:  # whose record is still to be read
-                break
-            if launched.is_staged:
-                stage = self._free_stage(launched)
-                if stage is None:
-                    break
-                launched.step.stage(stage, self._rank, self._size)
-            self._publish(self._waiting.popleft())
-        return len(self._waiting) < count
 
     def _free_stage(self, launched: LaunchedStep) -> Tensor | None:
         nbytes = launched.step.local.nbytes
@@ -375,74 +322,48 @@ class StepQueue:
         self._stages.append((launched.number, stage))
         return stage
 
-    def _act_on_arrived(self) -> bool:
-        """Do this rank's part of what all have published; whether there was something."""
-        count = len(self._arriving)
-        while self._arriving and min([page[_ARRIVED] for page in self._controls]) >= self._arriving[0].number:
-            launched = self._arriving[0]
-            if not self._act(partial(self._compute, launched)):
-                break
-            self._arriving.popleft()
-            if launched.crossing is not None or self._crossing:
-                self._crossing.append(launched)
-            else:
-                self._own[_DONE] = launched.number
-        return len(self._arriving) < count
-
-    def _end_crossings(self) -> bool:
-        """Bring what has arrived from other nodes to the ranks of this one; whether there was something."""
-        count = len(self._crossing)
-        while self._crossing and ((crossing := self._crossing[0].crossing) is None or crossing.done()):
-            launched = self._crossing[0]
-            if crossing is not None and not self._act(partial(self._spread, launched)):
-                break
-            launched.crossing = None
-            self._own[_DONE] = self._crossing.popleft().number
-        return len(self._crossing) < count
-
-    def _finish_done(self) -> bool:
-        """Bring the results of what is complete on all ranks to where they belong; whether there was something."""
-        count, done = len(self._held), min([page[_DONE] for page in self._controls])
-        while self._held and self._held[0].number <= done:
-            launched = self._held.popleft()
-            if launched.is_staged and not launched.error:
-                self._progress.fence()
-                launched.step.finish(self._rank, self._size)
-            self._finished = launched.number
-            if launched.at_end is not None:
-                launched.at_end()
-        return len(self._held) < count
-
-    def _publish(self, launched: LaunchedStep) -> None:
+    def _publish(self, launched: LaunchedStep) -> bool:
+        """Show the others a step, if there is room for it."""
         step, own = launched.step, self._own
-        assert step.shared is not None
-        record = _RECORDS + launched.number % _PLACES * _WIDTH
-        own[record] = self._memory.position(step.shared)
-        own[record + 1] = step.stride
-        own[record + 2] = step.local.numel()
-        own[record + 3] = step.code
-        self._arriving.append(launched)
+        if launched.number - _PLACES > self._finished:  # whose record is still to be read
+            return False
+        if launched.is_staged:
+            stage = self._free_stage(launched)
+            if stage is None:
+                return False
+            step.stage(stage, self._rank, self._size)
+        if step.record is None:
+            assert step.shared is not None
+            position = self._memory.position(step.shared)
+            step.record = array("q", (position, step.stride, step.local.numel(), step.code))
+        place = _RECORDS + launched.number % _PLACES * _WIDTH
+        own[place : place + _WIDTH] = step.record
+        self._arriving.append(self._waiting.popleft())
         self._held.append(launched)
         self._progress.fence()
         own[_ARRIVED] = launched.number
+        return True
 
-    def _act(self, work: Callable[[], None]) -> bool:
+    def _act(self, work: Callable[[LaunchedStep], None], launched: LaunchedStep) -> bool:
         """Do work in the memory of others; False where a rank has given the group up, whose memory is its own again."""
-        self._own[_ACTING] = 1
-        self._progress.fence()  # either it sees that, or this rank sees that it has closed
-        is_open = not any([page[_CLOSED] for page in self._controls])
+        own, fence = self._own, self._progress.fence
+        own[_ACTING] = 1
+        fence()  # either it sees that, or this rank sees that it has closed
+        is_open = not any(map(_closed, self._controls))
         try:
             if is_open:
-                work()
+                work(launched)
         finally:
-            self._progress.fence()
-            self._own[_ACTING] = 0
+            fence()
+            own[_ACTING] = 0
         return is_open
 
     def _compute(self, launched: LaunchedStep) -> None:
-        begin = StepParts.begin()
-        step, record = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
-        records = [page[record : record + _WIDTH].tolist() for page in self._controls]
+        begin = 0 if StepParts.listener is None else perf_counter_ns()
+        step, place = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
+        records: list[list[int]] = []
+        for page in self._controls:
+            records.append(page[place : place + _WIDTH].tolist())
         if records != step.records:
             if any(one[2:] != records[0][2:] for one in records):
                 launched.error = self._mismatch(records)
@@ -454,18 +375,37 @@ class StepQueue:
             step.records = records
         if isinstance(step, TwoLevelStep):
             launched.crossing = step.cross(self._links, self._wires)
-            launched.crossed_at = StepParts.begin()
+            launched.crossed_at = perf_counter_ns() if begin else 0
         else:
             step.act(self._scratch)
-        StepParts.end("node", launched.number, begin, step.local.nbytes)
+        if begin:
+            StepParts.end("node", launched.number, begin, step.local.nbytes)
+
+    def _end_crossing(self, launched: LaunchedStep) -> bool:
+        """Bring what has arrived from other nodes to the ranks of this one; False if it has not arrived."""
+        crossing = launched.crossing
+        if crossing is not None:
+            if not crossing.done() or not self._act(self._spread, launched):
+                return False
+            launched.crossing = None
+        return True
 
     def _spread(self, launched: LaunchedStep) -> None:
         assert isinstance(launched.step, TwoLevelStep)
-        crossing, begin = launched.crossing, StepParts.begin()
-        assert crossing is not None
-        StepParts.end("wire", launched.number, launched.crossed_at, crossing.nbytes)
-        launched.step.spread(crossing, self._wires)
+        assert launched.crossing is not None
+        begin = 0 if StepParts.listener is None else perf_counter_ns()
+        StepParts.end("wire", launched.number, launched.crossed_at, launched.crossing.nbytes)
+        launched.step.spread(launched.crossing, self._wires)
         StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
+
+    def _finish(self, launched: LaunchedStep) -> None:
+        """Bring the result of what is complete on all ranks to where it belongs."""
+        if launched.is_staged and not launched.error:
+            self._progress.fence()
+            launched.step.finish(self._rank, self._size)
+        self._finished = launched.number
+        if launched.at_end is not None:
+            launched.at_end()
 
     def _mismatch(self, records: list[list[int]]) -> str:
         named = zip(self._layout.local, records, strict=True)

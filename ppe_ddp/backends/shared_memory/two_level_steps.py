@@ -128,7 +128,10 @@ class Crossing(NamedTuple):
 
 
 class TwoLevelStep(Step):
-    """A step of a group of several nodes."""
+    """A step of a group of several nodes, whose part is done in two: :meth:`cross` and :meth:`spread`."""
+
+    def act(self, scratch: Scratch) -> None:
+        """Nothing."""
 
     @abstractmethod
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
@@ -326,9 +329,6 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         for row in range(len(self.local)):
             yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
 
-    def _compute(self, views: tuple[Tensor, ...], scratch: Scratch) -> None:
-        raise AssertionError("crosses instead")
-
 
 class NodeSumStep(AllReduceStep, TwoLevelStep):
     """A sum over the ranks of a node in ranges that its caller has chosen, who does the part between the nodes.
@@ -377,18 +377,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
     def block(self) -> None:
         """Nothing: the caller moves it."""
 
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy what the others sum."""
-        self.shared = memory[: self.local.nbytes].view(self.local.dtype)
-        for start, stop in self._ranges_of_others():
-            self.shared[start:stop].copy_(self.local[start:stop])
-
-    def finish(self, rank: int, size: int) -> None:
-        """Take what the others have written."""
-        if self.shared is not None and self.shared is not self.local:
-            for start, stop in self._ranges_of_others():
-                self.local[start:stop].copy_(self.shared[start:stop])
-
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         """Sum this rank's ranges over the node."""
         sums, views = [], iter(self._views)
@@ -422,32 +410,54 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
             theirs = [region.view(self.local.dtype, start, stop - start) for region in others]
             yield self.local[start:stop], *theirs
 
-    def _ranges_of_others(self) -> Iterator[tuple[int, int]]:
-        return chain.from_iterable(ranges for index, ranges in enumerate(self._ranges) if index not in self._own)
+    def _parts_of_others(self, rank: int, size: int) -> list[slice]:
+        others = [ranges for index, ranges in enumerate(self._ranges) if index not in self._own]
+        return [slice(*bounds) for ranges in others for bounds in ranges]
 
 
-def two_level_all_reduce_steps(
-    flat: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, source: int | None = None, *, is_shared: bool
-) -> Iterator[TwoLevelAllReduceStep]:
-    """The steps of an all-reduce of ``flat``, 1-D, in place; ``source`` is the only node that has some of it."""
+def all_reduce_steps(
+    flat: Tensor,
+    kind: Any,
+    piece_bytes: int,
+    layout: NodeLayout | None = None,
+    source: int | None = None,
+    *,
+    is_shared: bool,
+) -> Iterator[Step]:
+    """The steps of an all-reduce of ``flat``, 1-D, in place; in two levels with a ``layout``.
+
+    ``source`` is the only node that has some of it.
+    """
     for (piece,) in pieces(piece_bytes, flat):
-        yield TwoLevelAllReduceStep(piece, kind, layout, source, is_shared=is_shared)
+        if layout is None:
+            yield AllReduceStep(piece, kind, is_shared=is_shared)
+        else:
+            yield TwoLevelAllReduceStep(piece, kind, layout, source, is_shared=is_shared)
 
 
-def two_level_reduce_scatter_steps(
-    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
-) -> Iterator[TwoLevelReduceScatterStep]:
+def reduce_scatter_steps(
+    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout | None = None, *, is_shared: bool
+) -> Iterator[Step]:
     """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
     for piece, part in pieces(piece_bytes, rows, result):
-        yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
+        if layout is None:
+            yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
+        else:
+            yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
 
 
-def two_level_all_gather_steps(
-    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout, *, is_shared: bool
-) -> Iterator[TwoLevelAllGatherStep]:
-    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width)."""
-    for piece, part in pieces(piece_bytes, rows, share):
-        yield TwoLevelAllGatherStep(piece, part, layout, is_shared=is_shared)
+def all_gather_steps(
+    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout | None = None, *, is_shared: bool
+) -> Iterator[Step]:
+    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width).
+
+    ``is_shared`` is meant of what others access: the rows in two levels, else the share.
+    """
+    for part, piece in pieces(piece_bytes, rows, share):
+        if layout is None:
+            yield AllGatherStep(part, piece, is_shared=is_shared)
+        else:
+            yield TwoLevelAllGatherStep(part, piece, layout, is_shared=is_shared)
 
 
 def _first(views: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:

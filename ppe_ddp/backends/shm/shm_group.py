@@ -5,26 +5,20 @@ Everything in torch that talks over a process group works: DistributedDataParall
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, group_over
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
 from ppe_ddp.backends.group_internals import address_key, backends_being_made
-from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys, await_members
-from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryConfig, SharedMemoryGroup
-from ppe_ddp.backends.shared_memory.step_queue import SharedLink
+from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
-from ppe_ddp.backends.work import Waits
-from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import background_thread, progress_engine
 
 if TYPE_CHECKING:
@@ -34,9 +28,6 @@ if TYPE_CHECKING:
 
 _MORE_TIME = timedelta(seconds=60)  # for gloo, whose own timeouts name nobody and end its connections
 _SLICE_GROUPS = 2  # of gloo between nodes: what one node sends must not wait for what it receives
-_GIVEN_UP = "given up"
-_LOOK_SECONDS = 0.1  # between looks at the store: each is a message, and waits until a busy core serves it
-_RARE_LOOK_SECONDS = 10.0  # ... where memory shows when it is time
 
 __all__ = ["ShmOptions", "ShmProcessGroup", "make_group"]
 
@@ -93,37 +84,21 @@ class ShmProcessGroup(PendingGroup):
         UnusableError: The group was destroyed, or belongs to the process that this one was forked from.
     """
 
-    _waits: StoreWaits
-
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
-        rank, size = arguments.group_rank, arguments.group_size
-        super().__init__(rank, size, arguments, "shm", ("cpu",))
-        self.pg_options = options
-        self._pid = os.getpid()
-        self._keys = keys
-        place = f"rank {rank} of {size}, group {self._group_name!r}"
-        waits = self._waits = StoreWaits(keys, rank, place, self._timeout.total_seconds())
+        super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
+        rank, size = self.rank(), self.size()
         self._wire = GlooWire([_over_gloo(_with_more_time(arguments), keys)])
-        waits.at_failure.append(self._wire.give_up)
-        memory = HostMemory(rank, "shm")
-        self._over = Collectives(self._wire, rank, waits, memory, direct_bytes=options.direct_up_to(size))
-        progress = progress_engine(self._pid)
-        join = partial(_join, arguments, keys, rank)
-        self._shared = self._over.shared = SharedMemoryGroup(
-            SharedLink(rank, size, self._over.gather_bytes, waits, progress, join),
-            SharedMemoryConfig(
-                is_enabled=options.shared_memory,
-                parts=options.shared_parts,
-                smallest_bytes=options.shared_bytes,
-                two_level_bytes=options.two_levels_from(size),
-                piece_bytes=options.shared_piece_bytes,
-            ),
+        self._connect(
+            self._wire,
+            HostMemory(rank, "shm"),
+            partial(_join, arguments, keys, rank),
+            is_enabled=options.shared_memory,
+            two_level_bytes=options.two_levels_from(size),
+            direct_bytes=options.direct_up_to(size),
         )
-        if self._shared.is_open:
-            progress.expect(size)
+        if self._shared.queue is not None:
+            progress_engine(self._pid).expect(size)
             background_thread(self._pid)
-            waits.is_closed_elsewhere = self._shared.is_closed_elsewhere
-            waits.sees_every_rank = self._shared.shows_every_rank
         ended_at_exit(self._pid).add(self)
 
     def shutdown(self) -> None:
@@ -132,7 +107,7 @@ class ShmProcessGroup(PendingGroup):
             return
         self._closed = True
         with suppress(CommunicationError):  # one that was given up
-            self._shared.drain(DRAIN_SECONDS)
+            self._over.drain(DRAIN_SECONDS)
         self._shared.close()
         self._wire.close()
 
@@ -148,18 +123,11 @@ class ShmProcessGroup(PendingGroup):
 
     def end(self) -> None:
         """End the connections of gloo, unless something is under way in them: that would be waited for."""
-        if os.getpid() == self._pid and self._wire.is_idle and not self._shared.is_crossing:
+        queue = self._shared.queue
+        if os.getpid() == self._pid and self._wire.is_idle and not (queue is not None and queue.is_crossing):
             self._closed = True
             self._shared.close()
             self._wire.close()
-
-    def _check_open(self, what: str) -> None:
-        if os.getpid() != self._pid:
-            raise UnusableError(
-                f"{self._waits.place}: {what} in a process that was forked from the one that made the group, to which "
-                "its connections belong; start workers by 'spawn', and initialize torch.distributed in each"
-            )
-        super()._check_open(what)
 
 
 def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooWire:
@@ -190,52 +158,3 @@ def _with_more_time(arguments: Any) -> Any:
         setattr(own, name, getattr(arguments, name))
     own.timeout = arguments.timeout + _MORE_TIME
     return own
-
-
-class StoreWaits(Waits):
-    """The waits of one group.
-
-    Args:
-        store: Of these ranks alone, and of this group alone.
-        rank: This process in the group.
-        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a wait may take, in seconds.
-
-    Attributes:
-        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
-            is in the store then.
-        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
-    """
-
-    def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float) -> None:
-        super().__init__(place, timeout, "shm")
-        self.is_closed_elsewhere: Callable[[], bool] = bool
-        self.sees_every_rank = False
-        self._store = BoundedStore(store)
-        self._rank = rank
-        self._looked = -math.inf
-
-    def look_now(self) -> bool:
-        """Whether a rank has given the group up; asks the store in any case."""
-        self._looked = -math.inf
-        return self.is_given_up()
-
-    def _notice(self) -> str:
-        now, is_closed = monotonic(), self.is_closed_elsewhere()
-        if not is_closed and now - self._looked < (_RARE_LOOK_SECONDS if self.sees_every_rank else _LOOK_SECONDS):
-            return ""
-        self._looked = now
-        with suppress(RuntimeError):  # the store may be gone, or out of reach
-            reason = self._store.do(_reason)
-            if reason:
-                return reason
-        return "another rank has given this group up" if is_closed else ""
-
-    def _tell(self, reason: str) -> None:
-        with suppress(RuntimeError):
-            text = f"rank {self._rank} has given this group up: {reason}"
-            self._store.do(lambda store: store.compare_set(_GIVEN_UP, "", text))
-
-
-def _reason(store: WrittenKeys) -> str:
-    return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else ""
