@@ -10,7 +10,7 @@ from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.torch_internals import uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -81,6 +81,7 @@ class Backward:
 
     Attributes that the synchronizer writes:
         exchange: The mask exchange; None before.
+        launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
         agreement: What came of it; None before.
         late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         averaged: One byte a parameter: whether its average is in ``.grad``.
@@ -105,6 +106,7 @@ class Backward:
         self.recorder = Recorder(names)
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         self.exchange: MaskExchange | None = None
+        self.launch_triggers: Collection[int] = ()
         self.agreement: Agreement | None = None
         self.schedule: LaunchSchedule[Any] | None = None
         self.rounds: list[LaunchSchedule[Any]] = []

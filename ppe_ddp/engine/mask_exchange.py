@@ -21,6 +21,7 @@ when all ranks know it, because a transport that gets messages of different leng
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,8 +39,18 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
 
 
+DIGEST = 16
 _COMPLEMENT = bytes(255 - value for value in range(256))
 _BASE = 255  # digits of a rank: 255 - digit is sent, so that the maximum is the smallest digit, and 0 is none
+
+
+def fingerprint(lines: Sequence[str]) -> bytes:
+    """Sixteen bytes that differ when the lines differ."""
+    digest = hashlib.blake2b(digest_size=DIGEST)
+    for line in lines:
+        digest.update(line.encode())
+        digest.update(b"\n")
+    return digest.digest()
 
 
 def with_complement(digest: bytes) -> bytes:
@@ -85,7 +96,6 @@ def ranks_named(first: bytes, second: bytes, default: int) -> list[int]:
     ]
 
 
-DIGEST = 16
 _CPU = torch.device("cpu")
 _HEADER = 2 * DIGEST
 

@@ -24,10 +24,10 @@ from torch import distributed as dist
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import APART
-from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, is_same, ranks_named, with_complement
+from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, fingerprint, is_same, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.plan import Planner, fingerprint
+from ppe_ddp.engine.plan import Planner
 from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:

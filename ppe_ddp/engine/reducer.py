@@ -35,7 +35,7 @@ from ppe_ddp.errors import (
 from ppe_ddp.torch_internals import at_end_of_backward, is_in_compiled_autograd, uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -279,13 +279,11 @@ class Reducer(Generic[C]):
         backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
-        launch_triggers: Collection[int] = ()
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
         if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
             self.synchronizer.start_negotiation(backward)
-            launch_triggers = self.synchronizer.launch_triggers
-        self._arrivals.start_recording(reached, without=launch_triggers)
+        self._arrivals.start_recording(reached, without=backward.launch_triggers)
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:

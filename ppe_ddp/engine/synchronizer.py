@@ -39,7 +39,7 @@ from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -113,11 +113,6 @@ class Synchronizer(ABC):
         self.groups = groups
         self.knows_of_failure = False
         self._has_told = False  # whether the other ranks know of an error in renew()
-
-    @property
-    @abstractmethod
-    def launch_triggers(self) -> Collection[int]:
-        """The parameters at whose arrival the reducer launches the buckets that are ready."""
 
     @property
     @abstractmethod
@@ -299,11 +294,6 @@ class BucketSynchronizer(Synchronizer):
         return self.reduction.progress
 
     @property
-    def launch_triggers(self) -> Collection[int]:
-        """The parameters at whose arrival the reducer launches the buckets that are ready."""
-        return self.negotiation.planner.launch_triggers
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the bucket buffers."""
         return self.gradients.buffers.nbytes
@@ -413,6 +403,7 @@ class BucketSynchronizer(Synchronizer):
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
             )
+        backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
         backward.enter(Phase.NEGOTIATING)
 

@@ -29,7 +29,7 @@ from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.errors import PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
 
@@ -95,11 +95,6 @@ class BufferSynchronizer(Synchronizer):
         return None if backward is None or backward.phase is Phase.FAILED else backward
 
     @property
-    def launch_triggers(self) -> Collection[int]:
-        """The last parameter of each bucket, and some in between."""
-        return self._layout.launch_triggers
-
-    @property
     def nbytes(self) -> int:
         """The size of the gradient buffers, and of what they are all-reduced in."""
         buffers = sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
@@ -131,6 +126,7 @@ class BufferSynchronizer(Synchronizer):
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
         self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
+        backward.launch_triggers = self._layout.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
         backward.enter(Phase.NEGOTIATING)
 
