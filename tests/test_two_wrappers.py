@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -253,6 +254,26 @@ def test_one_error_ends_the_backward_of_all(options, last):
             wrapper.zero_grad()
         one_step(wrappers[turn], rank)
         assert_gradients(models[turn], mean_gradients(models[turn], one_step))
+
+
+@pytest.mark.parametrize("has_tied", [True, False], ids=["tied", "no_sync"])
+@each_variant
+@on_two_ranks
+def test_one_error_ends_the_backward_of_one_that_it_has_not_come_to(options, has_tied):
+    models = [seeded(Fused) for _ in range(2)]
+    if has_tied:
+        models[1].layers[0] = models[0].layers[0]
+    wrappers = wrapped(models, **options)
+    rank = dist.get_rank()
+    for turn in range(2):
+        with nullcontext() if has_tied else wrappers[1].no_sync():
+            outputs = [wrappers[0](data(5, 4)), wrappers[1](data(5, 4), place=2 if rank == turn else None)]
+            with pytest.raises(Broken if rank == turn else PeerAbortedError):
+                sum(outputs).pow(2).sum().backward()
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        one_step(wrappers[0], rank)
+        assert_gradients(models[0], mean_gradients(models[0], one_step))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
