@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -255,6 +256,26 @@ def test_one_error_ends_the_backward_of_all(options, last):
         assert_gradients(models[turn], mean_gradients(models[turn], one_step))
 
 
+@pytest.mark.parametrize("has_tied", [True, False], ids=["tied", "no_sync"])
+@each_variant
+@on_two_ranks
+def test_one_error_ends_the_backward_of_one_that_it_has_not_come_to(options, has_tied):
+    models = [seeded(Fused) for _ in range(2)]
+    if has_tied:
+        models[1].layers[0] = models[0].layers[0]
+    wrappers = wrapped(models, **options)
+    rank = dist.get_rank()
+    for turn in range(2):
+        with nullcontext() if has_tied else wrappers[1].no_sync():
+            outputs = [wrappers[0](data(5, 4)), wrappers[1](data(5, 4), place=2 if rank == turn else None)]
+            with pytest.raises(Broken if rank == turn else PeerAbortedError):
+                sum(outputs).pow(2).sum().backward()
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        one_step(wrappers[0], rank)
+        assert_gradients(models[0], mean_gradients(models[0], one_step))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @on_two_ranks
 def test_megatron_wrappers(overlap):
@@ -272,3 +293,27 @@ def test_megatron_wrappers(overlap):
         passes = [(other, step, {"taken": taken[other], "how": how}) for other in range(2)]
         for wrapper in wrappers:
             graphs.hold(wrapper, graphs.mean_of(seeded(graphs.Branches), *passes))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_an_error_in_megatrons_wrapper_ends_the_backward_of_a_plain_one(overlap):
+    models, rank = [seeded(Fused) for _ in range(2)], dist.get_rank()
+    plain, megatron = DistributedDataParallel(models[0]), graphs.wrap(models[1], overlap_grad_reduce=overlap)
+    for turn in range(2):
+        outputs = [plain(data(5, 4)), megatron(data(5, 4), place=2 if rank == turn else None)]
+        with pytest.raises(Broken if rank == turn else PeerAbortedError):
+            sum(outputs).pow(2).sum().backward()
+        if not overlap:
+            megatron.abort_grad_sync()
+        plain.zero_grad()
+        megatron.zero_grad_buffer()
+        one_step(plain, rank)
+        one_step(megatron, rank)
+        megatron.finish_grad_sync()
+        want = mean_gradients(seeded(Fused), one_step)
+        assert_gradients(models[0], want)
+        for name, parameter in models[1].named_parameters():
+            torch.testing.assert_close(parameter.main_grad, want[name])
+        plain.zero_grad()
+        megatron.zero_grad_buffer()

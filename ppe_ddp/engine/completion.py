@@ -170,10 +170,11 @@ class SharedParameters:
         """A synchronization of this one is over."""
         self._is_used = False
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other wrapper has any of its parameters, or has taken them over."""
-        return not (self._others or self.lost)
+    def has_alone(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether some of ``parameters``, which are this one's, no other wrapper has, nor has taken over."""
+        if self.lost:
+            return False
+        return any(all(id(parameter) not in other.index for other in self._others) for parameter in parameters)
 
     def has_some_of(self, other: SharedParameters) -> bool:
         """Whether the two share a parameter."""

@@ -162,22 +162,27 @@ class Reducer(Generic[C]):
         self._forwards.watch(outputs, self._on_output_gradient, counts=is_training and self.enabled)
 
     def _on_output_gradient(self) -> None:
-        if self.enabled and self._begin_once():
-            for other in list(self._all):  # an error before it comes to their outputs has to end those, too
-                if other is not self and other.enabled and other.shared.is_alone and other._is_reached():
-                    other._begin_once()
+        if self.enabled:
+            has_begun = self._begin_once()
+            self.shared.end_callback = self._end_callback
+            if not has_begun:
+                return
+        for other in list(self._all):  # an error before it comes to their outputs has to end those, too
+            if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
+                other._begin_once()
 
     def _begin_once(self) -> bool:
-        """Begin the backward that runs on this thread, unless it has begun."""
+        """Begin the backward that runs on this thread; whether it had not begun."""
         with self._lock:
             if self._backward is not None and self._running() is not None:
                 return False
             self._begin()
-            self.shared.end_callback = self._end_callback
             return True
 
     def _is_reached(self) -> bool:
-        return bool(self._parameters and self._arrivals.reached())
+        """Whether the backward that runs on this thread will reach a parameter that no other wrapper has."""
+        parameters = self._parameters
+        return bool(parameters) and self.shared.has_alone([parameters[i] for i in self._arrivals.reached()])
 
     @staticmethod
     @uncompiled_hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
 from ppe_ddp.megatron.module_buffers import GradientBuffers, ShardedBuffers
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
+
+logger = logging.getLogger("ppe_ddp")
 
 
 class DistributedDataParallelBase(nn.Module, ABC):
@@ -239,7 +242,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     @uncompiled
     def _leave(self, outputs: Any) -> None:
-        if torch.is_grad_enabled() and self.ddp_config.overlap_grad_reduce:
+        if torch.is_grad_enabled():
             self._reducer.watch(tensors_in(outputs), is_training=self.training)
         if EventLog.current is not None:
             EventLog.current.end("forward", self, type(self.module).__name__)
@@ -363,7 +366,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
         state = self.gradient_buffers
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
-        synchronizer.wait_for_results()
+        try:
+            synchronizer.wait_for_results()
+        except PeerAbortedError as error:  # of a step that all ranks drop: this one goes on with the next, as they do
+            logger.warning("%s (It was never finished here.)", error)
         synchronizer.is_sent = False
         synchronizer.forget_failure()
         state.gradients.discard()
