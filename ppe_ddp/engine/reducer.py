@@ -59,7 +59,7 @@ class Reducer(Generic[C]):
         sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
     """
 
-    _all: ClassVar[weakref.WeakSet[Reducer[Any]]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakValueDictionary[int, Reducer[Any]]] = weakref.WeakValueDictionary()
     """Those of this process: one backward may be that of several, and one error aborts all of them."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Reducer(Generic[C]):
         self._last: Recorder | None = None
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
-        self._all.add(self)
+        self._all[id(self)] = self
 
     # ------------------------------------------------------------------ what there is to synchronize
 
@@ -167,7 +167,7 @@ class Reducer(Generic[C]):
             self.shared.end_callback = self._end_callback
             if not has_begun:
                 return
-        for other in list(self._all):  # an error before it comes to their outputs has to end those, too
+        for other in self._everyone():  # an error before it comes to their outputs has to end those, too
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
                 other._begin_once()
 
@@ -178,6 +178,11 @@ class Reducer(Generic[C]):
                 return False
             self._begin()
             return True
+
+    @classmethod
+    def _everyone(cls) -> list[Reducer[Any]]:
+        # In one piece: another thread may make a wrapper now.
+        return [one for reference in cls._all.valuerefs() if (one := reference()) is not None]
 
     def _is_reached(self) -> bool:
         """Whether the backward that runs on this thread will reach a parameter that no other wrapper has."""
@@ -432,7 +437,7 @@ class Reducer(Generic[C]):
 
     def _recover(self) -> None:
         """Finish, for the other ranks, what one error has aborted here, in all modules, and could not end at once."""
-        dead = [(one, b) for one in list(self._all) if (b := one._backward) is not None and b.alive() is None]
+        dead = [(one, b) for one in self._everyone() if (b := one._backward) is not None and b.alive() is None]
         ends = [Completion(one._finish_aborted(b), one.groups, one._lock, turn=b.turn) for one, b in dead]
         finish_and_conclude(ends)
 
