@@ -17,7 +17,7 @@ _OPERATIONS = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.PRODUCT: torch.mul,
 }
-_LATE_SECONDS = 0.1  # most that a message is late: less than what the library waits for one in each of its waits
+_LATE_SECONDS = 0.05  # most that a message is late: less than what the library waits for one in each of its waits
 _OFTEN_LATE = 0.3
 
 
@@ -131,7 +131,7 @@ class _Channel:
                 with torch.no_grad():
                     _finish(call, rank, part.output)
                 part.end()
-            scheduler.change()
+            scheduler.change(rank)
         self.advance()
 
 
@@ -201,7 +201,6 @@ class SimulatedWire:
         part = self._channel.begin(self._rank, (name, size, detail), sent, output)
         self._parts = [one for one in self._parts if not one.has_ended]
         self._parts.append(part)
-        Scheduler.current.change()
         return part
 
     def all_reduce(self, flat, kind):

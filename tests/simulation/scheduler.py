@@ -22,6 +22,12 @@ _MOST_TURNS = 60_000
 _FIRST_PID = 10_000_000  # no process of this system
 
 
+def _held():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Stopped(BaseException):
     """Unwinds the thread of a rank that is dead, when the history is over."""
 
@@ -36,10 +42,10 @@ class Task:
 
     rank: int
     name: str
-    baton: Any = field(default_factory=lambda: threading.Semaphore(0))
+    baton: Any = field(default_factory=lambda: _held())
     wake: float = 0.0
     until: Any = None  # what it waits for; None if it sleeps until `wake`
-    seen: int = -1  # the number of changes when it looked last
+    seen: int = -1  # the number of changes on its rank when it looked last
     is_over: bool = False
     is_dead: bool = False
 
@@ -59,7 +65,7 @@ class Scheduler:
     def __init__(self, draw, worlds, use_world):
         self.draw = draw
         self.now = 1.0  # waits take 0.0 for "not yet"
-        self.changes = 0
+        self.changes = [0] * len(worlds)
         self.turns = 0
         self.log = []
         self.failure = None
@@ -68,9 +74,12 @@ class Scheduler:
         self._deliveries = []  # (time, what is done then)
         self._threads = []
         self._local = threading.local()
-        self._main = threading.Semaphore(0)
+        self._main = _held()
         self._changed_at = self.now
         self._is_over = False
+        self.doom = {}  # in how many waits a rank dies
+        self.dead = set()
+        self.at_death = lambda rank: None
         Scheduler._histories += 1
         self._pid = _FIRST_PID + 1000 * Scheduler._histories
 
@@ -83,16 +92,21 @@ class Scheduler:
 
     def pid(self):
         """The process of this rank."""
-        return os.getpid() if self.task is None else self._pid + self.task.rank
+        return os.getpid() if self.task is None else self.pid_of(self.task.rank)
+
+    def pid_of(self, rank):
+        """The process of ``rank``."""
+        return self._pid + rank
 
     def note(self, *event):
         """Write an event to the log."""
         task = self.task
         self.log.append((self.now, None if task is None else task.rank, event))
 
-    def change(self):
-        """Something has happened that a rank may wait for."""
-        self.changes += 1
+    def change(self, rank=None):
+        """Something has happened that ``rank`` may wait for, or any rank where it is None."""
+        for one in range(len(self.changes)) if rank is None else (rank,):
+            self.changes[one] += 1
         self._changed_at = self.now
 
     def after(self, seconds, deliver):
@@ -120,10 +134,10 @@ class Scheduler:
         """No task of ``rank`` ever goes on."""
         for task in self._tasks:
             task.is_dead |= task.rank == rank
+        self.dead.add(rank)
         self.note("dies")
+        self.at_death(rank)
         self.change()
-        if self.task is not None and self.task.is_dead:
-            self._switch()
 
     def sleep(self, seconds):
         """Sleep; others go on."""
@@ -160,7 +174,7 @@ class Scheduler:
         finally:
             self._is_over = True
             for task, thread in zip(self._tasks, self._threads, strict=True):  # one after another, as ever
-                task.baton.release()
+                self._hand_to(task)
                 thread.join(60)
             Scheduler.current = None
         if self.failure is not None:
@@ -177,7 +191,7 @@ class Scheduler:
             pass
         except BaseException as error:
             if not self._is_over:
-                self.failure = Unsound(f"rank {task.rank}: {''.join(traceback.format_exception(error))}")
+                self.failure = Unsound(f"rank {task.rank}: {''.join(traceback.format_exception(error)[-6:])}")
                 self._is_over = True
         task.is_over = True
         self.change()
@@ -187,7 +201,11 @@ class Scheduler:
         task = self.task
         if self._is_over:
             raise Stopped
-        task.until, task.wake, task.seen = until, self.now + seconds, self.changes
+        if task.rank in self.doom:
+            self.doom[task.rank] -= 1
+            if self.doom[task.rank] == 0:
+                self.kill(task.rank)
+        task.until, task.wake, task.seen = until, self.now + seconds, self.changes[task.rank]
         self._switch()
 
     def _switch(self):
@@ -204,7 +222,9 @@ class Scheduler:
         self._hand_to(self._choose())
 
     def _hand_to(self, task):
-        (self._main if task is None else task.baton).release()
+        baton = self._main if task is None else task.baton
+        if baton.locked():
+            baton.release()
 
     def _choose(self):
         """Who goes on: a task, or None where the history is over. Delivers messages on the way."""
@@ -232,7 +252,7 @@ class Scheduler:
     def _is_able(self, task):
         if task.wake > self.now:
             return False
-        return task.until is None or task.seen != self.changes
+        return task.until is None or task.seen != self.changes[task.rank]
 
     def _leap(self, living):
         """Nothing can be done now: time goes on."""
@@ -241,10 +261,10 @@ class Scheduler:
             self._end(f"nobody has gone on for {quiet:.0f} s", living)
             return
         times = [at for at, _ in self._deliveries] + [task.wake for task in living if task.wake > self.now]
-        leap = self.now + max(_LEAP_SECONDS, quiet * _LEAP_PART)
-        self.now = min([leap, *times])
+        self.now = min(times, default=self.now + max(_LEAP_SECONDS, quiet * _LEAP_PART))
         for task in living:
-            task.seen = -1
+            if not times or self.draw.random() < 0.2:  # what it asks for now and then may have come since
+                task.seen = -1
 
     def _end(self, why, living):
         frames = sys._current_frames()
