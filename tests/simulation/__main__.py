@@ -33,7 +33,8 @@ def run(seeds, *, stop_after=5):
 def replay(seed):
     """Run one history, and print its log."""
     history = Run(Program.of(seed))
-    print(history.program)
+    for field, value in vars(history.program).items():
+        print(f"{field} = {value}")
     error = ""
     with simulated():
         try:

@@ -18,9 +18,9 @@ class Planned(Exception):
 class Where(enum.Enum):
     """What happens, and where."""
 
-    FORWARD = enum.auto()
-    """The forward raises before it reaches the wrapper."""
     LOSS = enum.auto()
+    """The loss raises, so that there is no backward."""
+    EARLY = enum.auto()
     """The backward raises before it reaches the wrapper."""
     BACKWARD = enum.auto()
     """The backward raises when it has gone through the module, if it does go through."""

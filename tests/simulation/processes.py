@@ -1,6 +1,7 @@
 """What is per process in torch and in ppe_ddp, for each rank of a history: tables of groups, reducers, pages."""
 
 import contextlib
+import sys
 import weakref
 from unittest import mock
 
@@ -129,6 +130,13 @@ def simulated():
         torch.autograd.set_multithreading_enabled(False),
     ]
     world = c10d._world
+    usual = sys.unraisablehook
+
+    def hook(unraisable):
+        if Scheduler.current is not None and not Scheduler.current.is_over:
+            usual(unraisable)  # else it is of what a dead rank has left
+
+    patches.append(mock.patch.object(sys, "unraisablehook", hook))
     with contextlib.ExitStack() as stack:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         for patch in patches:

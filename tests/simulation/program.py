@@ -61,7 +61,7 @@ class Program:
             "forward_sync_buffers": draw.random() < 0.7,
         }
         recipes = [Recipe.random(seed + k, kinds=_KINDS) for k in range(draw.choice([1, 1, 2]))]
-        recipes = [dataclasses.replace(one, layers=one.layers[:_MOST_LAYERS], width=3) for one in recipes]
+        recipes = [dataclasses.replace(one, layers=one.layers[:_MOST_LAYERS], width=3, heads=recipes[0].heads) for one in recipes]
         unfit = set()
         if any(one.is_reentrant for one in recipes):
             unfit |= {StepKind.LOOK, StepKind.SOME_INPUTS}
@@ -75,7 +75,7 @@ class Program:
         world_size = draw.choice([2, 2, 3, 4])
         own_function = draw.random() < 0.3
         faults = Fault.some(draw, world_size, len(steps)) if draw.random() < 0.6 else ()
-        unseen = (Where.BACKWARD, Where.LOSS)  # where a rank that looks alone has another backward
+        unseen = (Where.BACKWARD, Where.EARLY)  # where a rank that looks alone has another backward
         faults = tuple(f for f in faults if steps[f.step].kind is not StepKind.LOOK or f.where not in unseen)
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
@@ -130,13 +130,13 @@ class _Failing(Models):
 
     def forward(self, batch, path):
         faults = Faults.current
-        faults.at(Where.FORWARD)
         batch = batch * 1.0
         batch.register_hook(faults.hook(Where.BACKWARD))
         outputs = [None if one is None else one * 1.0 for one in super().forward(batch, path)]
         for output in outputs:
             if output is not None:
-                output.register_hook(faults.hook(Where.LOSS))
+                output.register_hook(faults.hook(Where.EARLY))
+        faults.at(Where.LOSS)
         return tuple(outputs)
 
 
@@ -228,7 +228,7 @@ class Run:
                 self._note(rank, number, models)
         except (Planned, MemoryError) as raised:
             error = raised
-            if models.is_quiet or raised.args[0] in (Where.FORWARD, Where.LOSS):  # the others cannot see that
+            if models.is_quiet or raised.args[0] in (Where.LOSS, Where.EARLY):  # the others cannot see that
                 for part in models.parts:
                     part.abort_grad_sync("it has failed by plan")
         except (PeerAbortedError, CommunicationError) as raised:

@@ -76,7 +76,7 @@ class Scheduler:
         self._local = threading.local()
         self._main = _held()
         self._changed_at = self.now
-        self._is_over = False
+        self.is_over = False
         self.doom = {}  # in how many waits a rank dies
         self.dead = set()
         self.at_death = lambda rank: None
@@ -126,7 +126,7 @@ class Scheduler:
     def fail(self, text):
         """End the history: it is not sound."""
         self.failure = self.failure or Unsound(text)
-        self._is_over = True
+        self.is_over = True
         if self.task is not None:
             raise Stopped
 
@@ -172,7 +172,7 @@ class Scheduler:
             self._pass_on()
             self._main.acquire()
         finally:
-            self._is_over = True
+            self.is_over = True
             for task, thread in zip(self._tasks, self._threads, strict=True):  # one after another, as ever
                 self._hand_to(task)
                 thread.join(60)
@@ -184,22 +184,22 @@ class Scheduler:
         task.baton.acquire()
         self._local.task = task
         try:
-            if not self._is_over:
+            if not self.is_over:
                 self._use_world(self._worlds[task.rank])
                 run()
         except Stopped:
             pass
         except BaseException as error:
-            if not self._is_over:
+            if not self.is_over:
                 self.failure = Unsound(f"rank {task.rank}: {''.join(traceback.format_exception(error)[-6:])}")
-                self._is_over = True
+                self.is_over = True
         task.is_over = True
         self.change()
         self._pass_on()
 
     def _wait(self, until, seconds):
         task = self.task
-        if self._is_over:
+        if self.is_over:
             raise Stopped
         if task.rank in self.doom:
             self.doom[task.rank] -= 1
@@ -214,7 +214,7 @@ class Scheduler:
         if chosen is not task:
             self._hand_to(chosen)
             task.baton.acquire()
-        if self._is_over:
+        if self.is_over:
             raise Stopped
         self._use_world(self._worlds[task.rank])
 
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _choose(self):
         """Who goes on: a task, or None where the history is over. Delivers messages on the way."""
-        while not self._is_over:
+        while not self.is_over:
             self.turns += 1
             living = [task for task in self._tasks if not (task.is_over or task.is_dead)]
             if not living:
@@ -273,7 +273,7 @@ class Scheduler:
             if task in living and thread.ident in frames:
                 texts.append(f"{task.name} is in {_where(frames[thread.ident])}")
         self.failure = Unsound(f"{why}: {'; '.join(texts)}")
-        self._is_over = True
+        self.is_over = True
 
 
 def _where(frame):
