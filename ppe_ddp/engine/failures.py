@@ -160,7 +160,7 @@ class LostRanks:
         taken the step, and they not.
         """
         own = self._processes.position(self._rank)
-        has_met = own is None or own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
+        has_met = own is not None and own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
         progress = progress_engine(os.getpid())
         # Who is at a bucket has heard of all: they have begun the step, and so completed the one before.
         if self._elsewhere and not has_met:

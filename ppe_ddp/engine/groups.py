@@ -269,10 +269,12 @@ class Groups:
             return error
         if not self._is_agreed:  # the store is gone, with the rank that has served it
             return self.explained(error, what) if isinstance(error, dist.DistError) else error
-        return CommunicationError(
+        failed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
             "next step"
         )
+        failed.ranks = getattr(error, "ranks", None)
+        return failed
 
     @property
     def _is_agreed(self) -> bool:

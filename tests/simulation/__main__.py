@@ -8,26 +8,45 @@ import time
 
 import torch
 
+from law_models import Kind, LayerRecipe, Recipe
+from law_steps import StepKind, TrainingStep
+
+from .faults import Fault, Where
 from .processes import simulated
 from .program import Program, Run
 from .scheduler import Unsound
 
 
-def run(seeds, *, stop_after=5):
-    """Run the histories of ``seeds``; what is wrong, by seed."""
+def run(programs, *, stop_after=5):
+    """Run each of ``programs``; what is wrong, by program."""
     failed = {}
     with simulated():
-        for number, seed in enumerate(seeds):
-            history = Run(Program.of(seed))
+        for number, program in enumerate(programs):
+            history = Run(program)
             try:
                 history.run()
             except Unsound as error:
-                failed[seed] = str(error)
+                failed[program] = str(error)
                 if len(failed) == stop_after:
                     break
             if number % 50 == 0:
                 gc.collect()
     return failed
+
+
+def found():
+    """Programs that have failed once, each in several orders of events."""
+    steps = (TrainingStep(StepKind.ONE_BACKWARD), TrainingStep(StepKind.ONE_BACKWARD))
+    recipe = Recipe(1, (LayerRecipe(Kind.LINEAR), LayerRecipe(Kind.SKIPPED)))
+    programs = []
+    for seed in range(40):
+        # A step was complete on one rank only, where no rank sees the processes of others.
+        torn = Fault(0, 1, Where.LOSS, 0)
+        # A rank has died while the ranks connected again, and no error had it in its `ranks`.
+        dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + seed))
+        for nodes, faults in [(("",) * 3, (torn,)), (("here",) * 3, dies)]:
+            programs.append(Program(seed, 3, (recipe,), {"forward_sync_buffers": True}, False, steps, nodes, faults))
+    return programs
 
 
 def replay(seed):
@@ -51,6 +70,7 @@ def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--found", action="store_true", help="histories that have failed once")
     parser.add_argument("--seeds", default="0:100")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -60,11 +80,14 @@ def main():
         return replay(arguments.seed)
     first, last = map(int, arguments.seeds.split(":"))
     start = time.process_time()
-    failed = run(range(first, last))
+    programs = found() if arguments.found else [Program.of(seed) for seed in range(first, last)]
+    failed = run(programs)
     seconds = time.process_time() - start
-    for seed, text in failed.items():
-        print(f"seed {seed}: {text}")
-    print(f"{last - first} seeds in {seconds:.1f} s of the processor: {(last - first) / seconds:.0f} a second, {len(failed)} failed")
+    for program, text in failed.items():
+        print(f"seed {program.seed}: {text}")
+    rate = len(programs) / seconds
+    which = "programs that have failed once" if arguments.found else f"seeds, {first}:{last},"
+    print(f"{len(programs)} {which} in {seconds:.1f} s of the processor: {rate:.0f} a second, {len(failed)} failed")
     return bool(failed)
 
 

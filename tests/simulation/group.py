@@ -1,7 +1,7 @@
 """The wire between simulated ranks: what each has begun arrives when the scheduler delivers it.
 
-Calls of one group arrive in their order on each rank; those of different groups, and of different ranks, in any. Sums are
-made in the order of the ranks, so that they are the same bits as in one process.
+Calls of one group arrive in their order on each rank; those of different groups, and of different ranks, in any. Sums
+are made in the order of the ranks, so that they are the same bits as in one process.
 """
 
 import torch

@@ -100,15 +100,22 @@ def _condition(address):
 class _DirectCaller:
     """Calls the store in the thread that asks."""
 
+    def __init__(self, _pid):
+        pass
+
     def result(self, function, _seconds):
         return function()
+
+
+def _ended_by_nobody(_pid):
+    return weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def simulated():
     """While this is entered, ranks that are threads of a scheduler can use ppe_ddp as if each was a process."""
     patches = [
-        mock.patch.object(rank_store, "_caller", lambda _pid: _DirectCaller()),
+        mock.patch.object(rank_store, "_caller", _DirectCaller),
         mock.patch.multiple(
             peer_processes,
             _page=_page,
@@ -119,8 +126,8 @@ def simulated():
             path_of=lambda pid, _descriptor: pid,
             open_memory_file=lambda pid, _nbytes, _token, *, is_writable: Pages.current.memory[pid],
         ),
-        mock.patch.object(groups, "ended_at_exit", lambda _pid: weakref.WeakSet()),
-        mock.patch.object(shm_group, "ended_at_exit", lambda _pid: weakref.WeakSet()),
+        mock.patch.object(groups, "ended_at_exit", _ended_by_nobody),
+        mock.patch.object(shm_group, "ended_at_exit", _ended_by_nobody),
         mock.patch.object(shm_group, "GlooWire", SimulatedWire.of),
         mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys: (arguments, keys)),
         mock.patch.object(Reducer, "_all", _OwnReducers()),

@@ -1,9 +1,9 @@
 """Runs the ranks of one history one at a time, and decides by a seed who goes on at each wait and what arrives when.
 
 Each rank is a thread that runs only while it has the baton. It gives the baton away wherever the library waits, naps or
-yields: the names ``time``, ``os`` and ``threading`` of ppe_ddp's modules are replaced by those of this file. A rank that
-polls runs again when something has happened since it looked, or else when virtual time has leapt on; so a timeout of
-half an hour takes some hundred turns.
+yields: the names ``time``, ``os`` and ``threading`` of ppe_ddp's modules are replaced by those of this file. A rank
+that polls runs again when something has happened since it looked, or else when virtual time has leapt on; so a timeout
+of half an hour takes some hundred turns.
 """
 
 import contextlib

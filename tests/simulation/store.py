@@ -53,7 +53,7 @@ class SimulatedStore(dist.Store):
         if not Scheduler.current.wait(lambda: all(key in self._values for key in keys), timeout.total_seconds()):
             raise dist.DistStoreError(f"wait timeout for {keys}")
 
-    def deleteKey(self, key):  # noqa: N802  # torch's name
+    def deleteKey(self, key):  # torch's name
         self._begin("delete", key)
         return self._values.pop(key, None) is not None
 
