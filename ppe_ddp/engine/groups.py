@@ -358,7 +358,13 @@ class Groups:
 
     def _share(self, what: str, word: Any) -> list[Any]:
         """The words of all ranks while they connect again; raises what ends the wait where one of them has failed."""
-        return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, self.failures.check)
+
+        def look() -> None:
+            self.failures.check()
+            if lost := self._lost.gone():
+                raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+
+        return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, look)
 
     def _end_attempt(self, error: BaseException) -> None:
         """End an attempt to connect again that has not succeeded here because of ``error``; the other ranks hear of it.
@@ -371,7 +377,7 @@ class Groups:
         if self._renewals.is_open:
             self.step += 1
             if not isinstance(error, PeerAbortedError):
-                self.failures.report(Failure.of(self.rank, self.step, "begun", error))
+                self.failures.report(Failure.of(self.rank, self.step, "begun", error, self._lost_of(error)))
             self.buckets = self.control = self.parent
             self.processes.note_closed()
             self._releases |= close(registered_duplicates(self.parent, self._made_as))
@@ -442,13 +448,17 @@ class Groups:
             instead = self.explained(error, "the communication of this step")
         told = instead or error
         if not isinstance(told, DisagreementError | PeerAbortedError):  # which other ranks have
-            lost = self._lost.behind(told.ranks or ()) if isinstance(told, CommunicationError) else ()
+            lost = self._lost_of(told)
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
         self._lost.await_completion()
         self._close()
         return instead
+
+    def _lost_of(self, error: BaseException) -> Sequence[LostRank]:
+        """The ranks for which this one has waited in vain, where that is what ``error`` tells."""
+        return self._lost.behind(error.ranks or ()) if isinstance(error, CommunicationError) else ()
 
     def _close(self) -> None:
         self._enter(Life.CLOSED)

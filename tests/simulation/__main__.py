@@ -42,7 +42,7 @@ def found():
     for seed in range(40):
         # A step was complete on one rank only, where no rank sees the processes of others.
         torn = Fault(0, 1, Where.LOSS, 0)
-        # A rank has died while the ranks connected again, and no error had it in its `ranks`.
+        # A rank has died while the ranks connected again: the others waited for the timeout, and named one another.
         dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + seed))
         for nodes, faults in [(("",) * 3, (torn,)), (("here",) * 3, dies)]:
             programs.append(Program(seed, 3, (recipe,), {"forward_sync_buffers": True}, False, steps, nodes, faults))

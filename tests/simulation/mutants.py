@@ -45,7 +45,7 @@ class Mutant:
         source = textwrap.dedent(inspect.getsource(function))
         assert self.old in source, f"{self.title}: {self.old!r} is not in {self.method}() any more"
         code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
-        exec(compile(code, f"<{self.title}>", "exec"), function.__globals__, made := {})
+        exec(compile(code, f"<{self.title}>", "exec"), inspect.unwrap(function).__globals__, made := {})
         return mock.patch.object(self.owner, self.method, made[self.method])
 
 

@@ -132,6 +132,7 @@ def simulated():
         mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys: (arguments, keys)),
         mock.patch.object(Reducer, "_all", _OwnReducers()),
         mock.patch("ppe_ddp.waiting._SPINS", 1),
+        mock.patch.object(sys, "excepthook", sys.excepthook),  # torch wraps it for each group
         packing(),
         simulated_time(),
         torch.autograd.set_multithreading_enabled(False),
