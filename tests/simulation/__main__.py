@@ -17,8 +17,8 @@ from .program import Program, Run
 from .scheduler import Unsound
 
 
-def run(programs, *, stop_after=5):
-    """Run each of ``programs``; what is wrong, by program."""
+def run(programs, *, stop_after=5, tell=lambda program, text: None):
+    """Run each of ``programs``; what is wrong, by program. ``tell`` is called with each that fails."""
     failed = {}
     with simulated():
         for number, program in enumerate(programs):
@@ -27,6 +27,7 @@ def run(programs, *, stop_after=5):
                 history.run()
             except Unsound as error:
                 failed[program] = str(error)
+                tell(program, str(error))
                 if len(failed) == stop_after:
                     break
             if number % 50 == 0:
@@ -81,10 +82,8 @@ def main():
     first, last = map(int, arguments.seeds.split(":"))
     start = time.process_time()
     programs = found() if arguments.found else [Program.of(seed) for seed in range(first, last)]
-    failed = run(programs)
+    failed = run(programs, tell=lambda program, text: print(f"seed {program.seed}: {text}", flush=True))
     seconds = time.process_time() - start
-    for program, text in failed.items():
-        print(f"seed {program.seed}: {text}")
     rate = len(programs) / seconds
     which = "programs that have failed once" if arguments.found else f"seeds, {first}:{last},"
     print(f"{len(programs)} {which} in {seconds:.1f} s of the processor: {rate:.0f} a second, {len(failed)} failed")
