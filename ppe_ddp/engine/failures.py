@@ -431,9 +431,15 @@ class Renewals:
         """The outcome, if there is one."""
         return self._do(Meeting.outcome)
 
-    def refuse(self, step: int, reason: str) -> MeetingOutcome:
-        """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before."""
-        return self._do(lambda meeting: meeting.refuse([step, reason]))
+    def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
+        """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before.
+
+        Args:
+            step: The step.
+            reason: Why.
+            lost: The ranks for which it has waited in vain, where that is why.
+        """
+        return self._do(lambda meeting: meeting.refuse([step, reason, [asdict(one) for one in lost]]))
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""

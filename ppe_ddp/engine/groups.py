@@ -299,14 +299,17 @@ class Groups:
             lost.extend(self._lost.behind(self._renewals.absent()))
         if not known:
             reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
-            known.append(self._renewals.refuse(self.step + 1, reason))
+            known.append(self._renewals.refuse(self.step + 1, reason, lost))
         outcome = known[0]
         self._follow(outcome)
         if outcome.words:
             return
-        _, reason = outcome.refusal
+        _, reason, found = outcome.refusal
         if outcome.rank == self.rank:
             raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+        if found:
+            lost = [LostRank(**one) for one in found]
+            raise self.failures.error([Failure(outcome.rank, self.step, "begun", reason, lost=lost)])
         error = PeerAbortedError(
             f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
             f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
@@ -317,7 +320,7 @@ class Groups:
     def _follow(self, outcome: MeetingOutcome) -> None:
         """Do what the ranks have decided; where they connect, they report to one another under the new number."""
         if not outcome.words:
-            self.step, _ = outcome.refusal  # that in which this attempt has failed
+            self.step, *_ = outcome.refusal  # that in which this attempt has failed
             self._renewals.end()
             return
         self.step = max(outcome.words)  # the last step that is over
