@@ -160,14 +160,12 @@ class Result:
         buffers: By name.
         is_exact: Whether it went in one round.
         error: What it has raised.
-        at: When it was over.
     """
 
     gradients: dict[str, Any]
     buffers: dict[str, Any]
     is_exact: bool
     error: Exception | None
-    at: float
 
 
 class Run:
@@ -254,7 +252,7 @@ class Run:
         traces = [part.trace() for part in models.parts]
         is_exact = not any(trace is not None and trace.repaired for trace in traces)
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")
-        self.results[rank][number].append(Result(gradients, buffers, is_exact, error, self.scheduler.now))
+        self.results[rank][number].append(Result(gradients, buffers, is_exact, error))
 
 
 def _plain(name):
