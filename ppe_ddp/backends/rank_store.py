@@ -361,11 +361,13 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
         others, reason = outcome.refusal
         absent = ", ".join(str(ranks[other]) for other in others if other != place) or "that came too late"
         waited = f"has waited for the group's timeout of {seconds:g} s: rank {absent} did not make it"
-        raise CommunicationError(
+        error = CommunicationError(
             f"rank {ranks[place]}: making {group} {f'has failed on rank {absent} ({reason})' if reason else waited}. "
             "Where only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
             "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
         )
+        error.ranks = tuple(other for other in others if other != place)
+        raise error
     for other, others in zip(ranks, outcome.words, strict=True):
         if others != outcome.words[0]:
             raise DisagreementError(

@@ -160,7 +160,7 @@ class LostRanks:
         taken the step, and they not.
         """
         own = self._processes.position(self._rank)
-        has_met = own is None or own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
+        has_met = own is not None and own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
         progress = progress_engine(os.getpid())
         # Who is at a bucket has heard of all: they have begun the step, and so completed the one before.
         if self._elsewhere and not has_met:
@@ -431,9 +431,15 @@ class Renewals:
         """The outcome, if there is one."""
         return self._do(Meeting.outcome)
 
-    def refuse(self, step: int, reason: str) -> MeetingOutcome:
-        """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before."""
-        return self._do(lambda meeting: meeting.refuse([step, reason]))
+    def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
+        """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before.
+
+        Args:
+            step: The step.
+            reason: Why.
+            lost: The ranks for which it has waited in vain, where that is why.
+        """
+        return self._do(lambda meeting: meeting.refuse([step, reason, [asdict(one) for one in lost]]))
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""

@@ -269,10 +269,12 @@ class Groups:
             return error
         if not self._is_agreed:  # the store is gone, with the rank that has served it
             return self.explained(error, what) if isinstance(error, dist.DistError) else error
-        return CommunicationError(
+        failed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
             "next step"
         )
+        failed.ranks = getattr(error, "ranks", None)
+        return failed
 
     @property
     def _is_agreed(self) -> bool:
@@ -297,14 +299,17 @@ class Groups:
             lost.extend(self._lost.behind(self._renewals.absent()))
         if not known:
             reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
-            known.append(self._renewals.refuse(self.step + 1, reason))
+            known.append(self._renewals.refuse(self.step + 1, reason, lost))
         outcome = known[0]
         self._follow(outcome)
         if outcome.words:
             return
-        _, reason = outcome.refusal
+        _, reason, found = outcome.refusal
         if outcome.rank == self.rank:
             raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+        if found:
+            lost = [LostRank(**one) for one in found]
+            raise self.failures.error([Failure(outcome.rank, self.step, "begun", reason, lost=lost)])
         error = PeerAbortedError(
             f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
             f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
@@ -315,7 +320,7 @@ class Groups:
     def _follow(self, outcome: MeetingOutcome) -> None:
         """Do what the ranks have decided; where they connect, they report to one another under the new number."""
         if not outcome.words:
-            self.step, _ = outcome.refusal  # that in which this attempt has failed
+            self.step, *_ = outcome.refusal  # that in which this attempt has failed
             self._renewals.end()
             return
         self.step = max(outcome.words)  # the last step that is over
@@ -356,7 +361,13 @@ class Groups:
 
     def _share(self, what: str, word: Any) -> list[Any]:
         """The words of all ranks while they connect again; raises what ends the wait where one of them has failed."""
-        return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, self.failures.check)
+
+        def look() -> None:
+            self.failures.check()
+            if lost := self._lost.gone():
+                raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+
+        return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, look)
 
     def _end_attempt(self, error: BaseException) -> None:
         """End an attempt to connect again that has not succeeded here because of ``error``; the other ranks hear of it.
@@ -369,7 +380,7 @@ class Groups:
         if self._renewals.is_open:
             self.step += 1
             if not isinstance(error, PeerAbortedError):
-                self.failures.report(Failure.of(self.rank, self.step, "begun", error))
+                self.failures.report(Failure.of(self.rank, self.step, "begun", error, self._lost_of(error)))
             self.buckets = self.control = self.parent
             self.processes.note_closed()
             self._releases |= close(registered_duplicates(self.parent, self._made_as))
@@ -440,13 +451,17 @@ class Groups:
             instead = self.explained(error, "the communication of this step")
         told = instead or error
         if not isinstance(told, DisagreementError | PeerAbortedError):  # which other ranks have
-            lost = self._lost.behind(told.ranks or ()) if isinstance(told, CommunicationError) else ()
+            lost = self._lost_of(told)
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
         self._lost.await_completion()
         self._close()
         return instead
+
+    def _lost_of(self, error: BaseException) -> Sequence[LostRank]:
+        """The ranks for which this one has waited in vain, where that is what ``error`` tells."""
+        return self._lost.behind(error.ranks or ()) if isinstance(error, CommunicationError) else ()
 
     def _close(self) -> None:
         self._enter(Life.CLOSED)

@@ -1,0 +1,147 @@
+"""What befalls the ranks of a history, drawn from its seed."""
+
+import enum
+from dataclasses import dataclass
+from unittest import mock
+
+from torch import distributed as dist
+
+from ppe_ddp.engine.bucket import PackedBucket
+
+from .scheduler import Scheduler
+
+
+class Planned(Exception):
+    """The error of a rank that fails by plan, with the place."""
+
+
+class Where(enum.Enum):
+    """What happens, and where."""
+
+    LOSS = enum.auto()
+    """The loss raises, so that there is no backward."""
+    EARLY = enum.auto()
+    """The backward raises before it reaches the wrapper."""
+    BACKWARD = enum.auto()
+    """The backward raises when it has gone through the module, if it does go through."""
+    HOOK = enum.auto()
+    """A hook on a gradient raises."""
+    PACKING = enum.auto()
+    """There is no memory to pack a bucket."""
+    FUNCTION = enum.auto()
+    """The reduce function raises before it has sent anything."""
+    FUNCTION_LATE = enum.auto()
+    """The reduce function raises after it has sent a bucket."""
+    SLOW = enum.auto()
+    """The rank takes its time, less than the timeout."""
+    DIES = enum.auto()
+    """The rank is no more, from some wait in this step on."""
+
+    def __repr__(self):
+        return self.name
+
+
+RAISING = tuple(where for where in Where if where not in (Where.SLOW, Where.DIES))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls one rank.
+
+    Attributes:
+        rank: The rank.
+        step: The step.
+        where: What happens.
+        number: Which parameter, how many waits, or how many tenths of a second.
+    """
+
+    rank: int
+    step: int
+    where: Where
+    number: int
+
+    @classmethod
+    def some(cls, draw, world_size, steps):
+        """At most one death, and then no rank that is slow: it would be taken for another one."""
+        dies = draw.random() < 0.2
+        kinds = RAISING if dies else (*RAISING, Where.SLOW)
+        faults = [
+            cls(draw.randrange(world_size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
+            for _ in range(draw.choice([1, 1, 2, 3]) - dies)
+        ]
+        if dies:
+            faults.append(cls(draw.randrange(world_size), draw.randrange(steps), Where.DIES, draw.randrange(40)))
+        return tuple(faults)
+
+
+class Faults:
+    """Those of one run.
+
+    Attributes:
+        fired: When each has happened; those of which the place was never reached have not.
+    """
+
+    current = None
+
+    def __init__(self, planned, world_size):
+        self._planned = planned
+        self.fired = {}
+        self.steps = [-1] * world_size
+
+    def due(self, where):
+        """The fault that this rank has now, here; None if there is none."""
+        scheduler = Scheduler.current
+        rank = scheduler.task.rank
+        for fault in self._planned:
+            if (fault.rank, fault.step, fault.where) == (rank, self.steps[rank], where) and fault not in self.fired:
+                self.fired[fault] = scheduler.now
+                scheduler.note("fault", where.name)
+                return fault
+        return None
+
+    def at(self, where):
+        """Raise what this rank has to raise here."""
+        if self.due(where) is not None:
+            raise MemoryError("planned") if where is Where.PACKING else Planned(where)
+
+    def hook(self, where):
+        """A hook on a gradient that raises where it has to."""
+
+        def call(gradient):
+            self.at(where)
+
+        return call
+
+    def begin_step(self, number, parameters):
+        """A step of this rank begins; what to remove at its end."""
+        rank = Scheduler.current.task.rank
+        self.steps[rank] = number
+        slow = self.due(Where.SLOW)
+        if slow is not None:
+            Scheduler.current.sleep(slow.number / 10)
+        dies = self.due(Where.DIES)
+        if dies is not None:
+            Scheduler.current.doom[rank] = dies.number
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        numbers = [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, Where.HOOK)]
+        return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers]
+
+
+def reduce_function(gradients, group):
+    """A reduce function of the user's own."""
+    Faults.current.at(Where.FUNCTION)
+    gradients.divide(dist.get_world_size(group))
+    work = dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+    Faults.current.at(Where.FUNCTION_LATE)
+    return work
+
+
+def packing():
+    """A patch: packing raises where it has to."""
+    packs = PackedBucket._pack
+
+    def pack(self):
+        Faults.current.at(Where.PACKING)
+        return packs(self)
+
+    return mock.patch.object(PackedBucket, "_pack", pack)

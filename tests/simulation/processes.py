@@ -1,0 +1,156 @@
+"""What is per process in torch and in ppe_ddp, for each rank of a history: tables of groups, reducers, pages."""
+
+import contextlib
+import sys
+import weakref
+from unittest import mock
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from ppe_ddp.backends import rank_store
+from ppe_ddp.backends.shm import shm_group
+from ppe_ddp.engine import groups, peer_processes
+from ppe_ddp.engine.reducer import Reducer
+
+from .faults import packing
+from .group import SimulatedWire
+from .scheduler import Scheduler, simulated_time
+
+
+class _World(c10d._World):
+    """What torch knows of the groups of one rank."""
+
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = None
+    group_count = 0
+
+    def __init__(self):
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.tags_to_pg, self.pg_to_tag = {}, {}
+
+
+def use_world(world):
+    """Let torch see the groups of one rank."""
+    c10d._world = world
+
+
+def new_worlds(count):
+    """What torch knows of groups, for each of so many ranks: nothing."""
+    return [_World() for _ in range(count)]
+
+
+class _OwnReducers:
+    """The reducers of the rank that asks, in an order that the seed decides: a process has them in no order."""
+
+    def __init__(self):
+        self._all = []
+
+    def add(self, reducer):
+        self._all = [(pid, one) for pid, one in self._all if one() is not None]
+        self._all.append((Scheduler.current.pid(), weakref.ref(reducer)))
+
+    def __iter__(self):
+        scheduler = Scheduler.current
+        own = [one() for pid, one in self._all if pid == scheduler.pid()]
+        own = [one for one in own if one is not None]
+        scheduler.draw.shuffle(own)
+        return iter(own)
+
+
+class Pages:
+    """The pages of memory in which the ranks of a node see one another.
+
+    Args:
+        nodes: By rank, the name of its node; empty where this rank's system has no such memory.
+    """
+
+    current = None
+
+    def __init__(self, nodes):
+        self._nodes = nodes
+        self.memory = {}
+        self.pages = {}
+
+    def node(self):
+        """The name of the node of the rank that asks."""
+        return self._nodes[Scheduler.current.task.rank].encode()
+
+    def new(self, nbytes):
+        """Memory for the page of the rank that asks, by its process."""
+        if not self.node():
+            raise OSError("this system has no memfd_create")
+        memory = self.memory[Scheduler.current.pid()] = bytearray(nbytes)
+        return 0, memory
+
+
+def _page(pid):
+    pages = Pages.current.pages
+    if pid not in pages:
+        pages[pid] = peer_processes._Page()
+    return pages[pid]
+
+
+def _condition(address):
+    scheduler = Scheduler.current
+    is_dead = address.pid in map(scheduler.pid_of, scheduler.dead)
+    return peer_processes.Condition.ENDED if is_dead else peer_processes.Condition.RUNNING
+
+
+class _DirectCaller:
+    """Calls the store in the thread that asks."""
+
+    def __init__(self, _pid):
+        pass
+
+    def result(self, function, _seconds):
+        return function()
+
+
+def _ended_by_nobody(_pid):
+    return weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def simulated():
+    """While this is entered, ranks that are threads of a scheduler can use ppe_ddp as if each was a process."""
+    patches = [
+        mock.patch.object(rank_store, "_caller", _DirectCaller),
+        mock.patch.multiple(
+            peer_processes,
+            _page=_page,
+            _condition=_condition,
+            _started=lambda _pid: 0,
+            node_name=lambda: Pages.current.node(),
+            new_memory_file=lambda nbytes: Pages.current.new(nbytes),
+            path_of=lambda pid, _descriptor: pid,
+            open_memory_file=lambda pid, _nbytes, _token, *, is_writable: Pages.current.memory[pid],
+        ),
+        mock.patch.object(groups, "ended_at_exit", _ended_by_nobody),
+        mock.patch.object(shm_group, "ended_at_exit", _ended_by_nobody),
+        mock.patch.object(shm_group, "GlooWire", SimulatedWire.of),
+        mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys: (arguments, keys)),
+        mock.patch.object(Reducer, "_all", _OwnReducers()),
+        mock.patch("ppe_ddp.waiting._SPINS", 1),
+        mock.patch.object(sys, "excepthook", sys.excepthook),  # torch wraps it for each group
+        packing(),
+        simulated_time(),
+        torch.autograd.set_multithreading_enabled(False),
+    ]
+    world = c10d._world
+    usual = sys.unraisablehook
+
+    def hook(unraisable):
+        if Scheduler.current is not None and not Scheduler.current.is_over:
+            usual(unraisable)  # else it is of what a dead rank has left
+
+    patches.append(mock.patch.object(sys, "unraisablehook", hook))
+    with contextlib.ExitStack() as stack:
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        for patch in patches:
+            stack.enter_context(patch)
+        try:
+            yield
+        finally:
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            c10d._world = world

@@ -1,0 +1,386 @@
+"""Runs the ranks of one history one at a time, and decides by a seed who goes on at each wait and what arrives when.
+
+Each rank is a thread that runs only while it has the baton. It gives the baton away wherever the library waits, naps or
+yields: the names ``time``, ``os`` and ``threading`` of ppe_ddp's modules are replaced by those of this file. A rank
+that polls runs again when something has happened since it looked, or else when virtual time has leapt on; so a timeout
+of half an hour takes some hundred turns.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+_LEAP_SECONDS = 0.0005  # the shortest leap of time when nothing happens ...
+_LEAP_PART = 0.25  # ... which grows with the time in which nothing has happened
+_HANG_SECONDS = 4000.0  # more than any timeout of a program
+_MOST_TURNS = 60_000
+_FIRST_PID = 10_000_000  # no process of this system
+
+
+def _held():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class Stopped(BaseException):
+    """Unwinds the thread of a rank that is dead, when the history is over."""
+
+
+class Unsound(AssertionError):
+    """What a history must never do: the ranks hang, or their collectives do not fit together."""
+
+
+@dataclass(eq=False)
+class Task:
+    """One thread of one rank."""
+
+    rank: int
+    name: str
+    baton: Any = field(default_factory=lambda: _held())
+    wake: float = 0.0
+    until: Any = None  # what it waits for; None if it sleeps until `wake`
+    seen: int = -1  # the number of changes on its rank when it looked last
+    is_over: bool = False
+    is_dead: bool = False
+
+
+class Scheduler:
+    """The ranks of one history.
+
+    Args:
+        draw: Decides everything.
+        worlds: What torch knows of its groups, by rank; made current with the rank.
+        use_world: Makes one of them current.
+    """
+
+    current = None  # the scheduler of the history under way
+    _histories = 0
+
+    def __init__(self, draw, worlds, use_world):
+        self.draw = draw
+        self.now = 1.0  # waits take 0.0 for "not yet"
+        self.changes = [0] * len(worlds)
+        self.turns = 0
+        self.log = []
+        self.failure = None
+        self._worlds, self._use_world = worlds, use_world
+        self._tasks = []
+        self._deliveries = []  # (time, what is done then)
+        self._threads = []
+        self._local = threading.local()
+        self._main = _held()
+        self._changed_at = self.now
+        self.is_over = False
+        self.doom = {}  # in how many waits a rank dies
+        self.dead = set()
+        self.at_death = lambda rank: None
+        Scheduler._histories += 1
+        self._pid = _FIRST_PID + 1000 * Scheduler._histories
+
+    # ------------------------------------------------------------------ for what is simulated
+
+    @property
+    def task(self):
+        """The task of this thread; None in a thread that is none of the history's."""
+        return getattr(self._local, "task", None)
+
+    def pid(self):
+        """The process of this rank."""
+        return os.getpid() if self.task is None else self.pid_of(self.task.rank)
+
+    def pid_of(self, rank):
+        """The process of ``rank``."""
+        return self._pid + rank
+
+    def note(self, *event):
+        """Write an event to the log."""
+        task = self.task
+        self.log.append((self.now, None if task is None else task.rank, event))
+
+    def change(self, rank=None):
+        """Something has happened that ``rank`` may wait for, or any rank where it is None."""
+        for one in range(len(self.changes)) if rank is None else (rank,):
+            self.changes[one] += 1
+        self._changed_at = self.now
+
+    def after(self, seconds, deliver):
+        """Have ``deliver`` called some time from now on: in so many seconds at least."""
+        self._deliveries.append((self.now + seconds, deliver))
+
+    def spawn(self, rank, name, run):
+        """A further thread, of ``rank``, that calls ``run``."""
+        task = Task(rank, name)
+        thread = threading.Thread(target=self._run, args=(task, run), name=f"simulated {name}", daemon=True)
+        self._tasks.append(task)
+        self._threads.append(thread)
+        thread.start()
+        self.change()
+        return task
+
+    def fail(self, text):
+        """End the history: it is not sound."""
+        self.failure = self.failure or Unsound(text)
+        self.is_over = True
+        if self.task is not None:
+            raise Stopped
+
+    def kill(self, rank):
+        """No task of ``rank`` ever goes on."""
+        for task in self._tasks:
+            task.is_dead |= task.rank == rank
+        self.dead.add(rank)
+        self.note("dies")
+        self.at_death(rank)
+        self.change()
+
+    def sleep(self, seconds):
+        """Sleep; others go on."""
+        self._wait(None, seconds)
+
+    def poll(self, seconds=0.0, until=bool):
+        """Give the others a turn, and come back when something has happened, or some time has gone by."""
+        self._wait(until, seconds)
+
+    def wait(self, arrived, seconds=None):
+        """Poll until ``arrived()``; whether it has, in so many seconds."""
+        end = None if seconds is None else self.now + seconds
+        while not arrived():
+            if end is not None and self.now >= end:
+                return False
+            self.poll()
+        return True
+
+    def interrupt(self):
+        """Let others go on before this one, at times."""
+        if self.draw.random() < 0.15:
+            self._wait(None, 0.0)
+
+    # ------------------------------------------------------------------ the baton
+
+    def run(self, programs):
+        """Run one program for each rank to the end of all."""
+        Scheduler.current = self
+        try:
+            for rank, program in enumerate(programs):
+                self.spawn(rank, f"rank {rank}", program)
+            self._pass_on()
+            self._main.acquire()
+        finally:
+            self.is_over = True
+            for task, thread in zip(self._tasks, self._threads, strict=True):  # one after another, as ever
+                self._hand_to(task)
+                thread.join(60)
+            Scheduler.current = None
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self, task, run):
+        task.baton.acquire()
+        self._local.task = task
+        try:
+            if not self.is_over:
+                self._use_world(self._worlds[task.rank])
+                run()
+        except Stopped:
+            pass
+        except BaseException as error:
+            if not self.is_over:
+                self.failure = Unsound(f"rank {task.rank}: {''.join(traceback.format_exception(error)[-6:])}")
+                self.is_over = True
+        task.is_over = True
+        self.change()
+        self._pass_on()
+
+    def _wait(self, until, seconds):
+        task = self.task
+        if self.is_over:
+            raise Stopped
+        if task.rank in self.doom:
+            self.doom[task.rank] -= 1
+            if self.doom[task.rank] == 0:
+                self.kill(task.rank)
+        task.until, task.wake, task.seen = until, self.now + seconds, self.changes[task.rank]
+        self._switch()
+
+    def _switch(self):
+        task = self.task
+        chosen = self._choose()
+        if chosen is not task:
+            self._hand_to(chosen)
+            task.baton.acquire()
+        if self.is_over:
+            raise Stopped
+        self._use_world(self._worlds[task.rank])
+
+    def _pass_on(self):
+        self._hand_to(self._choose())
+
+    def _hand_to(self, task):
+        baton = self._main if task is None else task.baton
+        if baton.locked():
+            baton.release()
+
+    def _choose(self):
+        """Who goes on: a task, or None where the history is over. Delivers messages on the way."""
+        while not self.is_over:
+            self.turns += 1
+            living = [task for task in self._tasks if not (task.is_over or task.is_dead)]
+            if not living:
+                return None
+            if self.turns > _MOST_TURNS:
+                self._end("the ranks do not come to an end", living)
+                break
+            able = [task for task in living if self._is_able(task)]
+            due = [one for one in self._deliveries if one[0] <= self.now]
+            if able or due:
+                k = self.draw.randrange(len(able) + len(due))
+                if k < len(able):
+                    return able[k]
+                self._deliveries.remove(due[k - len(able)])
+                due[k - len(able)][1]()
+                self.now += 1e-6
+            else:
+                self._leap(living)
+        return None
+
+    def _is_able(self, task):
+        if task.wake > self.now:
+            return False
+        return task.until is None or task.seen != self.changes[task.rank]
+
+    def _leap(self, living):
+        """Nothing can be done now: time goes on."""
+        quiet = self.now - self._changed_at
+        if quiet > _HANG_SECONDS:
+            self._end(f"nobody has gone on for {quiet:.0f} s", living)
+            return
+        times = [at for at, _ in self._deliveries] + [task.wake for task in living if task.wake > self.now]
+        self.now = min(times, default=self.now + max(_LEAP_SECONDS, quiet * _LEAP_PART))
+        for task in living:
+            if not times or self.draw.random() < 0.2:  # what it asks for now and then may have come since
+                task.seen = -1
+
+    def _end(self, why, living):
+        frames = sys._current_frames()
+        texts = []
+        for task, thread in zip(self._tasks, self._threads, strict=True):
+            if task in living and thread.ident in frames:
+                texts.append(f"{task.name} is in {_where(frames[thread.ident])}")
+        self.failure = Unsound(f"{why}: {'; '.join(texts)}")
+        self.is_over = True
+
+
+def _where(frame):
+    """The innermost places of ours that a thread is in."""
+    places = []
+    while frame is not None and len(places) < 5:
+        code = frame.f_code
+        if "ppe_ddp" in code.co_filename and "waiting.py" not in code.co_filename:
+            places.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places)
+
+
+# ---------------------------------------------------------------------- what ppe_ddp sees
+
+
+class _Shim:
+    """A module of Python's, some names of which are others."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def _monotonic():
+    return Scheduler.current.now
+
+
+def _perf_counter_ns():
+    return int(Scheduler.current.now * 1e9)
+
+
+def _sleep(seconds):
+    # A nap in a loop that polls: it ends when something happens, as a nap is shorter than that takes.
+    Scheduler.current.poll(0.0 if seconds < 0.05 else seconds)
+
+
+def _yield():
+    Scheduler.current.poll()
+
+
+def _getpid():
+    return os.getpid() if Scheduler.current is None else Scheduler.current.pid()
+
+
+class _Event:
+    """``threading.Event``."""
+
+    def __init__(self):
+        self._is_set = False
+
+    def set(self):
+        self._is_set = True
+        if Scheduler.current is not None:
+            Scheduler.current.change()
+
+    def clear(self):
+        self._is_set = False
+
+    def is_set(self):
+        return self._is_set
+
+    def wait(self, timeout=None):
+        return Scheduler.current.wait(self.is_set, timeout)
+
+
+class _Thread:
+    """``threading.Thread``, as a further task of the rank that starts it."""
+
+    def __init__(self, group=None, target=None, name="", args=(), kwargs=None, *, daemon=None):
+        self._call = (target, args, kwargs or {})
+        self.name, self._task = name, None
+
+    def start(self):
+        target, args, kwargs = self._call
+        scheduler = Scheduler.current
+        self._task = scheduler.spawn(scheduler.task.rank, self.name, lambda: target(*args, **kwargs))
+
+    def join(self, timeout=None):
+        Scheduler.current.wait(lambda: self._task.is_over, timeout)
+
+
+@contextlib.contextmanager
+def simulated_time():
+    """While this is entered, ppe_ddp's modules see virtual time, and the ranks' own processes and threads."""
+    clock = _Shim(time, monotonic=_monotonic, perf_counter_ns=_perf_counter_ns, sleep=_sleep)
+    system = _Shim(os, getpid=_getpid, sched_yield=_yield)
+    threads = _Shim(threading, Event=_Event, Thread=_Thread)
+    instead = {
+        id(time): clock,
+        id(os): system,
+        id(threading): threads,
+        id(time.monotonic): _monotonic,
+        id(time.perf_counter_ns): _perf_counter_ns,
+        id(time.sleep): _sleep,
+    }
+    before = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ppe_ddp"):
+            before += [(module, key, value) for key, value in vars(module).items() if id(value) in instead]
+    for module, key, value in before:
+        setattr(module, key, instead[id(value)])
+    try:
+        yield
+    finally:
+        for module, key, value in before:
+            setattr(module, key, value)
