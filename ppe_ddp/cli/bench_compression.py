@@ -92,10 +92,15 @@ def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
         One line a method, the same on every rank, as the report has it.
     """
     torch.set_num_threads(1)
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)  # that compression cannot pay on one machine is known
+    logger = logging.getLogger("ppe_ddp")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # that compression cannot pay on one machine is known
+    try:
+        measured = {name: _measured(arguments(), width, repeats) for name, arguments in METHODS.items()}
+    finally:
+        logger.setLevel(level)
     lines: list[dict[str, Any]] = []
-    for name, arguments in METHODS.items():
-        sent, whole, seconds, error = _measured(arguments(), width, repeats)
+    for name, (sent, whole, seconds, error) in measured.items():
         nbytes = None if name.endswith("torch") else sent  # what torch's hooks send is not known
         line = {"name": name, "nbytes": nbytes, "whole_nbytes": whole, "cpu_seconds": seconds, "error": error}
         plain = lines[0]["cpu_seconds"] if lines else seconds

@@ -46,16 +46,15 @@ class _OwnReducers:
     def __init__(self):
         self._all = []
 
-    def add(self, reducer):
+    def __setitem__(self, _identity, reducer):
         self._all = [(pid, one) for pid, one in self._all if one() is not None]
         self._all.append((Scheduler.current.pid(), weakref.ref(reducer)))
 
-    def __iter__(self):
+    def valuerefs(self):
         scheduler = Scheduler.current
-        own = [one() for pid, one in self._all if pid == scheduler.pid()]
-        own = [one for one in own if one is not None]
+        own = [one for pid, one in self._all if pid == scheduler.pid() and one() is not None]
         scheduler.draw.shuffle(own)
-        return iter(own)
+        return own
 
 
 class Pages:
