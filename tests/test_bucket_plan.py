@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppe_ddp.engine.mask_exchange import fingerprint
-from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner, make_plan
+from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner, fingerprint, make_plan
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -163,7 +163,7 @@ class Backward:
     def end(self) -> None:
         """The synchronization is complete."""
         self.enter(Phase.OVER)
-        self.schedule, self.rounds = None, []
+        self.forget_rounds()
         self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
         if EventLog.current is not None:
             EventLog.current.backwards.append(self.recorder)

@@ -29,7 +29,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.contracts import Division, GradBucket, probe
-from ppe_ddp.engine.memory import sole_owner
+from ppe_ddp.engine.memory import REQUIRES_GRAD, sole_owner
 from ppe_ddp.engine.record import EventLog, RoundRecord, span, watch
 from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import is_future
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.reduction import Reduction
 
 
-_EXISTS, _SHAPE, _REQUIRES_GRAD = partial(is_not, None), attrgetter("shape"), attrgetter("requires_grad")
+_EXISTS, _SHAPE = partial(is_not, None), attrgetter("shape")
 _PLANS = 32  # whose buckets are kept
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
@@ -294,7 +294,7 @@ class PackedBucket(DenseBucket):
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
         gradients, factor = self.gradients, self.factor
-        if self._views and any(map(_REQUIRES_GRAD, filter(_EXISTS, gradients))):
+        if self._views and any(map(REQUIRES_GRAD, filter(_EXISTS, gradients))):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
         if self._is_fused:

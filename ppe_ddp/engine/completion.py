@@ -96,7 +96,6 @@ class SharedParameters:
         groups: The same.
         index: Of each parameter of this one, by its identity.
         end_callback: Returns None where no backward is running that has come through outputs of this one.
-        lost: A parameter that another wrapper has taken over; empty while there is none.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -104,7 +103,7 @@ class SharedParameters:
     def __init__(self, groups: Groups, *, exclusive: bool) -> None:
         self.groups = groups
         self._exclusive = exclusive
-        self.lost = ""
+        self._lost = ""  # a parameter that another wrapper has taken over
         self.index: dict[int, int] = {}
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
@@ -122,7 +121,7 @@ class SharedParameters:
             other = owner.shared
             if self._exclusive or other._exclusive:
                 first = min(self.index[identity] for identity in self.index.keys() & other.index.keys())
-                other.lost = module_state.names[first]
+                other._lost = module_state.names[first]
                 owner.remove_hooks()
             else:
                 self._others.add(other)
@@ -130,9 +129,9 @@ class SharedParameters:
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where another wrapper has taken over some of the parameters."""
-        if self.lost:
+        if self._lost:
             raise UnusableError(
-                f"rank {self.groups.rank}: parameter {self.lost!r} was wrapped again since, and a wrapper that keeps "
+                f"rank {self.groups.rank}: parameter {self._lost!r} was wrapped again since, and a wrapper that keeps "
                 "gradients in buffers of its own (ppe_ddp.megatron) can share it with no other: use the wrapper that "
                 "was made last, on all ranks"
             )
@@ -172,7 +171,7 @@ class SharedParameters:
 
     def has_alone(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether some of ``parameters``, which are this one's, no other wrapper has, nor has taken over."""
-        if self.lost:
+        if self._lost:
             return False
         return any(all(id(parameter) not in other.index for other in self._others) for parameter in parameters)
 
@@ -407,7 +406,7 @@ class Completion:
                 if not to_end:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
-                deque(self._steps, maxlen=0)  # as run()
+                run(self._steps)
             self.is_done = True
         except StopIteration:
             self.is_done = True

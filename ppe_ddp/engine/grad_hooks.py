@@ -200,8 +200,7 @@ class GradHooks:
             indices: The parameters.
             without: Those that are not to be recorded; to be the same object while it is the same ones.
         """
-        if self._is_recording:
-            self.stop_recording()
+        self.stop_recording()
         self._recorded.clear()
         recording = self._recording
         if recording.indices != indices or recording.without is not without:
@@ -279,9 +278,6 @@ class UserGradHooks:
 
     Args:
         parameters: The parameters. A hook waits while any wrapper that has the parameter synchronizes.
-
-    Attributes:
-        exist: Whether :meth:`run` has anything to call.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -295,12 +291,15 @@ class UserGradHooks:
         self._optimized = [
             (i, parameter) for i, parameter in enumerate(parameters) if in_backward_optimizers(parameter)
         ]
-        self.exist = bool(self._optimized)
+
+    @property
+    def exist(self) -> bool:
+        """Whether :meth:`run` has anything to call."""
+        return bool(self._hooked or self._optimized)
 
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
-        self.exist = bool(self._optimized)
         if max(map(len, self._just_tables), default=0) < 2:
             return  # ours alone
         for i, parameter, table in self._tables:
@@ -308,7 +307,6 @@ class UserGradHooks:
                 continue
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:
-                self.exist = True
                 self._hooked.append((i, parameter))
             for key, hook in users:
                 if not isinstance(hook, _DeferredHook):
@@ -386,8 +384,6 @@ class GradientArrivals:
         self.streams = GradientStreams.of(parameters)
         self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
         self._start_recording = hooks.start_recording
-        if self.streams is None:
-            self.start_recording = hooks.start_recording  # type: ignore[method-assign]
         self._reached = ReachedParameters(parameters)
         self.reached, self.accumulates = self._reached.indices, self._reached.accumulates
         self._everything = range(len(parameters))

@@ -6,7 +6,6 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
-from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.memory import Allocator
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Negotiation
-
-
-_GRAD, _EXISTS = attrgetter("grad"), partial(is_not, None)
 
 
 class Gradients:
@@ -61,11 +57,10 @@ class Gradients:
     def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already that is not averaged shards."""
         mask = bytearray(reached)
-        grads: list[Tensor | None] = list(map(_GRAD, self._parameters))
+        grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         self.shared, self.stays_in_place = [], False
-        if any(map(_EXISTS, grads)):
-            present = ((i, grad) for i, grad in enumerate(grads) if grad is not None)
-            held = [(i, local) for i, grad in present if (local := local_of(grad)) is not None]
+        if grads:
+            held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
             if self._distributed is not None:
                 held = [(i, local_tensor(gradient)) for i, gradient in held]
             self._find_shared_memory(held)
@@ -87,7 +82,7 @@ class Gradients:
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
         parameters = self._parameters
-        taken: list[Tensor | None] = list(map(_GRAD, map(parameters.__getitem__, indices)))
+        taken = [parameters[i].grad for i in indices]
         if self._distributed is not None:
             taken = [g if g is None else self._distributed.local(i, g) for i, g in zip(indices, taken, strict=True)]
         if ShardedGradient in set(map(type, taken)):

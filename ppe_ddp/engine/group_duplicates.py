@@ -62,7 +62,7 @@ def duplicates(
         backends: Its backends by type of device.
         name: New, and the same on every rank.
         shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
-        before_each: Called before each group is made, with what it is for: gloo waits there for ranks that do not come.
+        before_each: Called with the name of each group before it is made: gloo waits there for ranks that do not come.
     """
     if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
         # gloo in C++ compares nothing; shm without shared memory is gloo, and does
@@ -73,11 +73,11 @@ def duplicates(
     # torch would give them to every backend of a mixed group, and no other understands them.
     is_mixed = len(set(backends.values())) > 1
     config = str(dist.get_backend_config(parent))
-    before_each("buckets")
-    buckets = _new_group(parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets())
-    before_each("control")
+    buckets = _new_group(
+        parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets(), before_each
+    )
     # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
-    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control())
+    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control(), before_each)
     end_on_threads_of_python([buckets, control])
     return buckets, control
 
@@ -92,10 +92,8 @@ def _over_shm(
     """The same, with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
-    before_each("buckets")
-    buckets = _new_group(parent, config, f"buckets/{name}", None if others else options)
-    before_each("control")
-    return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control())
+    buckets = _new_group(parent, config, f"buckets/{name}", None if others else options, before_each)
+    return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control(), before_each)
 
 
 def _exists(kind: str) -> bool:
@@ -118,8 +116,11 @@ def _options(group: ProcessGroup) -> Any:
     return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
 
 
-def _new_group(parent: ProcessGroup, config: str, name: str, options: Any) -> ProcessGroup:
-    """A group of the ranks of ``parent``, made by these alone."""
+def _new_group(
+    parent: ProcessGroup, config: str, name: str, options: Any, before: Callable[[str], object]
+) -> ProcessGroup:
+    """A group of the ranks of ``parent``, made by these alone, once ``before`` was called with its name."""
+    before(name)
     ranks = dist.get_process_group_ranks(parent)
     return new_group_named(f"{_prefix(parent)}{name}", ranks, timeout_of(parent), config, options)
 

@@ -226,14 +226,8 @@ class Groups:
         if not self.is_duplicate:
             return
         self._starts += 1
-
-        def look() -> None:
-            self.failures.check(START)  # no other phase: who has seen all ranks come is a step ahead
-            lost = self._lost.gone()
-            if lost:
-                raise lost_error(self.rank, lost, "the ranks could not start together")
-
-        exchange(self.parent, f"{self.name}/start/{self.generation}/{self._starts}", "", look)
+        # Of no other phase: who has seen all ranks come is a step ahead.
+        self._share(f"start/{self._starts}", "", what_failed="the ranks could not start together", phase=START)
 
     def renew(self, progress: HookProgress | None = None) -> None:
         """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
@@ -349,7 +343,7 @@ class Groups:
             backends_of(self.parent),
             self._made_as,
             shared_memory=self.shared_memory,
-            before_each=lambda kind: self._share(f"makes/{kind}", ""),  # one that was interrupted says so
+            before_each=lambda name: self._share(f"makes/{name}", ""),  # one that was interrupted says so
         )
         self._starts = 0
         self._renewals.end()
@@ -359,13 +353,27 @@ class Groups:
     def _made_as(self) -> str:
         return f"{self.number}/{self.generation}"
 
-    def _share(self, what: str, word: Any) -> list[Any]:
-        """The words of all ranks while they connect again; raises what ends the wait where one of them has failed."""
+    def _share(
+        self,
+        what: str,
+        word: Any,
+        *,
+        what_failed: str = "the ranks could not connect again after a failure",
+        phase: str = "",
+    ) -> list[Any]:
+        """The words of all ranks, by the store; raises what ends the wait where one of them has failed or is gone.
+
+        Args:
+            what: The name of the words; another one each time in one generation.
+            word: This rank's.
+            what_failed: What to say of ranks that are gone.
+            phase: The only one in which a failure counts; empty for all.
+        """
 
         def look() -> None:
-            self.failures.check()
+            self.failures.check(phase)
             if lost := self._lost.gone():
-                raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+                raise lost_error(self.rank, lost, what_failed)
 
         return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, look)
 

@@ -21,7 +21,6 @@ when all ranks know it, because a transport that gets messages of different leng
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,15 +41,6 @@ if TYPE_CHECKING:
 DIGEST = 16
 _COMPLEMENT = bytes(255 - value for value in range(256))
 _BASE = 255  # digits of a rank: 255 - digit is sent, so that the maximum is the smallest digit, and 0 is none
-
-
-def fingerprint(lines: Sequence[str]) -> bytes:
-    """Sixteen bytes that differ when the lines differ."""
-    digest = hashlib.blake2b(digest_size=DIGEST)
-    for line in lines:
-        digest.update(line.encode())
-        digest.update(b"\n")
-    return digest.digest()
 
 
 def with_complement(digest: bytes) -> bytes:

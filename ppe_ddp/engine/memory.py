@@ -32,7 +32,7 @@ Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SHORTEST_RUN = 3  # members; to concatenate fewer takes as long as to copy them
 _UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
 
@@ -116,7 +116,7 @@ class PooledBuffer:
             storage_users(self.memory),
             list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
             users_of_tensors(slots),  # ... or torch, as a .grad
-            any(map(_REQUIRES_GRAD, slots)),
+            any(map(REQUIRES_GRAD, slots)),
         )
 
 

@@ -24,10 +24,10 @@ from torch import distributed as dist
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import APART
-from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, fingerprint, is_same, ranks_named, with_complement
+from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, is_same, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.plan import Planner
+from ppe_ddp.engine.plan import Planner, fingerprint
 from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ class Negotiation:
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""
         self._count += 1
-        if not self._count & (self._count - 1):
+        if not self._count & (self._count - 1):  # at the 1st, 2nd, 4th, 8th …
             yield from self._learn_order(arrivals, recorder)
         if self._packing.measured and self._groups.world_size > 1:
             yield from self._bucket_size.after_step(recorder)
@@ -349,7 +349,7 @@ class Negotiation:
                 self._repack(replace(self._packing, bucket_bytes=chosen, measured=False))
 
     def _learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
-        """Learn in which order gradients arrive, at the 1st, 2nd, 4th, 8th … backward while some are new."""
+        """Learn in which order gradients arrive, while some are new."""
         count = len(self._module_state.specs)
         if self._groups.world_size == 1 or not self.planner.has_unlearned(recorder.agreed):
             return

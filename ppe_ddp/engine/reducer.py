@@ -116,8 +116,7 @@ class Reducer(Generic[C]):
     def check(self) -> None:
         """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
         self.groups.check()
-        if self.shared.lost:
-            self.shared.check()
+        self.shared.check()
 
     def __del__(self) -> None:
         self.remove_hooks()
@@ -282,8 +281,7 @@ class Reducer(Generic[C]):
         if not reached and not (self._parameters and self._arrivals.accumulates()):
             return None
         self.check()
-        if self._arrivals.streams is not None:
-            self._arrivals.check(self.groups.rank)
+        self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
         backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
@@ -302,9 +300,8 @@ class Reducer(Generic[C]):
 
     def _completion(self, backward: Backward) -> Completion:
         hooks = self._user_grad_hooks
-        then = None
-        if hooks.exist and not backward.silent:
-            then = lambda: hooks.run(backward.averaged, backward.turn)  # noqa: E731
+        runs_hooks = hooks.exist and not backward.silent
+        then = (lambda: hooks.run(backward.averaged, backward.turn)) if runs_hooks else None
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
 
     def _finish(self, backward: Backward) -> Steps:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, or_
+from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,9 +86,6 @@ logger = logging.getLogger("ppe_ddp")
 RAISED = "its backward has raised an error; look at that rank's traceback"
 
 
-_IS_CLOSED = attrgetter("is_closed")
-
-
 class Synchronizer(ABC):
     """Synchronizes gradients with the other ranks.
 
@@ -122,7 +119,7 @@ class Synchronizer(ABC):
     @property
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`start_negotiation` makes new ones, collectively."""
-        return any(map(_IS_CLOSED, self.groups))
+        return any(groups.is_closed for groups in self.groups)
 
     @property
     def hook_progress(self) -> HookProgress | None:
