@@ -371,6 +371,64 @@ def hold_interrupted(moment, *, times=2, seconds=60, **options):
         assert len(set(counts)) == 1, counts
 
 
+def _together(first, second, batch):
+    (first(batch) + second(batch)).sum().backward()
+
+
+def _started_before_the_other(first, second, batch):
+    second.start_grad_sync()
+    first(batch).sum().backward()
+    second.finish_grad_sync()
+
+
+def _both_started(first, second, _batch):
+    second.start_grad_sync()
+    first.start_grad_sync()
+    first.finish_grad_sync()
+    second.finish_grad_sync()
+
+
+def _by_hand(first, second, _batch):
+    second.finish_grad_sync()
+    first.finish_grad_sync()
+
+
+def _one_after_the_other(first, second, batch):
+    second(batch).sum().backward()
+    first(batch).sum().backward()
+
+
+ORDERS = {
+    "started_before_the_other": (_started_before_the_other, 1, 0),
+    "both_started": (_both_started, 0, 0),
+    "by_hand": (_by_hand, 0, 0),
+    "one_after_the_other": (_one_after_the_other, 1, 1),
+}
+"""How the last rank comes to two wrappers, and whether it has gradients for the first and for the second."""
+
+
+def hold_order(order, **options):
+    """The ranks come to two wrappers in different orders in the step after a failure, and connect again in each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    step, *has_gradients = ORDERS[order]
+    wrappers = [DistributedDataParallel(seeded(nn.Linear, 4, 3), **options) for _ in range(2)]
+    batch = torch.full((1, 4), rank + 1.0)
+    for turn in range(3):
+        outputs = wrappers[turn % 2](batch), wrappers[1 - turn % 2](batch)
+        if rank == turn % size:
+            outputs[0].register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError if rank == turn % size else PeerAbortedError):
+            sum(outputs).sum().backward()
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        start = time.monotonic()
+        (step if rank == size - 1 else _together)(*wrappers, batch)
+        assert time.monotonic() - start < SECONDS
+        for wrapper, is_there in zip(wrappers, has_gradients, strict=True):
+            total = sum(range(1, size)) + (size if is_there else 0)
+            assert wrapper.module.weight.grad.tolist() == torch.full((3, 4), total / size).tolist()
+
+
 def fail(wrapper, way, culprit, step=square):
     """One step in which rank `culprit` fails."""
     rank, start = dist.get_rank(), time.monotonic()

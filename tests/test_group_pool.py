@@ -10,6 +10,7 @@ from torch import nn
 from one_process import square
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
+from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
@@ -120,7 +121,7 @@ def test_a_parent_that_is_made_again_under_its_name_begins_anew():
             dist.barrier()
             groups.fail(RuntimeError("not today") if dist.get_rank() == turn % 2 else AbortedError(), "begun")
             if generation == 0:
-                groups.renew()
+                run(groups.renewing())
         del groups
         dist.barrier()
         dist.destroy_process_group(parent)

@@ -238,14 +238,14 @@ def test_a_look_at_the_store_costs_the_same_however_many_ranks_there_are(size):
     assert store.calls_of(everyone[0].gone) < 5 + size
     assert store.calls_of(everyone[0].gone) < 5
     assert sorted(everyone[0]._told()) == [*range(1, size)]
-    attempts = [Renewals(lambda: bounded, "one", rank, size) for rank in range(size)]
+    attempts = [Renewals(lambda: bounded, "one", rank, size, int) for rank in range(size)]
     for one in attempts:
         one.begin()
         assert one.outcome() is None
         assert store.calls_of(one.outcome) == 1
         assert store.calls_of(lambda one=one: one.come(one._rank)) < 5
-    assert all(one.outcome() == MeetingOutcome([*range(size)], size - 1) for one in attempts)
     assert store.calls_of(attempts[0].outcome) == 2
+    assert all(one.outcome() == MeetingOutcome([*range(size)], size - 1) for one in attempts)
 
 
 def serve(pipe):

@@ -15,7 +15,8 @@ import failing
 import failing_shards
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
 from ppe_ddp.backends.group_internals import store_of
-from ppe_ddp.engine.groups import Groups, renew_all
+from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
@@ -125,7 +126,7 @@ def test_the_distributed_optimizer_on_three(way):
 def test_groups_without_a_backend_for_cpus_are_connected_again():
     groups = Groups.duplicate(dist.new_group(backend="cuda:gloo"))
     groups.fail(RuntimeError(), "begun")
-    groups.renew()
+    run(groups.renewing())
     assert (groups.is_closed, groups.generation) == (False, 1)
 
 
@@ -148,6 +149,13 @@ def test_one_of_three_is_interrupted_while_the_ranks_connect_again(moment, share
     failing.hold_interrupted(moment, times=1, shared_memory=shared_memory)
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shm"])
+@pytest.mark.parametrize("order", failing.ORDERS)
+@on_three_ranks
+def test_the_ranks_come_to_two_wrappers_in_different_orders(order, shared_memory):
+    failing.hold_order(order, shared_memory=shared_memory)
+
+
 @pytest.mark.parametrize("place", [0, 1])
 @on_two_ranks
 def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
@@ -156,14 +164,15 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
         groups.fail(AbortedError(), "begun")
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 0:
-            patches.setattr(both[place], "_agree", lambda: signal.raise_signal(signal.SIGINT))
+            patches.setattr(both[place], "_agree", lambda: [signal.raise_signal(signal.SIGINT)])
         with pytest.raises((KeyboardInterrupt, PeerAbortedError)):
-            renew_all(both)
+            run(renewing_all(both))
     with contextlib.suppress(PeerAbortedError):  # of the second step of those who were connected before the interrupt
-        renew_all(both)
+        run(renewing_all(both))
+    dist.barrier()  # who closes its end now ends the attempt of one that still connects
     for groups in both:
         groups.fail(AbortedError(), "begun")
-    renew_all(both)
+    run(renewing_all(both))
     assert [groups.is_closed for groups in both] == [False, False]
 
 

@@ -242,11 +242,13 @@ class MeetingOutcome(NamedTuple):
         words: Of all ranks, in their order; empty where one has refused.
         rank: The rank that has spoken: the last to come, or the one that has refused.
         refusal: Its word, where it has refused.
+        place: In the order of all meetings whose places the ranks count, where all have come; else 0.
     """
 
     words: Sequence[Any]
     rank: int
     refusal: Any = None
+    place: int = 0
 
 
 class Meeting:
@@ -260,10 +262,13 @@ class Meeting:
         name: New, and the same on every rank.
         rank: This one.
         size: How many there are.
+        next_place: Gives a place in an order of meetings; called once all have come, by one rank.
     """
 
-    def __init__(self, store: WrittenKeys, name: str, rank: int, size: int) -> None:
-        self._store = store
+    def __init__(
+        self, store: WrittenKeys, name: str, rank: int, size: int, next_place: Callable[[], int] = int
+    ) -> None:
+        self._store, self._next_place = store, next_place
         self._outcome = f"{name}/outcome"
         self._count = f"{name}/count"
         self._name, self._rank, self._size = name, rank, size
@@ -272,12 +277,17 @@ class Meeting:
         """Bring this rank's word, which JSON can write."""
         self._store.set(f"{self._name}/{self._rank}", json.dumps(word))
         if self._store.add(self._count, 1) == self._size:
-            words = [json.loads(text) for text in self._store.multi_get(self._keys())]
-            self._decide(MeetingOutcome(words, self._rank))
+            self._join()
 
     def refuse(self, word: Any) -> MeetingOutcome:
         """Refuse, unless all have come or one has refused before; the outcome."""
+        if self._store.check(self._keys()):  # who has come last may have died since
+            return self._join()
         return self._decide(MeetingOutcome([], self._rank, word))
+
+    def _join(self) -> MeetingOutcome:
+        words = [json.loads(text) for text in self._store.multi_get(self._keys())]
+        return self._decide(MeetingOutcome(words, self._rank, None, self._next_place()))
 
     def _decide(self, outcome: MeetingOutcome) -> MeetingOutcome:
         return MeetingOutcome(*json.loads(self._store.compare_set(self._outcome, "", json.dumps(outcome))))
@@ -287,6 +297,10 @@ class Meeting:
         if not self._store.check([self._outcome]):
             return None
         return MeetingOutcome(*json.loads(self._store.get(self._outcome)))
+
+    def is_full(self) -> bool:
+        """Whether all have come. While they have not, the place of this meeting comes after all that are taken."""
+        return self._store.add(self._count, 0) == self._size
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""

@@ -5,7 +5,7 @@ look      the others leave their waits: a connection is closed, or they look her
 name      an error of the transport becomes one that names the rank: who has reported; else who is gone, is stopped,
 or has not come (LostRanks.find): on this node by its process (peer_processes.py), on others by what it
 writes to the store, as every rank does whose communication has failed; who does not write is silent
-renew     at its next step each rank makes new connections, once all have come to do so (Renewals, Groups.renew)
+renew     at its next step each rank makes new connections, once all have come to do so (Renewals, Groups.renewing)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.group_internals import default_group, store_of
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
 from ppe_ddp.backends.work import Work
 from ppe_ddp.engine.peer_processes import Activity, Condition, Position
@@ -32,7 +33,7 @@ from ppe_ddp.waiting import in_flight, is_message, paced, progress_engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ppe_ddp.backends.rank_store import BoundedStore
+    from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
     from ppe_ddp.contracts import Waitable
     from ppe_ddp.engine.peer_processes import PeerProcesses
     from ppe_ddp.waiting import InFlight
@@ -385,28 +386,42 @@ class Failures:
             progress_engine(os.getpid()).wait_until(one.done, looks, rest=one.block)
 
 
+def _next_place() -> int:
+    return store_of(default_group()).add("ppe_ddp/renewals", 1)
+
+
 class Renewals:
     """The attempts of the ranks of one group to connect again, numbered alike on every rank.
 
     Each synchronized step with closed connections is one attempt on each rank: a meeting, to which each brings how many
-    steps it has had. A rank that cannot connect refuses, with the step and the reason.
+    steps it has had. A rank that cannot connect refuses, with the step and the reason. The groups for which all have
+    come connect in the order in which that happened, which is the same on all ranks whatever order they come in.
 
     Args:
         store: Gives the store that the ranks share, for one attempt.
         name: Of the group; the same on every rank, and never used again.
         rank: This process in the group.
         world_size: The size of the group.
+        next_place: Gives the next place in the order of all such meetings of the job.
 
     Attributes:
         number: Of the attempt under way, or of the last one.
     """
 
-    def __init__(self, store: Callable[[], BoundedStore], name: str, rank: int, world_size: int) -> None:
-        self._new_store = store
+    def __init__(
+        self,
+        store: Callable[[], BoundedStore],
+        name: str,
+        rank: int,
+        world_size: int,
+        next_place: Callable[[], int] = _next_place,
+    ) -> None:
+        self._new_store, self._next_place = store, next_place
         self._stores: list[BoundedStore] = []  # one an attempt, since the last that succeeded
         self._name = f"ppe_ddp/renewal/{name}"
         self._rank, self._world_size = rank, world_size
         self._ended = 0
+        self._outcome: MeetingOutcome | None = None
         self.number = 0
 
     @property
@@ -418,6 +433,7 @@ class Renewals:
         """Begin the next attempt, or go on with one that could not be ended as the store was silent."""
         self._stores.append(self._new_store())
         self.number = self._ended + 1
+        self._outcome = None
 
     def end(self) -> None:
         """End the attempt: its outcome is known, and what follows from it done."""
@@ -429,7 +445,16 @@ class Renewals:
 
     def outcome(self) -> MeetingOutcome | None:
         """The outcome, if there is one."""
-        return self._do(Meeting.outcome)
+        if self._outcome is None:
+            self._outcome = self._do(Meeting.outcome)
+        return self._outcome
+
+    def may_precede(self, place: int) -> bool:
+        """Whether all ranks have come, or are about to be found to have, before the attempt that has this place."""
+        outcome = self.outcome()
+        if outcome is None:
+            return self._do(Meeting.is_full)
+        return bool(outcome.words) and outcome.place < place
 
     def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
         """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before.
@@ -447,7 +472,11 @@ class Renewals:
 
     def _do(self, call: Callable[[Meeting], T]) -> T:
         name = f"{self._name}/{self.number}"
-        return self._stores[-1].do(lambda store: call(Meeting(store, name, self._rank, self._world_size)))
+
+        def ask(store: WrittenKeys) -> T:
+            return call(Meeting(store, name, self._rank, self._world_size, self._next_place))
+
+        return self._stores[-1].do(ask)
 
     def forget(self) -> None:
         """Delete what this rank has written in earlier attempts; called when all ranks have come to this one."""

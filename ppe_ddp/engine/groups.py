@@ -5,7 +5,7 @@ backward (SyncBatchNorm, expert parallelism), the order of collectives would the
 wrapper duplicates the user's group, as MPI programs duplicate their communicator: once for buckets, which a
 function may send from a thread of its own, and once for the small messages by which the ranks agree.
 
-    duplicate ──► OPEN ──► fail: a rank has failed ──► CLOSED ──► renew, on all ranks ──► OPEN
+    duplicate ──► OPEN ──► fail: a rank has failed ──► CLOSED ──► renewing, on all ranks ──► OPEN
                     └────► release: no wrapper uses them; the next one over this parent takes them
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,13 +74,24 @@ from ppe_ddp.errors import (
 from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
+    from ppe_ddp.contracts import Probe
     from ppe_ddp.engine.group_duplicates import Release
 
 _MOST_DUPLICATES = 1_000_000  # of one parent
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
 _LONGEST_PAUSE = 0.01  # ... which grow to this
+
+
+class _Renewing(threading.local):
+    """The groups that one thread makes anew, in the order in which it has come to them."""
+
+    def __init__(self) -> None:
+        self.groups: list[Groups] = []
+
+
+_RENEWING = _Renewing()
 
 
 class User(Protocol):
@@ -159,6 +171,8 @@ class Groups:
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self._connect_failures(self.generation)
         self._renewals = Renewals(self._store, self.name, self.rank, self.world_size)
+        self.is_renewing = False
+        """Whether this rank has come to make them anew, and not ended that."""
         self._reason = ""  # why they are unusable
         self._starts = 0
         self._releases: dict[str, Release] = {}  # of the duplicates that were closed
@@ -229,11 +243,16 @@ class Groups:
         # Of no other phase: who has seen all ranks come is a step ahead.
         self._share(f"start/{self._starts}", "", what_failed="the ranks could not start together", phase=START)
 
-    def renew(self, progress: HookProgress | None = None) -> None:
-        """Make new duplicates where the old ones were closed; every rank must call this then, at its next step.
+    def renewing(self, progress: HookProgress | None = None) -> Generator[Probe, None, None]:
+        """Make new duplicates where the old ones were closed; every rank must do this then, at its next step.
+
+        The ranks may come to several groups in different orders: it yields before it waits for the others to come.
 
         Args:
             progress: Of a hook that communicates in groups of its own; None on every rank where there is none.
+
+        Yields:
+            A probe of whether it can go on; the next step waits until then.
 
         Raises:
             PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
@@ -245,8 +264,10 @@ class Groups:
         self.check()
         self._end_attempt(AbortedError("it was interrupted while the ranks connected again"))
         self._renewals.begin()
+        self.is_renewing = True
+        _RENEWING.groups.append(self)
         try:
-            self._agree()
+            yield from self._agree()
             self._connect_again(progress)
         except BaseException as error:
             instead = self._renewal_error(error)
@@ -255,14 +276,20 @@ class Groups:
             if instead is error:
                 raise
             raise instead from error
+        finally:
+            self.is_renewing = False
+            _RENEWING.groups.remove(self)
 
     def _renewal_error(self, error: BaseException) -> BaseException:
-        """The error to raise for one in :meth:`renew`."""
+        """The error to raise for one in :meth:`renewing`."""
         what = "connecting the ranks again after a failure"
         if not isinstance(error, Exception) or isinstance(error, PeerAbortedError | UnusableError):
             return error
         if not self._is_agreed:  # the store is gone, with the rank that has served it
             return self.explained(error, what) if isinstance(error, dist.DistError) else error
+        with contextlib.suppress(dist.DistError, CommunicationError):
+            if others := self.failures.of_others():  # one that was connected has closed its end since
+                return self.failures.error(others)
         failed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
             "next step"
@@ -275,26 +302,24 @@ class Groups:
         """Whether all ranks have agreed to make the duplicates of this generation."""
         return self.generation == self._renewals.number
 
-    def _agree(self) -> None:
+    def _agree(self) -> Generator[Probe, None, None]:
         """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
         self._renewals.come(self.step)
-        known: list[MeetingOutcome] = []
         lost: list[LostRank] = []
-
-        def arrived() -> bool:
-            outcome = self._renewals.outcome()
-            known.extend([] if outcome is None else [outcome])
-            return bool(known or lost)
-
-        progress = progress_engine(os.getpid())
         looks = paced(lambda: lost.extend(self._lost.gone()), LOOK_SECONDS, at_once=False)
-        has_arrived = paced(arrived, longest=_LONGEST_PAUSE)
-        if not progress.wait_until(has_arrived, looks, seconds=self.timeout_seconds, nap=_NAP_SECONDS):
+        can_go_on = paced(self._can_connect, longest=_LONGEST_PAUSE)
+        seconds = self.timeout_seconds
+        try:
+            yield can_go_on
+        except (CommunicationError, PeerAbortedError):
+            seconds = 0.0  # none of several wrappers has moved for the whole timeout
+        progress = progress_engine(os.getpid())
+        if not progress.wait_until(lambda: lost or can_go_on(), looks, seconds=seconds, nap=_NAP_SECONDS):
             lost.extend(self._lost.behind(self._renewals.absent()))
-        if not known:
+        outcome = self._renewals.outcome()
+        if outcome is None:
             reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
-            known.append(self._renewals.refuse(self.step + 1, reason, lost))
-        outcome = known[0]
+            outcome = self._renewals.refuse(self.step + 1, reason, lost)
         self._follow(outcome)
         if outcome.words:
             return
@@ -310,6 +335,14 @@ class Groups:
         )
         error.rank, error.step, error.phase, error.reason = outcome.rank, self.step, "begun", reason
         raise error
+
+    def _can_connect(self) -> bool:
+        """Whether a rank has refused, or all have come, and to no other group of this thread before."""
+        outcome = self._renewals.outcome()
+        if outcome is None or not outcome.words:
+            return outcome is not None
+        others = (other for other in _RENEWING.groups if other is not self)
+        return not any(other._renewals.may_precede(outcome.place) for other in others)
 
     def _follow(self, outcome: MeetingOutcome) -> None:
         """Do what the ranks have decided; where they connect, they report to one another under the new number."""
@@ -397,10 +430,10 @@ class Groups:
     @property
     def has_failed(self) -> bool:
         """Whether a rank has failed in this step: what is under way will not come."""
-        if not self.is_duplicate or self.is_closed:
+        if not self.is_duplicate or (self.is_closed and not self.is_renewing):
             return self.is_duplicate
-        try:
-            return bool(self.failures.of_others() or self._lost.gone())
+        try:  # the reports are still those of the failure after which the ranks connect again
+            return bool((not self.is_closed and self.failures.of_others()) or self._lost.gone())
         except (dist.DistError, CommunicationError):
             return False  # what is under way may still come
 
@@ -428,7 +461,7 @@ class Groups:
 
         def is_reported() -> bool:
             with contextlib.suppress(dist.DistError, CommunicationError):  # the store may be gone
-                others[:] = self.failures.of_others()
+                others[:] = [] if self.is_renewing else self.failures.of_others()
             return bool(others)
 
         lost = self._lost.find(is_reported) if self.is_duplicate else []
@@ -599,8 +632,11 @@ def _pool_of(parent: ProcessGroup) -> _Pool:
     return kept_with(parent, _Pool)
 
 
-def renew_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> None:
-    """Make new duplicates of each where the old ones were closed; every rank must call this together, in this order.
+def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> Generator[Probe, None, None]:
+    """Make new duplicates of each where the old ones were closed; every rank must do this together, in this order.
+
+    Yields:
+        As :meth:`Groups.renewing`.
 
     Raises:
         PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
@@ -609,7 +645,7 @@ def renew_all(everyone: Iterable[Groups], progress: HookProgress | None = None) 
     left = list(everyone)
     while left:
         try:
-            left[0].renew(progress)
+            yield from left[0].renewing(progress)
         except PeerAbortedError as error:
             errors.append(error)  # the others must be tried all the same, as on the other ranks
         except BaseException as error:

@@ -26,6 +26,7 @@ from ppe_ddp.engine.record import in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.errors import (
+    AbortedError,
     CommunicationError,
     NonFiniteGradientError,
     PeerAbortedError,
@@ -309,7 +310,9 @@ class Reducer(Generic[C]):
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                self._negotiate(backward)
+                if not backward.silent:
+                    call_sync_hooks(self._sync_hooks, self._wrapper(), self.groups.rank)
+                yield from self._start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
             yield from self._finish_failed(backward, error)
@@ -318,7 +321,7 @@ class Reducer(Generic[C]):
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
         """End ``backward``, which ``error`` has ended here, for the other ranks; may raise what is to be raised."""
         is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
-        if backward.phase is Phase.BEGUN and is_own:
+        if backward.phase is Phase.BEGUN and is_own and not self.synchronizer.has_told:
             yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
         elif backward.phase not in (Phase.OVER, Phase.FAILED):
             self._backward = None
@@ -332,7 +335,7 @@ class Reducer(Generic[C]):
             yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps
         except (PeerAbortedError, NonFiniteGradientError) as error:
             if self.synchronizer.postpone(backward, error):
-                self.synchronizer.start_negotiation(backward)
+                yield from self._start_negotiation(backward)
                 yield from self._complete(backward)
                 return
             if error.is_in_step:
@@ -355,9 +358,9 @@ class Reducer(Generic[C]):
             self._arrivals.stop_recording()
             self._count_arrived(backward)
 
-    def _negotiate(self, backward: Backward) -> None:
-        if not backward.silent:
-            call_sync_hooks(self._sync_hooks, self._wrapper(), self.groups.rank)
+    def _start_negotiation(self, backward: Backward) -> Steps:
+        if self.synchronizer.is_closed:
+            yield from self.synchronizer.renewing()
         self.synchronizer.start_negotiation(backward)
 
     def start(self, *, silent: bool = False) -> None:
@@ -370,16 +373,14 @@ class Reducer(Generic[C]):
                 raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
             self.check()
             self.synchronizer.begin_step()
-            backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
-            try:
-                if backward.turn is None:
-                    self._negotiate(backward)
-            except BaseException as error:  # a hook's, which the other ranks have not raised
-                Completion(self._finish_failed(backward, error), self.groups, self._lock, turn=backward.turn).finish()
-                raise
-            self._backward = backward
-            self._started = self._completion(backward)
-            self._started.keep_open()
+            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
+            started = self._completion(backward)
+            if backward.turn is None:
+                started.advance()
+            if backward.aborted or backward.phase is Phase.FAILED:  # by an error, which is to be raised here
+                started.finish()
+            self._started = started
+            started.keep_open()
 
     def finish(self, *, silent: bool = False) -> None:
         """Finish the synchronization that :meth:`start` began, or do both."""
@@ -409,7 +410,11 @@ class Reducer(Generic[C]):
                 return
             backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)
             self._forwards.count_dropped(excuses=True)
-            has_ended = self.synchronizer.abort(backward, reason) or backward.phase is Phase.OVER
+            if self._started is not None and self.synchronizer.is_renewing:
+                self._started.advance(error=AbortedError(reason))
+                has_ended = True
+            else:
+                has_ended = self.synchronizer.abort(backward, reason) or backward.phase is Phase.OVER
             self.synchronizer.knows_of_failure = True
             started, self._started, self._backward = self._started, None, None
         if started is not None:
@@ -448,7 +453,7 @@ class Reducer(Generic[C]):
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                self.synchronizer.start_negotiation(backward)
+                yield from self._start_negotiation(backward)
             yield from self._complete(backward)
         except PeerAbortedError as error:
             self.synchronizer.fail(backward, error)  # this rank has an error already

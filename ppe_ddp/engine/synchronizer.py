@@ -28,7 +28,7 @@ from ppe_ddp.engine.completion import APART, TOGETHER
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
-from ppe_ddp.engine.groups import renew_all
+from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import refuse_distributed
@@ -109,7 +109,8 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
-        self._has_told = False  # whether the other ranks know of an error in renew()
+        self.has_told = False
+        """Whether the other ranks know of an error in :meth:`renewing`."""
 
     @property
     @abstractmethod
@@ -118,8 +119,13 @@ class Synchronizer(ABC):
 
     @property
     def is_closed(self) -> bool:
-        """Whether its connections were closed by a failure: :meth:`start_negotiation` makes new ones, collectively."""
+        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
         return any(groups.is_closed for groups in self.groups)
+
+    @property
+    def is_renewing(self) -> bool:
+        """Whether this rank has come to make new connections, and the others may not have."""
+        return any(groups.is_renewing for groups in self.groups)
 
     @property
     def hook_progress(self) -> HookProgress | None:
@@ -148,7 +154,7 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def start_negotiation(self, backward: Backward) -> None:
-        """Start to agree on which gradients exist; waits only where the connections have to be made anew."""
+        """Start to agree on which gradients exist, with connections that are open."""
 
     @abstractmethod
     def is_agreed(self, backward: Backward) -> bool:
@@ -176,7 +182,7 @@ class Synchronizer(ABC):
             The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
         """
         self.knows_of_failure = True
-        has_told, self._has_told = self._has_told, False
+        has_told, self.has_told = self.has_told, False
         if backward.phase is Phase.BEGUN and not isinstance(error, Exception) and not has_told:
             for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
                 groups.skip_step(error)
@@ -210,17 +216,17 @@ class Synchronizer(ABC):
         """A step begins: one that has failed is over."""
         self.knows_of_failure = False
 
-    def renew(self) -> None:
-        """Make new connections where a failure has closed them; every rank must call this together.
+    def renewing(self) -> Steps:
+        """Make new connections where a failure has closed them; every rank must do this together.
 
         Raises:
             PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
         """
-        self._has_told = False
+        self.has_told = False
         try:
-            renew_all(self.groups, self.hook_progress)
+            yield from renewing_all(self.groups, self.hook_progress)
         except BaseException as error:
-            self._has_told = True
+            self.has_told = True
             self.knows_of_failure = isinstance(error, PeerAbortedError)
             for groups in self.groups:
                 if not groups.is_closed:  # renewed: it loses the step with the others
@@ -372,8 +378,6 @@ class BucketSynchronizer(Synchronizer):
             backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
             backward.recorder.agreed_at = perf_counter_ns()
             return
-        if self._groups.is_closed:
-            self.renew()
         if self.announce is not None and not backward.recorder.asked_at and (backward.aborted or not backward.silent):
             self.announce()
         reached = backward.waiting or self._nothing

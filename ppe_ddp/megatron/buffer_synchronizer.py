@@ -120,7 +120,6 @@ class BufferSynchronizer(Synchronizer):
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
         self.forget_failure()
-        self.renew()
         if self._check_finite:
             self._finite = FiniteCheck(self.groups[0], [spec.name for spec in self._specs])
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))

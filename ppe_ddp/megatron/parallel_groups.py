@@ -9,6 +9,7 @@ What the ranks of one model share: weights that two pipeline stages have, and co
 from __future__ import annotations
 
 import logging
+import threading
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from torch import nn
 from ppe_ddp.backends.group_internals import flattened_group, kept_with
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.completion import Completion, run
 from ppe_ddp.engine.failures import FINALIZE, reason_of
-from ppe_ddp.engine.groups import Groups, renew_all
+from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
@@ -329,7 +330,8 @@ class ModelParallel:
         """Make new connections where a failure has closed them."""
         for groups in self._distinct:
             groups.check()
-        renew_all(self._distinct)
+        if self._distinct:
+            Completion(renewing_all(self._distinct), self._distinct[0], threading.RLock()).finish()
 
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""

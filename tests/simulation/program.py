@@ -70,8 +70,6 @@ class Program:
             unfit |= {StepKind.LOOK, StepKind.SOME_INPUTS}
         if recipes[1:]:
             unfit |= {StepKind.SOME_INPUTS, StepKind.TWO_LOSSES}  # some wrappers get another number of backwards
-            # After a failure the ranks connect again in one wrapper after another, and wait there for those without.
-            unfit |= {StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH}
         kinds = [kind for kind in StepKind if kind not in unfit]
         steps = [
             TrainingStep(draw.choice(kinds), draw.choice(list(Zeroing)), draw.random() < 0.7)
@@ -122,12 +120,21 @@ class Models(nn.Module):
             self.is_quiet = False
 
     def start_grad_sync(self):
-        for part in self.parts:
-            part.start_grad_sync()
+        self._one_by_one("start_grad_sync")
 
     def finish_grad_sync(self):
-        for part in self.parts:
-            part.finish_grad_sync()
+        self._one_by_one("finish_grad_sync")
+
+    def _one_by_one(self, call):
+        """Make the call of each wrapper; those that are not finished are given up where it raises."""
+        for k, part in enumerate(self.parts):
+            try:
+                getattr(part, call)()
+            except BaseException:
+                for other in self.parts[k + 1 :] if call == "finish_grad_sync" else self.parts:
+                    if other is not part:
+                        other.abort_grad_sync()
+                raise
 
 
 class _Failing(Models):
