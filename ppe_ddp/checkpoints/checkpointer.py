@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
 
-_TABLES = ("last", "velocity")  # of tensors by parameter, in the state of outer steps
-
 RANKS = "ranks"
 """What the names of entries begin with that each rank has for itself; followed by the rank."""
 
@@ -50,10 +48,8 @@ RANKS = "ranks"
 class SavedPart(ABC):
     """A part of a training's state under a name of its own."""
 
-    is_of_rank = False
-    """Whether each rank saves its own, which only as many ranks can load."""
-    begins_from_module = False
-    """Whether it is loaded after modules."""
+    is_of_rank = False  # each rank saves its own, which only as many ranks can load
+    begins_from_module = False  # it is loaded after modules
 
     def __init__(self, name: str, what: Any) -> None:
         self.prefix = f"{name}."
@@ -64,11 +60,7 @@ class SavedPart(ABC):
         """What to save, by the names of entries: tensors, which are the part's own, and plain values."""
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """What to load into, by the names of entries; None for what is no tensor.
-
-        Raises:
-            ValueError: The checkpoint has other entries.
-        """
+        """What to load into, by the names of entries; None for what is no tensor."""
         own = self.entries()
         theirs = {name for name in saved.state_dict_metadata if name.startswith(self.prefix)}
         if theirs != own.keys():
@@ -113,12 +105,7 @@ class AveragedModulePart(_ModulePart):
         return {}
 
     def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """The entries of the average, of floating-point numbers; of anything else, rank 0's.
-
-        Args:
-            saved: What is in the checkpoint.
-            read: Reads entries; called for one rank after another.
-        """
+        """The averages of floating-point numbers, and rank 0's of all else; ``read`` is called rank by rank."""
         total: dict[str, Any] = {}
         for part in self._parts:
             targets = _as_saved(saved, part.prefix)
@@ -133,29 +120,46 @@ class AveragedModulePart(_ModulePart):
         return total
 
 
-class _OptimizerPart(SavedPart):
-    """An optimizer that has the same state on every rank; parameters that were never updated have none."""
+class _TablesPart(SavedPart):
+    """What has tables of tensors in its state, the same on every rank, and may have none before its first step."""
+
+    tables: dict[str, int]  # by name, how many keys deep values lie
+    always: str  # an entry that there is in any case
 
     def entries(self) -> dict[str, Any]:
-        state_dict = self._what.state_dict()
-        state = state_dict.pop("state")
-        each = {f"state.{number}.{key}": value for number, own in state.items() for key, value in own.items()}
-        return {self.prefix + key: value for key, value in {**each, **state_dict}.items()}
+        found = [(str(key), value, self.tables.get(key, 0)) for key, value in self._what.state_dict().items()]
+        while any(depth for _, _, depth in found):
+            inner = ((f"{name}.{key}", table[key], depth - 1) for name, table, depth in found if depth for key in table)
+            found = [*(one for one in found if not one[2]), *inner]
+        return {self.prefix + name: value for name, value, _ in found}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors as they were saved: there is no state before the first step."""
+        """New tensors as they were saved."""
+        self._check_saved(self.prefix + self.always, saved)
         return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        state: dict[int, dict[str, Any]] = {}
-        state_dict: dict[str, Any] = {"state": state}
-        for key, value in self._own(entries):
-            if key.startswith("state."):
-                _, number, of_state = key.split(".", 2)
-                state.setdefault(int(number), {})[of_state] = value
-            else:
-                state_dict[key] = value
-        self._what.load_state_dict(state_dict)
+        state: dict[Any, Any] = {name: {} for name in self.tables}
+        for name, value in self._own(entries):
+            *path, last = name.split(".", self.tables.get(name.partition(".")[0], 0))
+            table = state
+            for key in path:
+                table = table.setdefault(int(key) if key.isdecimal() else key, {})
+            table[last] = value
+        self._what.load_state_dict(state)
+
+
+class _OptimizerPart(_TablesPart):
+    """An optimizer; parameters that were never updated have no state."""
+
+    tables, always = {"state": 2}, "param_groups"
+
+
+class _OuterPart(_TablesPart):
+    """LocalSGD or DiLoCo: momentum is there only after the first outer step."""
+
+    tables, always = {"last": 1, "velocity": 1}, "steps"
+    begins_from_module = True
 
 
 class _ShardedOptimizerPart(SavedPart):
@@ -169,32 +173,6 @@ class _ShardedOptimizerPart(SavedPart):
         for path, table in list(_leaves(state_dict)):
             table[path[-1]] = entries[self.prefix + ".".join(path)]
         self._what.load_state_dict(state_dict)
-
-
-class _OuterPart(SavedPart):
-    """LocalSGD or DiLoCo: all ranks have the same state."""
-
-    begins_from_module = True
-
-    def entries(self) -> dict[str, Any]:
-        state = self._what.state_dict()
-        tables = {f"{key}.{name}": value for key in _TABLES for name, value in state[key].items()}
-        return {self.prefix + key: value for key, value in {**tables, "steps": state["steps"]}.items()}
-
-    def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors as they were saved: momentum is there only after the first outer step."""
-        self._check_saved(self.prefix + "steps", saved)
-        return _as_saved(saved, self.prefix)
-
-    def load(self, entries: Mapping[str, Any]) -> None:
-        state: dict[str, Any] = {key: {} for key in _TABLES}
-        for name, value in self._own(entries):
-            key, _, parameter = name.partition(".")
-            if parameter:
-                state[key][parameter] = value
-            else:
-                state[key] = value
-        self._what.load_state_dict(state)
 
 
 class _RankPart(SavedPart):
@@ -226,12 +204,7 @@ _PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer
 
 
 def part_of(name: str, what: Any, rank: int) -> SavedPart:
-    """The part that ``what`` is, by its type.
-
-    Raises:
-        TypeError: It cannot be saved.
-        ValueError: Its name cannot be the beginning of names of entries.
-    """
+    """The part that ``what`` is, by its type."""
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
     for kind, part in _PARTS.items():
@@ -321,13 +294,12 @@ def set_random_states(states: dict[str, Any]) -> None:
 logger = logging.getLogger("ppe_ddp")
 
 _RANDOM, _POSITION, _COMMUNICATION = "random", "position", "communication"
-_STATE_OF_COMM = "comm_state_dict"
 _IS_OF_RANK = re.compile(rf"{RANKS}\.\d+\.{_RANDOM}").fullmatch
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What :meth:`Checkpointer.load` has found beside the state that it has loaded.
+    """The rest of what :meth:`Checkpointer.load` has found.
 
     Attributes:
         step: At which the checkpoint was saved.
@@ -352,14 +324,12 @@ class Checkpointer:
             if (step + 1) % 100 == 0:
                 checkpointer.save(step + 1, position=...)
 
-    A checkpoint is complete or not there: it is written under another name, waited for until it is on the disk,
-    and renamed. One that was damaged later is noticed before anything of it is loaded. Beside the parts it has the
-    states of the random number generators of each rank (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
-    device), and what the wrappers among the parts have in ``comm_state_dict()``. A training that goes on with as many
-    ranks goes on bit by bit, if the same steps give the same bits at all and are given the same data.
+    A checkpoint is complete or not there, and one that was damaged later is noticed before anything of it is loaded.
+    Beside the parts it has the states of each rank's random number generators (Python's, NumPy's, torch's on the CPU
+    and on the rank's CUDA device), and what the wrappers among the parts have in ``comm_state_dict()``. As many ranks
+    go on bit by bit, if the same steps give the same bits at all; another number can load modules and optimizers.
 
-    Files are those of ``torch.distributed.checkpoint``; nothing in them is executed, neither here nor, as torch would
-    do it, where its own files of metadata are read. Modules and optimizers can be loaded by another number of ranks.
+    Files are those of ``torch.distributed.checkpoint``, and nothing in them is executed.
 
     Every rank makes it, and calls its methods together with the others. An error of one rank is raised by all.
 
@@ -398,7 +368,9 @@ class Checkpointer:
         self._given = dict(parts)
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
         self._wrappers: dict[str, Any] = {
-            name: what for name, what in parts.items() if isinstance(what, nn.Module) and hasattr(what, _STATE_OF_COMM)
+            name: what
+            for name, what in parts.items()
+            if isinstance(what, nn.Module) and hasattr(what, "comm_state_dict")
         }
         self._damaged: set[str] = set()
 
@@ -453,7 +425,6 @@ class Checkpointer:
         return path
 
     def _outer_steps(self) -> list[OuterSteps]:
-        """Those of LocalSGD and DiLoCo, which let each rank have a state of its own."""
         found = []
         for name, what in self._given.items():
             outer = what if isinstance(what, OuterSteps) else getattr(what, "outer_steps", None)
@@ -467,7 +438,6 @@ class Checkpointer:
         return found
 
     def _of_this_rank(self, position: Any) -> dict[str, Any]:
-        """The entries that each rank has for itself, beside those of parts."""
         states = {self._of_wrapper(name): wrapper.comm_state_dict() for name, wrapper in self._wrappers.items()}
         return states | {self._name(_RANDOM): random_states(), self._name(_POSITION): position}
 

@@ -104,9 +104,8 @@ class DistModule(nn.Module):
         in no checkpoint, and stay what they are, on the meta device too.
 
         Args:
-            state_dict: Full tensors, on rank 0 of the process group. Other ranks pass an empty mapping; what they pass
-                is not looked at. A mapping that reads tensors when they are asked for saves memory; it may be asked for
-                each more than once.
+            state_dict: Full tensors, on rank 0 of the process group; what other ranks pass is not looked at. A mapping
+                that reads tensors when they are asked for saves memory; it may be asked for each more than once.
             strict: Whether all keys must match. Shapes must in any case.
             assign: Whether loaded tensors take the place of the module's, which may then be on the meta device. On rank
                 0 tensors that are needed whole are taken over without a copy. If False, the module's tensors are
@@ -128,18 +127,9 @@ class DistModule(nn.Module):
     ) -> IncompatibleKeys:
         """Load files that rank 0 reads, piece by piece; every rank calls this together.
 
-        Args:
-            path: What :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. Looked
-                at on rank 0 only.
-            strict: As for ``load_state_dict``.
-            assign: As for ``load_state_dict``; the tensors of the files are copied.
-
-        Returns:
-            The missing and the unexpected keys, the same on every rank.
-
-        Raises:
-            CheckpointError: As from ``load_state_dict``, and where a file cannot be read, on every rank.
-            CommunicationError: The process group failed.
+        ``path`` is what :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. It is
+        looked at on rank 0 only, and the tensors of the files are copied. All else is as in :meth:`load_state_dict`; a
+        file that cannot be read is an error on every rank.
         """
         return self._load(lambda: Checkpoint(path), strict, assign, lends=False)
 
@@ -166,10 +156,9 @@ def patch_accelerate() -> Iterator[None]:
     """Let accelerate load checkpoints by :func:`load_state_dict`, and give each rank its shards of what rank 0 reads.
 
     Inside the block ``accelerate.load_checkpoint_in_model(model, folder)``, called on every rank, reads each file
-    on rank 0 alone and loads it as ``DistModule(model).load_state_dict`` does; the model may be a DistModule, or have
-    DTensors, or be on the meta device. It goes for whatever else calls accelerate's ``load_state_dict``
-    under that name, in transformers too. With a ``device_map`` accelerate puts tensors into the model itself: then only
-    rank 0 gets any.
+    on rank 0 alone and loads it as ``DistModule(model).load_state_dict`` does; so does whatever else calls accelerate's
+    ``load_state_dict`` under that name, in transformers too. With a ``device_map`` accelerate puts tensors into the
+    model itself: then only rank 0 gets any.
 
     Raises:
         ImportError: accelerate is not installed.
