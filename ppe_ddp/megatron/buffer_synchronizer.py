@@ -31,7 +31,7 @@ from ppe_ddp.errors import PeerAbortedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.errors import PpeDdpError
     from ppe_ddp.megatron.buffer_layout import BufferLayout
     from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ReductionGroup
@@ -51,9 +50,9 @@ class BufferSynchronizer(Synchronizer):
     """Synchronizes the gradients in the buffers of one module.
 
     Attributes:
-        is_sent: Whether the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
-            none was accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must
-            not be the only one to send them again.
+        is_sent: The gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and none was
+            accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must not be
+            the only one to send them again.
     """
 
     empties_grad = True
@@ -64,8 +63,7 @@ class BufferSynchronizer(Synchronizer):
         layout: BufferLayout,
         buckets: Sequence[BufferBucket],
         gradients: MainGradients,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[nn.Parameter],
+        module_state: ModuleState,
         *,
         check_finite: bool,
     ) -> None:
@@ -73,8 +71,8 @@ class BufferSynchronizer(Synchronizer):
         self._reduction_groups = reduction_groups
         self._layout = layout
         self._buckets = buckets
-        self._specs = specs
-        self._parameters = parameters
+        self._names = module_state.names
+        self._parameters = module_state.parameters
         self._check_finite = check_finite
         self._finite: FiniteCheck | None = None
         self._failure = ""
@@ -122,7 +120,7 @@ class BufferSynchronizer(Synchronizer):
         self.forget_failure()
         self.renew()
         if self._check_finite:
-            self._finite = FiniteCheck(self.groups[0], [spec.name for spec in self._specs])
+            self._finite = FiniteCheck(self.groups[0], self._names)
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
         self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
@@ -312,12 +310,12 @@ class BufferSynchronizer(Synchronizer):
             raise error
 
     def scale(self, factor: float | Tensor) -> None:
-        """The buffers were multiplied by ``factor``."""
+        """Note that the buffers were multiplied by ``factor``."""
         for bucket in self._buckets:
             bucket.scale(factor)
 
     def clear(self) -> None:
-        """The buffers were zeroed."""
+        """Note that the buffers were zeroed."""
         for bucket in self._buckets:
             bucket.reset()
         self._holds_averages = False

@@ -152,14 +152,7 @@ class DistributedDataParallelConfig:
         return ", ".join(f"{field.name} {value}" for field, value in values if value != field.default)
 
 
-# The old form's arguments, and the fields that they are.
-_OLD_FIELDS = {
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "use_distributed_optimizer": "use_distributed_optimizer",
-    "check_for_nan_in_grad": "check_for_nan_in_grad",
-    "bucket_size": "bucket_size",
-}
+_OLD_FIELDS = ("overlap_grad_reduce", "use_distributed_optimizer", "check_for_nan_in_grad", "bucket_size")
 _ELSEWHERE = {
     "pg_collection": "pass groups=ParallelGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, "
     "pipeline=pg_collection.pp, embedding=pg_collection.embd, position_embedding=pg_collection.pos_embd, "
@@ -170,12 +163,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a wrapper, whichever form they came in; see :class:`~ppe_ddp.megatron.DistributedDataParallel`.
-
-    Raises:
-        TypeError: An argument of another type.
-        ValueError: Arguments that exclude each other.
-    """
+    """The arguments of a wrapper, in whichever form they came."""
 
     config: object
     module: nn.Module
@@ -199,11 +187,7 @@ class Setup:
     def of(
         cls, constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Setup:
-        """Parse a call of ``constructor``, whose overloads are the new form and the old one.
-
-        Raises:
-            TypeError: As well, a keyword or a number of arguments that this form does not have.
-        """
+        """Parse a call of ``constructor``, whose overloads are the new form and the old one."""
         is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
         form = _forms(constructor)[0 if is_new else 1]
         for name in kwargs:
@@ -223,8 +207,8 @@ class Setup:
         call.apply_defaults()
         given = call.arguments
         if not is_new:
-            values = {field: given[name] for name, field in _OLD_FIELDS.items()}
-            given["ddp_config"] = DistributedDataParallelConfig(**values)
+            in_fp32, values = given["accumulate_allreduce_grads_in_fp32"], {name: given[name] for name in _OLD_FIELDS}
+            given["ddp_config"] = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32, **values)
         groups, data, expert = (given[n] for n in ("groups", "data_parallel_group", "expert_data_parallel_group"))
         if groups is not None and (data is not None or expert is not None):
             raise ValueError("give groups, or data_parallel_group and expert_data_parallel_group, not both")

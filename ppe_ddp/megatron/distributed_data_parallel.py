@@ -67,14 +67,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
-        """The wrapped module's ``state_dict``: parameters and persistent buffers by name, as references.
-
-        Args:
-            *args: ``(prefix, keep_vars)``, or torch's deprecated ``(destination, prefix, keep_vars)``.
-            prefix: Put before every name.
-            keep_vars: Whether to leave tensors attached to autograd.
-            **kwargs: Further keywords of the module's own method.
-        """
+        """The wrapped module's ``state_dict``; takes its arguments, and ``(prefix, keep_vars)`` by position."""
         if args and isinstance(args[0], str):
             prefix, args = args[0], args[1:]
             if args:
@@ -87,16 +80,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
         return (own or self.module.state_dict)(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy ``state_dict`` into the wrapped module.
-
-        Args:
-            state_dict: Parameters and persistent buffers by the module's names.
-            strict: Whether the names must be exactly the module's.
-            assign: Refused: the wrapper's buffers belong to the parameters that are there.
-
-        Returns:
-            torch's named tuple of ``missing_keys`` and ``unexpected_keys``.
-        """
+        """Copy ``state_dict`` into the wrapped module; ``assign`` is refused, as buffers belong to its parameters."""
         if assign:
             raise ValueError("load_state_dict(assign=True) replaces parameters whose gradients lie in buffers: copy")
         return self.module.load_state_dict(state_dict, strict=strict)
@@ -131,11 +115,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         expert_data_parallel_group: Instead of ``groups``.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce. Or a
             :class:`ppe_ddp.compression.Compressor`.
-        accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``.
-        overlap_grad_reduce: In the old form, the field of this name.
-        use_distributed_optimizer: In the old form, the field of this name.
-        check_for_nan_in_grad: In the old form, the field of this name.
-        bucket_size: In the old form, the field of this name.
+        accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``. The further keywords
+            are fields of ``ddp_config`` in the old form.
 
     Attributes:
         grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
@@ -216,11 +197,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together.
-
-        Raises:
-            ValueError: A state is of another rank, number of ranks, module or compressor.
-        """
+        """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together."""
         for group, state in zip(self.gradient_buffers.reduction_groups, states, strict=True):
             group.load_comm_state_dict(state)
 
@@ -341,10 +318,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
         As :meth:`ppe_ddp.DistributedDataParallel.abort_grad_sync`: the others raise
         :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`,
-        and ``main_grad`` is what this rank has computed. ``zero_grad_buffer()`` begins the next step. When the backward
-        that synchronizes is over, others may have their averages already, and go on with a warning. Without
-        ``overlap_grad_reduce`` it is needed, too, where a backward has raised: nothing was sent by then. Beside tensor
-        or pipeline parallelism call ``finalize_model_grads()`` after it, which tells the whole model, and raises.
+        and ``main_grad`` is what this rank has computed. When the backward that synchronizes is over, others may have
+        their averages already, and go on with a warning. Without ``overlap_grad_reduce`` it is needed, too, where a
+        backward has raised. Beside tensor or pipeline parallelism call ``finalize_model_grads()`` after it, which tells
+        the whole model, and raises.
         """
         self._reducer.abort(reason)
 
@@ -393,14 +370,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     # ------------------------------------------------------------------ a distributed optimizer
 
     def sharded(self, *, experts: bool = False) -> ShardedModel:
-        """The interface for a distributed optimizer; the same object at every call.
-
-        Args:
-            experts: Give the interface for the experts, whose shards lie on the ranks of another group.
-
-        Raises:
-            ValueError: The wrapper was made without ``use_distributed_optimizer``, or there are no experts.
-        """
+        """The interface for a distributed optimizer, of dense parameters or of ``experts``; the same at every call."""
         if not self.ddp_config.use_distributed_optimizer:
             raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
         if experts >= len(self.gradient_buffers.reduction_groups):
@@ -412,12 +382,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Bring together what each rank has written into its shards; all ranks must call this.
 
-        With ``overlap_param_gather`` it does not wait: the first use of a parameter does.
-
-        Args:
-            *unused: Ignored.
-            force_sync: Wait in any case.
-            force_dispatch: For Megatron's sake: there is nothing here that holds a gather back.
+        With ``overlap_param_gather`` it waits only by ``force_sync``: the first use of a parameter does. The other
+        arguments are Megatron's, and have no effect.
         """
         overlap = self.ddp_config.overlap_param_gather and not force_sync
         self._gather_of_parameters().start(overlap=overlap)

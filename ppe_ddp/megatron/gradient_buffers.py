@@ -50,9 +50,9 @@ class ParamAndGradBuffer:
         size: The number of elements, padding included.
         buckets: Its buckets.
         parameters: All parameters of the module.
-        specs: The specs of all parameters.
+        specs: Of all parameters.
         allocate: Makes the memory of the gradients.
-        with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
+        with_params: Make the parameters views of a contiguous buffer too. Their values stay.
 
     Attributes:
         grad_data: 1-D, ``size`` elements of the gradients' dtype; padding is zero.
@@ -77,17 +77,11 @@ class ParamAndGradBuffer:
         self.param_data: Tensor | None = None
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
         if with_params:
-            self.param_data = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
-            self._move_in(parameters, specs, self.param_data)
-
-    @torch.no_grad()
-    def _move_in(self, parameters: Sequence[nn.Parameter], specs: Sequence[ParameterSpec], memory: Tensor) -> None:
-        for bucket in self.buckets:
-            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
-                parameter, spec = parameters[i], specs[i]
-                slot = memory.as_strided(spec.shape, spec.stride, bucket.start + offset)
-                slot.copy_(parameter)
-                parameter.data = slot
+            self.param_data = memory = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+            for bucket in buckets:
+                for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                    slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
+                    parameters[i].data = slot.copy_(parameters[i].detach())
 
     def grads(self, bucket: BucketRange) -> Tensor:
         """The gradients of one bucket, padding included."""
@@ -111,9 +105,9 @@ class MainGradients:
     """The accumulated gradients of one module, and which of them there are.
 
     Attributes:
-        accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
-        averaged: One byte a parameter: whether some rank had it when it was synchronized.
-        is_dirty: Whether something was added that is not synchronized yet.
+        accumulated: One byte a parameter, 1 where something was added here since the buffers were zeroed.
+        averaged: One byte a parameter, 1 where some rank had it when it was synchronized.
+        is_dirty: Something was added that is not synchronized yet.
         revision: Another number after each synchronization and each zeroing.
         streams: Those that gradients are accumulated on; None on CPUs.
     """
@@ -138,11 +132,7 @@ class MainGradients:
         self.revision += 1
 
     def forget_some(self, indices: Iterable[int]) -> list[int]:
-        """Mark the gradients at ``indices`` as absent: they are being zeroed.
-
-        Returns:
-            Those that were there on some rank or here; the memory of the others is zero already.
-        """
+        """Mark gradients as absent, and return those that were there on some rank: the rest of the memory is zero."""
         there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
         for i in there:
             self.accumulated[i] = self.averaged[i] = 0
@@ -237,17 +227,11 @@ class ReductionGroup:
         groups: The wrapper's own duplicates of the user's group.
         module_state: The parameters.
         indices: Their numbers among all parameters of the module.
-        specs: The specs of these parameters, with the dtypes of ``main_grad``.
+        specs: Of these parameters, with the dtypes of ``main_grad``.
         function: Averages a bucket over the group, or a compressor that does.
         gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
             averaged over fewer; and where losses are summed a token, so are gradients.
         options: What else the ranks must agree on.
-
-    Attributes:
-        negotiation: Agrees with the ranks of the group.
-        reduction: Reduces a bucket.
-        dropped_forwards: Warns where the ranks differ in how many forwards had no backward.
-        repairs: Plans the messages of a second round.
     """
 
     def __init__(
@@ -269,7 +253,7 @@ class ReductionGroup:
         self.negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
         self.negotiation.use_module(module_state)
         self.dropped_forwards = DroppedForwards(groups.rank)
-        self.repairs = Planner(specs, _PACKING)
+        self.repairs = Planner(specs, _PACKING)  # of a second round
         self._comm_state = CommState()
         self._comm_state.begin(groups, module_state.specs)
         self.reduction: Reduction
@@ -281,17 +265,13 @@ class ReductionGroup:
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """A copy of what the compressor remembers on this rank; empty without one."""
+        """What the compressor remembers on this rank, as a copy; empty without one."""
         if not isinstance(self.reduction, CompressorReduction):
             return {}
         return self._comm_state.state_dict(self.reduction.compressor, self.groups)
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`comm_state_dict` gave.
-
-        Raises:
-            ValueError: The state is of another rank, number of ranks, module or compressor.
-        """
+        """Go on from what :meth:`comm_state_dict` gave; refuses the state of another rank, module or compressor."""
         if isinstance(self.reduction, CompressorReduction):
             devices = {spec.name: spec.device for spec in self.module_state.specs}
             self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, devices)
@@ -313,10 +293,6 @@ class BufferBucket(DenseBucket):
         context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
         gain: What the mean over the group is multiplied by.
         scatter: How to reduce-scatter; None to all-reduce.
-
-    Attributes:
-        slots: The ``main_grad`` of each member.
-        message: The memory that it is all-reduced in, and the slots there; None before the first time.
     """
 
     def __init__(
@@ -335,10 +311,10 @@ class BufferBucket(DenseBucket):
         self._gain = gain
         self._scatter = scatter
         self._range = memory.narrow(0, 0, extent.plan.numel)
-        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
+        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
         self._is_reduced = False
         self._carried: Tensor | None = None
-        self.message: tuple[Tensor, list[Tensor]] | None = None
+        self.message: tuple[Tensor, list[Tensor]] | None = None  # where it is all-reduced, and the slots there
         self._reduced_share: Tensor | None = None
 
     @property
@@ -350,7 +326,7 @@ class BufferBucket(DenseBucket):
         return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
-        """The buffer was zeroed."""
+        """Note that the buffer was zeroed."""
         self._is_reduced = False
         self._carried = None
 
@@ -368,7 +344,7 @@ class BufferBucket(DenseBucket):
                     self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
 
     def scale(self, factor: float | Tensor) -> None:
-        """The buffer was multiplied by ``factor``."""
+        """Note that the buffer was multiplied by ``factor``."""
         if self._carried is not None:
             self._carried.mul_(factor)
 
@@ -414,16 +390,8 @@ class BufferBucket(DenseBucket):
         return flat, slots
 
     def finish(self) -> Steps:
-        """Wait for the result.
-
-        Raises:
-            CommunicationError: The transport failed.
-            FunctionError: The user's reduce function broke its contract.
-        """
-        if self._scatter is None:
-            yield from super().finish()
-        else:
-            yield from self._scatter.finish(self)
+        """Wait for the result."""
+        yield from super().finish() if self._scatter is None else self._scatter.finish(self)
 
     def averages(self) -> list[Tensor]:
         """Write the averages into ``main_grad``, of a reduce-scatter into this rank's share; one view a member."""

@@ -52,12 +52,8 @@ class GradientBuffers:
     Args:
         setup: The module, and how to synchronize it.
         default_group: Averages dense parameters where the setup names no group.
-        sums: Whether gradients are to be summed over the ranks instead of averaged.
+        sums: Sum gradients over the ranks instead of averaging them.
         bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
-
-    Raises:
-        DisagreementError: On every rank, if their parameters or options differ; names the first.
-        ValueError: There are experts and no group for them; names the first.
     """
 
     def __init__(self, setup: Setup, default_group: ProcessGroup, *, sums: bool, bucket_size: int | None) -> None:
@@ -97,8 +93,7 @@ class GradientBuffers:
             self.layout,
             buckets,
             self.gradients,
-            self.specs,
-            parameters,
+            self.module_state,
             check_finite=config.check_for_nan_in_grad,
         )
 
@@ -109,8 +104,7 @@ class GradientBuffers:
                 groups.release()
 
     def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
-        """Makes the memory of buffers: what the group offers, where they are sent as they are."""
-        if setup.ddp_config.use_distributed_optimizer:
+        if setup.ddp_config.use_distributed_optimizer:  # buffers are sent as they are
             return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
         return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
 
@@ -260,14 +254,7 @@ class ShardedBuffers(ShardedModel):
         return not self._gradients.is_dirty
 
     def gradients(self) -> list[Tensor | None]:
-        """The averaged gradients of this rank's shards: views of the grad buffers.
-
-        Returns:
-            One for each shard, 1-D, in the dtype of ``main_grad``; None where no rank has a gradient.
-
-        Raises:
-            RuntimeError: Gradients were accumulated and not synchronized.
-        """
+        """The averages of this rank's shards: views of the grad buffers, in their dtype, or None."""
         if not self.is_synchronized:
             raise RuntimeError(
                 f"rank {self.groups.rank}: there are gradients that no synchronization has averaged; call "
@@ -279,17 +266,12 @@ class ShardedBuffers(ShardedModel):
         ]
 
     def attach(self, index: int, weight: Tensor) -> None:
-        """Let ``weight.grad`` be the average: a view of the buffer, or where the dtypes differ a copy."""
+        """Let ``weight.grad`` be the average, in :meth:`assign_gradients`."""
         self._weights[index] = weight
         self._assigned.pop(index, None)
 
     def assign_gradients(self) -> list[bool]:
-        """Give the weights what was averaged since, and what was written into ``main_grad``.
-
-        Raises:
-            RuntimeError: Gradients were accumulated and not synchronized; or a copy was unscaled or clipped, and
-                then ``main_grad`` was changed.
-        """
+        """Give the weights what was averaged since, and what was written into ``main_grad``."""
         gradients = self.gradients()
         for index, weight in self._weights.items():
             gradient = gradients[index]
@@ -304,7 +286,6 @@ class ShardedBuffers(ShardedModel):
         return [gradient is not None for gradient in gradients]
 
     def _has_changed(self, index: int, weight: Tensor, gradient: Tensor) -> bool:
-        """Whether the average has changed since the weight was given it."""
         assigned = self._assigned.get(index)
         if assigned is None or assigned.revision != self._gradients.revision:
             return True
@@ -331,24 +312,15 @@ class ShardedBuffers(ShardedModel):
                 self._weights[index].grad = None
 
     def write(self, index: int, values: Tensor) -> None:
-        """Set the shard at ``index`` in the parameter buffer, on this rank only.
-
-        Raises:
-            UnusableError: The parameter was given other memory (``parameter.data = ...``) since it was wrapped.
-        """
+        """Set the shard at ``index`` in the parameter buffer, on this rank only."""
         self._slice(self._memory_of(index), index).copy_(values.detach())
 
     def write_in_place(self, indices: Sequence[int]) -> None:
-        """Check that the parameters at ``indices`` are views of the buffer, so that their new values are there.
-
-        Raises:
-            UnusableError: As :meth:`write`.
-        """
+        """Check that the parameters at ``indices`` are views of the buffer, so that their new values are there."""
         for index in indices:
             self._memory_of(index)
 
     def _memory_of(self, index: int) -> Tensor:
-        """The parameter buffer in which the shard at ``index`` lies."""
         memory = self._buffers[self._starts[index][0]].param_data
         assert memory is not None
         shard = self.shards[index]
