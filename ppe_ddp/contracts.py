@@ -39,6 +39,28 @@ def probe(pending: object) -> Probe | None:
     return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
+def is_completed(pending: Waitable) -> bool:
+    """Whether waiting would return at once, without waiting."""
+    is_done = probe(pending)
+    return is_done is None or bool(is_done())
+
+
+class AllPending:
+    """Several things in flight, waited for as one."""
+
+    def __init__(self, parts: Sequence[Waitable]) -> None:
+        self.parts = parts
+
+    def is_completed(self) -> bool:
+        """Whether all of them are; asks each, since asking may be what advances it."""
+        return all([is_completed(one) for one in self.parts])
+
+    def wait(self) -> None:
+        """Wait for one after another."""
+        for one in self.parts:
+            one.wait()
+
+
 def is_waitable(value: object) -> TypeGuard[Waitable]:
     """Whether ``value`` is a :class:`Waitable`, found out in a hundredth of ``isinstance``'s time."""
     return callable(getattr(value, "wait", None))

@@ -6,12 +6,12 @@ import functools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.contracts import Division
+from ppe_ddp.contracts import AllPending, Division
 from ppe_ddp.errors import clear_frames
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def takes_divided(function: F) -> F:
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:
     """Overwrite ``tensors`` by those of one rank of ``group``: the default broadcast function.
 
-    They travel as bytes, so that every dtype works over every backend: small ones packed together, in pieces
-    of at most 32 MiB, a large contiguous one where it lies.
+    They travel as bytes, so that every dtype works over every backend; small ones are packed together.
 
     Args:
         tensors: Of any dtypes and shapes, on one device; changed in place. The same list on every rank.
@@ -99,7 +98,7 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, s
     """
     if dist.get_world_size(group) == 1:
         return None
-    return _PendingBroadcast([_BroadcastMessage(piece, group, source) for piece in _pieces(tensors)])
+    return AllPending([_BroadcastMessage(piece, group, source) for piece in _pieces(tensors)])
 
 
 def overlapped(function: ReduceFunction) -> ReduceFunction:
@@ -134,7 +133,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class _BroadcastMessage:
-    """One message of a broadcast, whose ``wait()`` copies it into the tensors."""
+    """One message of a broadcast; ``wait()`` copies it into the tensors."""
 
     def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -153,25 +152,11 @@ class _BroadcastMessage:
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
+    @torch.no_grad()
     def wait(self) -> None:
         self._work.wait()
         if self._slots:
             torch._foreach_copy_(self._tensors, self._slots)
-
-
-class _PendingBroadcast:
-    """All messages of a broadcast; ``wait()`` puts them in place."""
-
-    def __init__(self, pieces: list[_BroadcastMessage]) -> None:
-        self._pieces = pieces
-
-    def is_completed(self) -> bool:
-        return all([piece.is_completed() for piece in self._pieces])  # each, as asking may be what moves it
-
-    def wait(self) -> None:
-        with torch.no_grad():
-            for piece in self._pieces:
-                piece.wait()
 
 
 class _Overlapped:
@@ -184,7 +169,7 @@ class _Overlapped:
         self._thread: ThreadPoolExecutor | None = None
         # Not arguments of submit(): the traceback of an error keeps the frames that it has come through, and the
         # pool's would hold the process group, whose connections end with the last reference.
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Any, Any, GradBucket, ProcessGroup | None]] = deque()
         self._failed: tuple[int, int, Exception] | None = None
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
@@ -194,7 +179,7 @@ class _Overlapped:
         # A Future that knows its devices makes the streams wait for one another.
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._calls.append(_Call(future, ready, gradients, group))
+        self._calls.append((future, ready, gradients, group))
         self._thread.submit(self._run)
         return future
 
@@ -239,13 +224,6 @@ class _Overlapped:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_thread": None, "_calls": deque(), "_failed": None}
-
-
-class _Call(NamedTuple):
-    future: torch.futures.Future[Any]
-    ready: torch.cuda.Event | None
-    gradients: GradBucket
-    group: ProcessGroup | None
 
 
 def name_of(function: object) -> str:

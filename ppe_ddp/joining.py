@@ -41,10 +41,9 @@ class DdpJoinHook(JoinHook):
     Args:
         reducer: The wrapper's reducer; None where nothing is synchronized.
         module: The wrapped module, whose final state all ranks shall have.
-        divide_by_initial_world_size: Whether gradients are still divided by the number of all ranks, rather
-            than by that of the ranks that have inputs.
+        divide_by_initial_world_size: Divide gradients by the number of all ranks, not of those that have inputs.
         before: Called before each step, to bring the reducer up to date.
-        with_buffer_hook: Whether a hook of the user's communicates in the forwards of the others.
+        with_buffer_hook: A hook of the user's communicates in the forwards of the others.
     """
 
     def __init__(

@@ -36,14 +36,10 @@ _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can b
 
 
 class CommState:
-    """The state of one wrapper's compressor.
-
-    Attributes:
-        owners: Where it lies, on several nodes whose ranks share memory.
-    """
+    """The state of one wrapper's compressor."""
 
     def __init__(self) -> None:
-        self.owners = SliceOwners()
+        self.owners = SliceOwners()  # where it lies, on several nodes whose ranks share memory
         self._of: dict[str, dict[str, Any]] = {}
         self._before: dict[str, dict[str, Any]] = {}
         self._undecided: _Stepped | None = None
@@ -71,12 +67,9 @@ class CommState:
         self._before.clear()
 
     def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter]) -> None:
-        """Put back what :meth:`keep` has kept, less what an optimizer updates before the next backward.
+        """Put back what :meth:`keep` has kept, but of ``finite`` parameters that an optimizer updates until then.
 
         A ``GradScaler`` skips the step of each optimizer whose own gradients are not finite, and of no other.
-
-        Args:
-            finite: The parameters whose averages are finite, by name; those of the others are put back in any case.
         """
         self._undecided = _Stepped(finite)
 
@@ -97,17 +90,12 @@ class CommState:
         self._before.clear()
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
-        """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together.
-
-        Args:
-            groups: Those of the wrapper.
-            specs: Of the parameters.
-        """
+        """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together."""
         hierarchy = hierarchy_of(groups.buckets)
         if hierarchy is not None:
             self.owners.add(specs, hierarchy.layout.slices)
         if self._offset is None:
-            self._offset = self._steps - _count(groups)
+            self._offset = self._steps - groups.step  # on which ranks agree anew when they connect again
 
     @property
     def agreed(self) -> list[str]:
@@ -121,7 +109,7 @@ class CommState:
     def steps(self, groups: Groups) -> int:
         """How many synchronized backwards have begun."""
         assert self._offset is not None
-        self._steps = _count(groups) + self._offset
+        self._steps = groups.step + self._offset
         return self._steps
 
     def seed(self, groups: Groups, bucket: int) -> int:
@@ -135,24 +123,17 @@ class CommState:
         return {
             **_identity(compressor, groups),
             "steps": self.steps(groups),
-            "slices": self.owners.state_dict(),
+            "slices": dict(self.owners.of_names),
             "parameters": parameters,
         }
 
     def load_state_dict(
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, devices: Mapping[str, torch.device]
     ) -> None:
-        """Go on from what :meth:`state_dict` gave.
-
-        Args:
-            state: That.
-            compressor: Whose state it is.
-            groups: Where steps are counted from now on.
-            devices: Those of the parameters, by name.
+        """Go on from what :meth:`state_dict` gave; ``devices`` are those of the parameters, by name.
 
         Raises:
-            ValueError: It is that of another compressor, of another rank, of other numbers of ranks or nodes, or has a
-                parameter that is not among ``devices``.
+            ValueError: It is of another compressor, rank, number of ranks or nodes, or of another module.
         """
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}
@@ -169,16 +150,14 @@ class CommState:
                 f"rank {groups.rank}: the state of communication has parameter {unknown[0]!r}, which the module does "
                 "not have: load the state of the same module"
             )
-        self.owners.load_state_dict(state.get("slices", {}))
-        self._offset = int(state["steps"]) - _count(groups)
+        self.owners.of_names = dict(state.get("slices", {}))
+        self._offset = int(state["steps"]) - groups.step
         self._undecided = None
         self._before.clear()
-        for name in self._of.keys() - state["parameters"].keys():
-            self._of[name].clear()
-        for name, entries in state["parameters"].items():
-            own = self.of(name)
+        for own in self._of.values():
             own.clear()
-            own.update({key: _own(value, devices[name]) for key, value in entries.items()})
+        for name, entries in state["parameters"].items():
+            self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a wrapper has groups of its own, where steps are counted anew."""
@@ -187,7 +166,7 @@ class CommState:
 
 
 class _Stepped:
-    """Notes which of ``parameters``, by name, an optimizer updates from now on, until :meth:`names` is called."""
+    """Notes which of ``parameters``, by name, optimizers update until :meth:`names` is called."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -226,10 +205,6 @@ def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
     return {"rank": groups.rank, "world_size": groups.world_size, "nodes": nodes, "compressor": repr(compressor)}
 
 
-def _count(groups: Groups) -> int:
-    return groups.step  # the ranks agree on it anew when they connect again after a failure
-
-
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
@@ -242,43 +217,31 @@ class SliceOwners:
     """The slice of a node's ranks that each parameter belongs to, where compressors exchange gradients between nodes.
 
     The same on all ranks, as long as they see the same modules in the same order. A parameter stays with its slice
-    whatever becomes of the others, since what is remembered of it lies there.
-
-    Whole parameters, and not parts of them: a method does the same with a parameter as it would with one rank a node (a
-    matrix that is cut is another matrix to PowerSGD, with more to send), and what it remembers of it lies on one rank
-    of each node, by its name. The link is that of the node, as busy whoever feeds it; the arithmetic is balanced over
-    the module, not over each bucket.
+    whatever becomes of the others, since what is remembered of it lies there. It is not cut: a part of a matrix would
+    be another matrix to PowerSGD, with more to send. The arithmetic is balanced over the module, not over each bucket.
     """
 
     def __init__(self) -> None:
-        self._slices: dict[str, int] = {}
+        self.of_names: dict[str, int] = {}
         self._numels: dict[str, int] = {}
 
     def add(self, specs: Sequence[ParameterSpec], slices: int) -> None:
         """Give each parameter that has no slice yet the one with the fewest elements, of so many slices."""
         loads = [0] * slices
-        for name, index in self._slices.items():
+        for name, index in self.of_names.items():
             if index < slices:
                 loads[index] += self._numels.get(name, 0)
         small = _SMALL * sum(spec.numel for spec in specs) / max(1, len(specs))
         before = 0
         for spec in specs:
-            known = self._slices.get(spec.name)
+            known = self.of_names.get(spec.name)
             if known is None or known >= slices:
                 known = before if spec.numel < small else loads.index(min(loads))
-                self._slices[spec.name] = known
+                self.of_names[spec.name] = known
                 loads[known] += spec.numel
             self._numels[spec.name] = spec.numel
             before = known
 
     def of(self, name: str) -> int:
         """The slice of a parameter."""
-        return self._slices.get(name, 0)
-
-    def state_dict(self) -> dict[str, int]:
-        """A copy of the slices by name."""
-        return dict(self._slices)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
-        self._slices = dict(state)
+        return self.of_names.get(name, 0)

@@ -14,8 +14,7 @@ from ppe_ddp.compression.quantization import Uncompressed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ppe_ddp.compression.compressor import FlatGradients, Segment
-    from ppe_ddp.compression.link import Exchange, Link
+    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _STATE = "residual"
 
@@ -91,9 +90,7 @@ class WarmUp(Compressor):
 
 @dataclass(frozen=True)
 class ByParameter(Compressor):
-    """Chooses the method by the name of the parameter.
-
-    Each method sends messages of its own, side by side with those of the others.
+    """Chooses the method by the name of the parameter. Each sends messages of its own, side by side with the others.
 
     Attributes:
         patterns: From a pattern of shells (``"*.bias"``, ``"encoder.*"``) to a compressor. The first that fits the name
@@ -112,12 +109,8 @@ class ByParameter(Compressor):
         compressors = [*self.patterns.values(), self.otherwise, Uncompressed()]
         for segment in gradients.segments:
             chosen.setdefault(self._index(segment), []).append(segment)
-        yield from together(
-            [
-                compressors[index].average(gradients.with_segments(segments), link)
-                for index, segments in sorted(chosen.items())
-            ]
-        )
+        ordered = sorted(chosen.items())
+        yield from together([compressors[k].average(gradients.with_segments(own), link) for k, own in ordered])
 
     def _index(self, segment: Segment) -> int:
         if segment.numel < self.min_numel:

@@ -1,21 +1,29 @@
-"""The contract of a compressor, the gradients that it gets, and how several go on side by side."""
+"""The contract of a compressor: the gradients that it gets, and the ranks that it exchanges them with."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 
-from ppe_ddp.compression.link import AllPending
+from ppe_ddp.backends.collective_arguments import as_bytes
+from ppe_ddp.backends.group_internals import backend_for
+from ppe_ddp.contracts import AllPending, Waitable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-    from ppe_ddp.compression.link import Exchange, Link
+_PIECE_NBYTES = 1 << 18
+
+Exchange = Generator[Waitable, None, None]
+"""Yields what its next step waits for; whoever resumes it has waited for that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +110,80 @@ class FlatGradients:
                 target.copy_(values)
             return
         torch._foreach_copy_(self.views(flat), list(values.split([segment.numel for segment in self.segments])))
+
+
+class Link:
+    """The ranks on the two sides of what compression is for: a process group whose connection is slow.
+
+    All ranks must start the same collectives in the same order, with the same sizes. Each collective is a generator: it
+    starts, yields what is in flight, and returns its result when it is resumed. So a compressor reads as if it waited,
+    ``rows = yield from link.all_gather(message)``, and several buckets are under way.
+
+    Args:
+        group: Where to communicate; None for a subclass that communicates otherwise.
+        rank: This process in the group.
+        size: The number of ranks.
+        device: Where the tensors are.
+
+    Attributes:
+        nbytes: What was sent, as the size of an all-reduce that puts as many bytes on the link: so that it compares
+            with the bytes of the gradients whatever the collectives are.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.nbytes = 0
+
+    def all_reduce(self, tensor: Tensor) -> Exchange:
+        """Add up ``tensor``, float32 or float64, in place."""
+        if self.size > 1 and tensor.numel():
+            self.nbytes += tensor.nbytes
+            yield dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def all_gather(self, message: Tensor) -> Generator[Waitable, None, Tensor]:
+        """The messages of all ranks, ``(size, *message.shape)``: contiguous tensors of one shape and dtype."""
+        if self.size == 1 or not message.numel():
+            return message.expand(self.size, *message.shape)
+        self.nbytes += message.nbytes * self.size // 2
+        rows = message.new_empty((self.size, *message.shape))
+        if self._is_over_gloo():
+            yield AllPending(self._gather_in_pieces(rows, message))
+            return rows
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        yield gather(as_bytes(rows), as_bytes(message), group=self._group, async_op=True)
+        return rows
+
+    def _gather_in_pieces(self, rows: Tensor, message: Tensor) -> list[Waitable]:
+        """Begin to gather ``message`` in ``rows``, some bytes at a time.
+
+        Long messages in both directions of a link hold up each other's acknowledgements, and gloo, which sends and
+        receives all at once, takes half as long again as for an all-reduce. Pieces go in turns, and take as long.
+        """
+        sent, received = as_bytes(message), rows.view(self.size, -1).view(torch.uint8)
+        started = []
+        for begin in range(0, sent.numel(), _PIECE_NBYTES):
+            piece = slice(begin, begin + _PIECE_NBYTES)
+            pending = dist.all_gather([row[piece] for row in received], sent[piece], group=self._group, async_op=True)
+            assert pending is not None  # this rank is in the group
+            started.append(pending)
+        return started
+
+    def _is_over_gloo(self) -> bool:
+        if self._group is None or self.device.type != "cpu":
+            return False
+        return str(backend_for(self._group, self.device).name()) == "gloo"
+
+    def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
+        """What every rank has in row ``rank`` of ``rows``, a contiguous tensor of one row a rank; in the same shape."""
+        if self.size == 1 or not rows.numel():
+            return rows
+        self.nbytes += rows.nbytes // 2
+        received = torch.empty_like(rows)
+        yield dist.all_to_all_single(as_bytes(received), as_bytes(rows), group=self._group, async_op=True)
+        return received
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -15,9 +15,8 @@ import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.compression.comm_state import hierarchy_of
-from ppe_ddp.compression.compressor import FlatGradients, Segment, together
-from ppe_ddp.compression.link import AllPending, Exchange, Link, is_completed
-from ppe_ddp.contracts import Waitable
+from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment, together
+from ppe_ddp.contracts import AllPending, Waitable, is_completed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
 
@@ -44,16 +43,7 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class CompressorReduction(Reduction):
-    """Calls a compressor.
-
-    Args:
-        compressor: How to send.
-        state: What is remembered of each parameter.
-        groups: Where to communicate.
-
-    Attributes:
-        compressor: The compressor that was passed in.
-    """
+    """Calls a compressor, with what is remembered of each parameter in ``state``."""
 
     def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
         super().__init__(groups)
@@ -102,10 +92,10 @@ class CompressorReduction(Reduction):
         groups, device, name = self._groups, bucket.buffer().device, str(bucket.index())
         hierarchy = hierarchy_of(groups.buckets) if device.type == "cpu" else None
         if hierarchy is not None:
-            links = CrossNodeLinks(hierarchy)
-            return self._queue.start(self._average_between_nodes(bucket, links), links, name)
+            links = [CrossNodeLink(link) for link in hierarchy.links]
+            return self._queue.start(self._average_between_nodes(bucket, hierarchy, links), links, device, name)
         link = Link(groups.buckets, groups.rank, groups.world_size, device)
-        return self._queue.start(self._average(bucket, link), link, name)
+        return self._queue.start(self._average(bucket, link), [link], device, name)
 
     def _average(self, bucket: GradBucket, link: Link) -> Delivered:
         gradients = self._gradients(bucket)
@@ -116,11 +106,11 @@ class CompressorReduction(Reduction):
             plain.copy_(wide)
         return None
 
-    def _average_between_nodes(self, bucket: GradBucket, links: CrossNodeLinks) -> Delivered:
-        gradients, state, slices = self._gradients(bucket), self._state, links.hierarchy.layout.slices
+    def _average_between_nodes(self, bucket: GradBucket, hierarchy: Hierarchy, links: Sequence[Link]) -> Delivered:
+        gradients, state, slices = self._gradients(bucket), self._state, hierarchy.layout.slices
         owners = [state.owners.of(segment.name) for segment in gradients.segments]
         seeds = [state.seed(self._groups, bucket.index() * slices + index) for index in range(slices)]
-        return average_between_nodes(self.compressor, gradients, owners, seeds, links)
+        return average_between_nodes(self.compressor, gradients, owners, seeds, hierarchy, links)
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
         """The gradients of ``bucket``, in their own dtype."""
@@ -193,9 +183,6 @@ class ExchangeQueue:
     another. So what an exchange returns, which other ranks of the node have to do their part for, is waited for when
     nothing is left to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others
     for them, wait for.
-
-    Args:
-        wait: Waits for something in flight, on a device.
     """
 
     def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
@@ -203,16 +190,12 @@ class ExchangeQueue:
         self._turn = 0
         self._running: deque[PendingExchange] = deque()
 
-    def start(self, exchange: Delivered, link: Link | CrossNodeLinks, name: str = "") -> PendingExchange:
-        """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
-
-        Args:
-            exchange: Yields what it waits for.
-            link: Where it communicates.
-            name: What timelines call it.
-        """
+    def start(
+        self, exchange: Delivered, links: Sequence[Link], device: torch.device, name: str = ""
+    ) -> PendingExchange:
+        """Begin ``exchange``, over ``links``, after a turn of those under way; timelines call it ``name``."""
         self._advance()
-        entry = PendingExchange(self, exchange, link, name)
+        entry = PendingExchange(self, exchange, links, device, name)
         entry.resume(self._turn)
         if not entry.is_done:
             self._running.append(entry)
@@ -239,7 +222,7 @@ class ExchangeQueue:
         while self._running and (may_wait or self.is_ready()):
             self._advance()
         if not self._running and (may_wait or is_completed(entry.delivery)):
-            self._wait(entry.delivery, entry.link.device)
+            self._wait(entry.delivery, entry.device)
             entry.delivery = None
 
     def _due(self) -> list[PendingExchange]:
@@ -250,55 +233,44 @@ class ExchangeQueue:
         self._turn += 1
         for entry in due:
             if entry.pending is not None:
-                self._wait(entry.pending, entry.link.device)
+                self._wait(entry.pending, entry.device)
             entry.resume(self._turn)
             if entry.is_done:
                 self._running.remove(entry)
 
 
 class PendingExchange:
-    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started.
+    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started."""
 
-    Args:
-        queue: Where it is under way.
-        exchange: The generator.
-        link: Where it communicates.
-        name: What timelines call it.
+    goes_in_turns = True  # timelines show its messages one by one
 
-    Attributes:
-        due: The turn in which it goes on.
-        pending: What it waits for.
-        delivery: What its result still waits for when it has ended.
-        is_done: Whether it has ended.
-        goes_in_turns: True: timelines show its messages one by one.
-    """
-
-    goes_in_turns = True
-
-    def __init__(self, queue: ExchangeQueue, exchange: Delivered, link: Link | CrossNodeLinks, name: str) -> None:
+    def __init__(
+        self, queue: ExchangeQueue, exchange: Delivered, links: Sequence[Link], device: torch.device, name: str
+    ) -> None:
         self._queue = queue
         self.exchange = exchange
-        self.link = link
+        self._links = links
+        self.device = device
         self.name = name
-        self.due = 0
+        self.due = 0  # the turn in which it goes on
         self.pending: Waitable | None = None
-        self.delivery: Waitable | None = None
-        self.is_done = False
+        self.delivery: Waitable | None = None  # what its result still waits for when it has ended
+        self.is_done = False  # it has ended
 
     @property
     def nbytes(self) -> int:
-        """What it has sent so far, see :attr:`Link.nbytes`."""
-        return self.link.nbytes
+        """What this rank has sent so far, see :attr:`Link.nbytes`."""
+        return sum(link.nbytes for link in self._links)
 
     def is_ready(self) -> bool:
         """Whether it can go on without the host waiting: on GPUs a stream waits."""
-        return self.pending is None or self.link.device.type != "cpu" or is_completed(self.pending)
+        return self.pending is None or self.device.type != "cpu" or is_completed(self.pending)
 
     def resume(self, turn: int) -> None:
         """Go on to the next round, or to the end; what is pending was waited for."""
         self.pending = None
         self.due = turn + _DISTANCE
-        begin, before = perf_counter_ns(), self.link.nbytes
+        begin, before = perf_counter_ns(), self.nbytes
         try:
             self.pending = next(self.exchange)
         except StopIteration as end:
@@ -307,7 +279,7 @@ class PendingExchange:
         if (log := EventLog.current) is not None:
             log.add("decode" if before else "encode", self.name, begin)
             if self.pending is not None:
-                log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.link.nbytes - before)
+                log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.nbytes - before)
 
     def done(self) -> bool:
         """Whether the average is there; takes the turns that need not wait."""
@@ -317,29 +289,6 @@ class PendingExchange:
     def wait(self) -> None:
         """Take turns until the average is there."""
         self._queue.advance_until(self, may_wait=True)
-
-
-class CrossNodeLinks:
-    """What this rank has under way between nodes, for one bucket.
-
-    Args:
-        hierarchy: The nodes.
-
-    Attributes:
-        hierarchy: The argument.
-        links: For each slice of this rank.
-        device: Where the tensors are.
-    """
-
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self.hierarchy = hierarchy
-        self.links = [CrossNodeLink(link) for link in hierarchy.links]
-        self.device = _CPU
-
-    @property
-    def nbytes(self) -> int:
-        """What this rank has sent, see :attr:`Link.nbytes`: the other ranks of its node send the rest."""
-        return sum(link.nbytes for link in self.links)
 
 
 class CrossNodeLink(Link):
@@ -376,7 +325,12 @@ class CrossNodeLink(Link):
 
 
 def average_between_nodes(
-    compressor: Compressor, gradients: FlatGradients, slices: Sequence[int], seeds: Sequence[int], links: CrossNodeLinks
+    compressor: Compressor,
+    gradients: FlatGradients,
+    slices: Sequence[int],
+    seeds: Sequence[int],
+    hierarchy: Hierarchy,
+    links: Sequence[Link],
 ) -> Delivered:
     """Average ``gradients`` over all ranks of the group, in place; only what goes between nodes is compressed.
 
@@ -391,16 +345,17 @@ def average_between_nodes(
         gradients: Those of this rank, in their own dtype; all elements are in segments.
         slices: The slice of each segment.
         seeds: One for each slice.
-        links: Between the nodes.
+        hierarchy: The nodes.
+        links: For each slice of this rank.
     """
-    hierarchy, layout = links.hierarchy, links.hierarchy.layout
+    layout = hierarchy.layout
     parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
     for segment, index in zip(gradients.segments, slices, strict=True):
         parts[index].append(segment)
     reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
     yield reduction.summed
     exchanges = []
-    for index, link, total in zip(layout.own_slices, links.links, reduction.sums, strict=True):
+    for index, link, total in zip(layout.own_slices, links, reduction.sums, strict=True):
         total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
         segments, seed = tuple(_packed(parts[index])), seeds[index]
         own = replace(gradients, given=total, average=total, segments=segments, seed=seed)

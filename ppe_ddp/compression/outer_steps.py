@@ -24,18 +24,13 @@ if TYPE_CHECKING:
 
 
 class Synchronizing(Protocol):
-    """What is needed of the wrapper."""
+    """The part of a wrapper that outer steps need."""
 
     module: nn.Module
     require_backward_grad_sync: bool
 
-    def finish_grad_sync(self) -> None:
-        """Average what is in ``.grad``; on all ranks together."""
-        ...
-
-    def abort_grad_sync(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot average."""
-        ...
+    def finish_grad_sync(self) -> None: ...  # noqa: D102
+    def abort_grad_sync(self, reason: str) -> None: ...  # noqa: D102
 
 
 class OuterSteps:
@@ -74,15 +69,14 @@ class OuterSteps:
         self._next: tuple[str, Tensor, Tensor | None] | None = None
         self._loaded = _LoadedParameters()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
         self._is_restored = False
         self._is_stopped = False
-        self._remember()
         ddp.require_backward_grad_sync = False
-        self._handles += [
+        self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
+        self._remember()
         vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
         tell_of_skipped_steps(optimizer, lambda: vars(optimizer)["outer_steps"].count())
 
@@ -284,17 +278,12 @@ class DiLoCo(OuterSteps):
 
 
 class _LoadedParameters:
-    """Notes which parameters ``load_state_dict()`` replaces the values of; a class, so that modules can be pickled.
-
-    Attributes:
-        identities: Of these parameters, since it was cleared.
-    """
+    """Notes which parameters ``load_state_dict()`` replaces the values of; a class, so that modules can be pickled."""
 
     def __init__(self) -> None:
-        self.identities: set[int] = set()
+        self.identities: set[int] = set()  # of these parameters, since it was cleared
 
     def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-        """Called by torch before it loads the parameters of ``module`` itself."""
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state_dict:
                 self.identities.add(id(parameter))

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor, together
-from ppe_ddp.compression.quantization import Uncompressed
+from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.quantization import average_chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.compression.compressor import FlatGradients, Segment
-    from ppe_ddp.compression.link import Exchange, Link
+    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _STATE = "power_sgd"
 
@@ -46,15 +45,12 @@ class PowerSGD(Compressor):
     min_compression: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse a rank that cannot be meant."""
         if self.rank < 1:
             raise ValueError(f"PowerSGD(rank={self.rank}): the rank is at least 1")
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         """See :meth:`Compressor.average`."""
-        matrices = gradients.chosen(self._pays)
-        others = gradients.chosen(lambda segment: not self._pays(segment))
-        yield from together([self._average(matrices, link), Uncompressed().average(others, link)])
+        yield from average_chosen(gradients, link, self._pays, self._average)
 
     def _pays(self, segment: Segment) -> bool:
         if segment.rows <= 1 or not segment.numel:
@@ -144,17 +140,11 @@ _NEGLIGIBLE = 1e-10
 
 
 def orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:
-    """An orthonormal basis of the rows of each of ``bases``.
+    """An orthonormal basis of the rows of each of ``bases``: ``(r, n)`` each, with one r and any n.
 
     The Gram matrices are all of one size, whatever the vectors' length, so one batched eigendecomposition does; no
-    division by zero, as Gram-Schmidt has where a row depends on others.
-
-    Args:
-        bases: ``(r, n)`` each, with one r and any n; float32 or float64.
-
-    Returns:
-        The same shapes and dtypes: orthonormal rows, and rows of zeros in place of those that the rank of the basis
-        lacks. All NaN where a basis is not finite.
+    division by zero, as Gram-Schmidt has where a row depends on others. Rows that the rank of a basis lacks are zeros;
+    all are NaN where it is not finite.
     """
     wide = [basis.double() for basis in bases]
     gram = torch.stack([rows @ rows.mT for rows in wide])

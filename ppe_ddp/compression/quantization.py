@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.compressor import Compressor, together
 
 if TYPE_CHECKING:
-    from ppe_ddp.compression.compressor import FlatGradients
-    from ppe_ddp.compression.link import Exchange, Link
+    from collections.abc import Callable
+
+    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _SECOND = 1 << 31  # apart from the seeds of the first encoding, in the 32 bits that generators look at
 
@@ -145,9 +146,6 @@ class Blocks:
 
     A block never holds elements of two parameters, so that their results do not depend on how buckets are packed;
     the last one of each is filled up by zeros.
-
-    Attributes:
-        number: The number of blocks.
     """
 
     def __init__(self, gradients: FlatGradients, block: int) -> None:
@@ -257,7 +255,6 @@ class Int8(BlockCodec):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse blocks in which the scale would not be aligned."""
         if self.block < 8 or self.block % 8:
             raise ValueError(f"Int8(block={self.block}): a block has a multiple of 8 elements, and at least 8")
 
@@ -314,7 +311,6 @@ class Sign(BlockCodec):
     majority: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse blocks whose bits do not fill whole words."""
         if self.block < 64 or self.block % 64:
             raise ValueError(f"Sign(block={self.block}): a block has a multiple of 64 elements, and at least 64")
 
@@ -371,3 +367,14 @@ class Uncompressed(Compressor):
         gradients.unpack(values, gradients.average)
         if gradients.keeps:
             torch._foreach_zero_(gradients.views(gradients.given))
+
+
+def average_chosen(
+    gradients: FlatGradients,
+    link: Link,
+    pays: Callable[[Segment], bool],
+    average: Callable[[FlatGradients, Link], Exchange],
+) -> Exchange:
+    """Average by ``average`` the parameters for which it pays, and the others uncompressed."""
+    others = gradients.chosen(lambda segment: not pays(segment))
+    yield from together([average(gradients.chosen(pays), link), Uncompressed().average(others, link)])

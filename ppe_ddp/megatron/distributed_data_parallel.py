@@ -21,9 +21,10 @@ from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
+from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
-from ppe_ddp.megatron.module_buffers import GradientBuffers, ShardedBuffers
 from ppe_ddp.megatron.parallel_groups import ModelParallel
+from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import uncompiled
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import ReduceFunction
     from ppe_ddp.engine.record import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
     from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 logger = logging.getLogger("ppe_ddp")
@@ -171,7 +171,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.groups = setup.groups
         self.model_parallel = ModelParallel(setup.groups, default_group())
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
-        self.gradient_buffers = state = GradientBuffers(
+        self.gradient_buffers = state = BufferSynchronizer(
             setup,
             default_group(),
             sums=bool(getattr(config, "calculate_per_token_loss", False)),
@@ -183,7 +183,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self._sharded: dict[bool, ShardedModel] = {}
         self._parameter_gather: ParameterGather | None = None
         self._reducer: Reducer[BufferSynchronizer] = Reducer(
-            state.groups[0], state.synchronizer, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
+            state.groups[0], state, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
         )
         self._reducer.use_module(state.module_state)
         self._reducer.enabled = self.ddp_config.overlap_grad_reduce

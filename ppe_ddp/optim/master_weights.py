@@ -119,14 +119,11 @@ class MasterWeights:
             self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
 
     def write(self, model: ShardedModel, updated: Sequence[bool]) -> Sequence[int]:
-        """Give parameters of ``model`` the values of their master weights, on this rank.
+        """Give parameters of ``model`` the values of their master weights, on this rank; returns the changed units.
 
         Args:
             model: The model of the parameters.
             updated: For each of its shards, whether that has a new value.
-
-        Returns:
-            The units of the model that have some of these shards, in order.
         """
         update = self._update
         if update is None or update.updated != updated:
@@ -166,12 +163,8 @@ class _Update(NamedTuple):
 class FlatStep:
     """Steps an optimizer of 1-D weights, the small ones laid end to end where that makes no difference to the result.
 
-    It makes one to whoever looks on: hooks of the optimizer's, or a ``step`` that was replaced (by ``torch.compile``);
-    there, and with an optimizer that is not torch's own, each weight is stepped by itself.
-
-    Args:
-        optimizer: The optimizer, whose groups hold the weights and whose state is kept by weight.
-        hooks: How many hooks its step may have.
+    It makes one to whoever looks on: more hooks of the optimizer's than ``hooks``, or a ``step`` that was replaced (by
+    ``torch.compile``); there, and with an optimizer that is not torch's own, each weight is stepped by itself.
     """
 
     def __init__(self, optimizer: Optimizer, *, hooks: int) -> None:
@@ -245,11 +238,9 @@ class FlatStep:
 
 
 class FlatShards:
-    """Weights of the same hyper-parameters, dtype and device that have made as many steps, laid end to end.
+    """Weights of the same hyper-parameters, dtype and device that have made as many steps, and their state.
 
-    Attributes:
-        weight: All of them, in memory of its own.
-        state: The state of all of them.
+    ``weight`` and ``state`` are those of all of them, end to end in memory of their own.
     """
 
     def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:

@@ -53,14 +53,14 @@ class DistributedOptimizer(Optimizer):
     by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
     by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
     (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
-    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears as well. There
-    gradients add up in ``main_grad``, over steps too, until it is cleared; but what was unscaled, clipped or edited is,
-    where the master weights have another dtype, a copy, which the next synchronization makes anew.
+    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and gradients add up in ``main_grad`` until
+    ``zero_grad_buffer()`` clears it too; but what was unscaled, clipped or edited is, where the master weights have
+    another dtype, a copy, which the next synchronization makes anew.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D;
-    what is done to their ``.grad`` there counts in the step.
-    Instead of ``torch.nn.utils.clip_grad_norm_``, call :meth:`clip_grad_norm_`.
+    what is done to their ``.grad`` there counts in the step. In the place of ``torch.nn.utils.clip_grad_norm_`` is
+    :meth:`clip_grad_norm_`.
 
     All ranks of the model's group must construct it together, with the same groups, and call :meth:`step`,
     :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
@@ -147,10 +147,7 @@ class DistributedOptimizer(Optimizer):
         return weights
 
     def _on_installed(self) -> Callable[[int], None]:
-        """A callback for gathered units, which notes that parameters have the values of their master weights.
-
-        It does not keep this optimizer alive.
-        """
+        """What notes that gathered parameters are as their master weights; it does not keep this optimizer alive."""
         masters = {master.index: master for master in self._masters if not master.is_alias}
         units = self._model.units
 
@@ -232,10 +229,7 @@ class DistributedOptimizer(Optimizer):
         """Update the shards of this rank, and gather the parameters to all ranks.
 
         Args:
-            closure: Called once, with gradients enabled, before the step: forward and backward.
-
-        Returns:
-            What ``closure`` has returned.
+            closure: Called once, with gradients enabled, before the step: forward and backward; its result is returned.
 
         Raises:
             PeerAbortedError: Another rank has raised in its step; with ``overlap`` a warning, later. Parameters
@@ -275,11 +269,7 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``.
-
-        Args:
-            set_to_none: Whether they are gone, or zero.
-        """
+        """Forget the gradients, or set them to zero: the shards, and what has accumulated during ``no_sync()``."""
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -439,10 +429,7 @@ def total_norm(
         norm_type: The p of the p-norm; may be ``inf``.
         device: The device of the result.
         groups: The ranks that must call this; they agree over one group after another.
-        is_unknown: Whether this rank does not know which of its shards are copies.
-
-    Raises:
-        ValueError: On all ranks, if one does not know.
+        is_unknown: This rank does not know which of its shards are copies, which is an error on all.
     """
     present = [shard for shard in shards if shard.numel()]
     dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
@@ -466,12 +453,10 @@ def total_norm(
 
 
 class ScaleCheck:
-    """One check for inf over all ranks, which the scaler makes in one call for each device and dtype.
+    """One check for inf over the ranks of ``groups``, which the scaler makes in one call for each device and dtype.
 
-    Args:
-        calls: The number of calls that this rank's scaler makes. Only the last one communicates, so that ranks whose
-            gradients have other dtypes and devices send as many messages.
-        groups: The groups whose ranks agree, one after another.
+    Only the last of so many ``calls`` communicates, so that ranks whose gradients have other dtypes and devices send as
+    many messages.
     """
 
     def __init__(self, calls: int, groups: Sequence[ProcessGroup]) -> None:
@@ -511,7 +496,6 @@ class SharedScaleCheck(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``; if it was the scaler's check, agree on what it found."""
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
             if is_scaler_check(func):
