@@ -411,8 +411,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
         if compressor is not None:
-            devices = {spec.name: spec.device for spec in self._module_state.specs}
-            self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, devices)
+            self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)
             reducer.synchronizer.negotiation.use_plug("a state of the compressor", *self._hooks.comm_state.agreed)
         elif "compressor" in state:
             raise ValueError(

@@ -128,9 +128,9 @@ class CommState:
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, devices: Mapping[str, torch.device]
+        self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
-        """Go on from what :meth:`state_dict` gave; ``devices`` are those of the parameters, by name.
+        """Go on from what :meth:`state_dict` gave; ``specs`` are those of the parameters.
 
         Raises:
             ValueError: It is of another compressor, rank, number of ranks or nodes, or of another module.
@@ -144,6 +144,7 @@ class CommState:
                     f"{here!r}: each rank loads its own, with the same compressor and as many ranks on each node. "
                     "Without it training goes on, less what had not been sent yet"
                 )
+        devices = {spec.name: spec.device for spec in specs}
         unknown = sorted(set(state["parameters"]) - set(devices))
         if unknown:
             raise ValueError(

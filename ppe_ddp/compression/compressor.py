@@ -15,12 +15,14 @@ from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.contracts import AllPending, Waitable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _PIECE_NBYTES = 1 << 18
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""The dtypes in which halves are added up."""
 
 Exchange = Generator[Waitable, None, None]
 """Yields what its next step waits for; whoever resumes it has waited for that."""
@@ -94,18 +96,19 @@ class FlatGradients:
         """The same tensors with these segments only."""
         return replace(self, segments=tuple(segments))
 
+    def joined(self, flat: Tensor) -> Tensor | None:
+        """The view of ``flat`` that all segments are, 1-D; None where they do not lie one after another."""
+        first, last = self.segments[0], self.segments[-1]
+        return flat[first.start : last.stop] if last.stop - first.start == self.numel else None
+
     def packed(self, flat: Tensor) -> Tensor:
         """The segments of ``flat`` one after another, 1-D: a view of it where they lie so, or else a copy."""
-        first, last = self.segments[0], self.segments[-1]
-        if last.stop - first.start == self.numel:
-            return flat[first.start : last.stop]
-        return torch.cat(self.views(flat))
+        view = self.joined(flat)
+        return torch.cat(self.views(flat)) if view is None else view
 
     def unpack(self, values: Tensor, flat: Tensor) -> None:
         """Copy ``values``, as :meth:`packed` gives them, into the segments of ``flat``, unless they lie there."""
-        first, last = self.segments[0], self.segments[-1]
-        if last.stop - first.start == self.numel:
-            target = flat[first.start : last.stop]
+        if (target := self.joined(flat)) is not None:
             if not target.is_set_to(values):
                 target.copy_(values)
             return
@@ -186,14 +189,12 @@ class Link:
         return received
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in ``tensor``, dense; without a temporary of its size."""
-    if tensor.numel() == 0:
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is neither NaN nor infinity in any of these dense tensors. The host waits for a GPU."""
+    totals = [tensor.sum(dtype=WIDE.get(tensor.dtype)) for tensor in tensors]
+    if all([bool(total.isfinite()) for total in totals]):
         return True
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    # Two passes: aminmax() takes four times as long on CPUs.
-    return bool(torch.isfinite(tensor.amin()) & torch.isfinite(tensor.amax()))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum can overflow
 
 
 class Compressor(ABC):

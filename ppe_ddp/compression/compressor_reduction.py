@@ -15,7 +15,7 @@ import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.compression.comm_state import hierarchy_of
-from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment, together
+from ppe_ddp.compression.compressor import WIDE, Exchange, FlatGradients, Link, Segment, are_finite, together
 from ppe_ddp.contracts import AllPending, Waitable, is_completed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
@@ -39,7 +39,6 @@ Delivered = Generator[Waitable, None, Waitable | None]
 _CPU = torch.device("cpu")
 _DISTANCE = 2  # turns from a round to the next of the same bucket
 _LAYOUTS = 256  # that are kept
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class CompressorReduction(Reduction):
@@ -74,11 +73,11 @@ class CompressorReduction(Reduction):
         decide alike.
         """
         started, self._started = self._started, []
-        if self._state.is_empty or _are_finite([bucket.buffer() for bucket in started]):
+        if self._state.is_empty or are_finite([bucket.buffer() for bucket in started]):
             self._state.commit()
             return
         members = [one for bucket in started for one in zip(bucket.names(), bucket.parameters(), bucket, strict=True)]
-        wrong = {name for name, _, average in members if not _are_finite([average])}
+        wrong = {name for name, _, average in members if not are_finite([average])}
         self._state.put_back_unless_stepped({name: one for name, one, _ in members if name not in wrong})
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
@@ -100,7 +99,7 @@ class CompressorReduction(Reduction):
     def _average(self, bucket: GradBucket, link: Link) -> Delivered:
         gradients = self._gradients(bucket)
         plain = gradients.given
-        wide = plain.to(_WIDE.get(plain.dtype, plain.dtype))
+        wide = plain.to(WIDE.get(plain.dtype, plain.dtype))
         yield from self.compressor.average(replace(gradients, given=wide, average=wide), link)
         if wide is not plain:
             plain.copy_(wide)
@@ -129,14 +128,6 @@ class CompressorReduction(Reduction):
     def _wait_for(self, pending: Waitable, device: torch.device) -> None:
         for part in pending.parts if isinstance(pending, AllPending) else (pending,):
             self._groups.failures.wait(part, device)
-
-
-def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is neither NaN nor infinity in any of them. The host waits for a GPU."""
-    totals = [tensor.sum(dtype=_WIDE.get(tensor.dtype)) for tensor in tensors]
-    if all([bool(total.isfinite()) for total in totals]):
-        return True
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum can overflow
 
 
 def _segments(

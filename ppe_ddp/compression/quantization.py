@@ -172,11 +172,8 @@ class Blocks:
 
     def room(self, flat: Tensor) -> Tensor:
         """Where ``(number, block)`` values can be written that :meth:`join` brings to ``flat``; any contents."""
-        gradients = self._gradients
-        first, last = gradients.segments[0], gradients.segments[-1]
-        if self._is_padded or last.stop - first.start != gradients.numel:
-            return flat.new_empty(self.number, self._block)
-        return flat[first.start : last.stop].view(self.number, self._block)
+        view = None if self._is_padded else self._gradients.joined(flat)
+        return flat.new_empty(self.number, self._block) if view is None else view.view(self.number, self._block)
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many elements of each block are those of a parameter: ``(number,)``, to read, where ``like`` is."""

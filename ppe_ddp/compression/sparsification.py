@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, is_finite
+from ppe_ddp.compression.compressor import Compressor, are_finite
 from ppe_ddp.compression.quantization import average_chosen
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class RandomK(Sparsification):
         given = gradients.given
         indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
         values = given[indices]
-        if not all(map(is_finite, gradients.views(given))):
+        if not are_finite(gradients.views(given)):
             values.fill_(torch.nan)  # what is wrong elsewhere must show in the average
         if gradients.keeps:
             given[indices] = 0

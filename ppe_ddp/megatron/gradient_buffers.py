@@ -273,8 +273,7 @@ class ReductionGroup:
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`comm_state_dict` gave; refuses the state of another rank, module or compressor."""
         if isinstance(self.reduction, CompressorReduction):
-            devices = {spec.name: spec.device for spec in self.module_state.specs}
-            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, devices)
+            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
             self.negotiation.use_plug("a state of the compressor", *self._comm_state.agreed)
         elif state:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from itertools import accumulate, chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,6 @@ class MasterWeights:
         self._weights: list[nn.Parameter] = []
         self._addresses: list[int] = []  # of what is aliased, when it was looked at last
         self._own_addresses: list[int] = []
-        self._update: _Update | None = None
 
     def __iter__(self) -> Iterator[MasterWeight]:
         return iter(self._all)
@@ -101,7 +100,6 @@ class MasterWeights:
     def append(self, master: MasterWeight) -> None:
         """Add one more."""
         self._all.append(master)
-        self._update = None
         if not master.is_alias:
             self._copies.append(master)
             return
@@ -125,39 +123,14 @@ class MasterWeights:
             model: The model of the parameters.
             updated: For each of its shards, whether that has a new value.
         """
-        update = self._update
-        if update is None or update.updated != updated:
-            update = self._update = _Update.of(self._all, model, updated)
-        copied = update.copies
+        masters = [master for master in self._all if updated[master.index]]
+        indices = {master.index for master in masters}
         if list(map(torch.Tensor.data_ptr, self._weights)) == self._own_addresses:
-            model.write_in_place(update.in_place)
-        else:  # the optimizer has set ``.data`` of some of its weights
-            copied = update.masters
-        for master in copied:
+            model.write_in_place([master.index for master in masters if master.is_alias])
+            masters = [master for master in masters if not master.is_alias]
+        for master in masters:  # all of them where the optimizer has set ``.data`` of some of its weights
             model.write(master.index, master.weight.detach())
-        return update.units
-
-
-class _Update(NamedTuple):
-    """The parameters that get new values, kept for steps that update the same ones."""
-
-    updated: Sequence[bool]  # for each shard of the model
-    masters: Sequence[MasterWeight]  # of these shards
-    copies: Sequence[MasterWeight]  # those that are not their parameter's own memory
-    in_place: Sequence[int]  # the shards of the others
-    units: Sequence[int]  # of the model, with updated shards
-
-    @classmethod
-    def of(cls, masters: Sequence[MasterWeight], model: ShardedModel, updated: Sequence[bool]) -> _Update:
-        own = [master for master in masters if updated[master.index]]
-        indices = {master.index for master in own}
-        return cls(
-            updated,
-            own,
-            [master for master in own if not master.is_alias],
-            [master.index for master in own if master.is_alias],
-            [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)],
-        )
+        return [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)]
 
 
 class FlatStep:
