@@ -391,9 +391,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
 
-        Each rank has its own, to be saved beside the state of model and optimizer: training that goes on from all
-        three is what it would have been without the interruption. Without a compressor it is that order alone, which
-        more than two ranks need to add up in the same order again. Empty without other ranks.
+        Each rank has its own, to be saved beside the state of model and optimizer. Without a compressor it is that
+        order alone, which more than two ranks need to add up in the same order again. Empty without other ranks.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
@@ -402,11 +401,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return {**state, "buckets": reducer.synchronizer.negotiation.order_state()}
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the compressor go on from what :meth:`comm_state_dict` gave; on all ranks together.
-
-        Raises:
-            ValueError: It is that of another rank, of another number of ranks, or of another module or compressor.
-        """
+        """Let the compressor go on from what :meth:`comm_state_dict` gave on this rank; on all ranks together."""
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
@@ -433,7 +428,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         Args:
             divide_by_initial_world_size: Divide gradients by the number of all ranks, or else by the number of
                 those that still have inputs.
-            enable: Whether to do anything.
+            enable: Do anything at all.
             throw_on_early_termination: Raise on every rank when the first one has run out, instead.
         """
         same = divide_by_initial_world_size

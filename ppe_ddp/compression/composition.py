@@ -27,12 +27,10 @@ class ErrorFeedback(Compressor):
     Speech DNNs, Interspeech 2014; why it converges: S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
     Gradient Compression Schemes, ICML 2019 (https://arxiv.org/abs/1901.09847).
 
-    Takes memory for it, of the size of the gradients (of halves: in float32), and as much again while backward runs. A
-    parameter that is in no bucket keeps its residual; one that only other ranks have in a step sends it. Where a step
-    is dropped (it has failed, or an average is not finite, which an optimizer has to leave out), all residuals are what
-    they were before its backward: of several synchronized backwards to one step, those before stay sent. With a
-    ``GradScaler`` they are residuals of scaled gradients, which count for twice or half as much, once, when the scale
-    has changed.
+    Takes memory of the size of the gradients (of halves: in float32), and as much again while backward runs. Where a
+    step is dropped (it has failed, or an average is not finite), all residuals are what they were before its backward.
+    With a ``GradScaler`` they are those of scaled gradients, which count for twice or half as much, once, when the
+    scale has changed.
 
     Attributes:
         compressor: Any but another ErrorFeedback.
@@ -69,8 +67,7 @@ class WarmUp(Compressor):
     """Compresses by ``compressor`` after ``steps`` synchronized backwards: gradients change fast before, and most.
 
     As torch's PowerSGD hook has it (``start_powerSGD_iter``), and Y. Lin et al., Deep Gradient Compression, ICLR 2018
-    (https://arxiv.org/abs/1712.01887). All that begin count: also one that has failed on some rank, and one whose
-    optimizer step a ``GradScaler`` skips.
+    (https://arxiv.org/abs/1712.01887). Those that fail or that a ``GradScaler`` skips count, too.
 
     Attributes:
         compressor: From then on.

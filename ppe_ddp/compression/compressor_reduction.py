@@ -166,14 +166,12 @@ class ExchangeQueue:
         bucket 1            start           2nd             end
         bucket 2                    start           2nd             end
 
-    In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the
-    second round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they
-    need; who does not want to wait asks first.
+    In each turn older buckets come first. The second round of a bucket goes out while backward still computes the
+    gradients of others. Turns wait for what they need; who does not want to wait asks first.
 
-    Where ranks of a node average different parameters, one rank may be through with a bucket some rounds before
-    another. So what an exchange returns, which other ranks of the node have to do their part for, is waited for when
-    nothing is left to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others
-    for them, wait for.
+    Ranks of a node that average different parameters are through with a bucket at different times. So what an exchange
+    returns, which needs the other ranks of the node, is waited for when nothing is left to be turned: a rank that
+    waited earlier would keep back messages that the others wait for.
     """
 
     def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:

@@ -44,12 +44,9 @@ class OuterSteps:
     Args:
         ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
         optimizer: The inner one, which updates whole parameters: no ``DistributedOptimizer``.
-        every: Inner steps to one outer step.
+        every: Inner steps to one outer step, at least 1.
         lr: Of the outer step.
         momentum: Nesterov's, of the outer step.
-
-    Raises:
-        ValueError: ``every`` is less than 1.
     """
 
     def __init__(
@@ -219,11 +216,7 @@ class OuterSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart.
-
-        Raises:
-            ValueError: It has a parameter that the module does not have.
-        """
+        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart."""
         parameters = dict(self.module.named_parameters())
         unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
         if unknown:

@@ -52,9 +52,8 @@ class DistributedDataParallelConfig:
     since it would change nothing; ``dataclasses.replace()`` makes another object.
 
     Of Megatron's other fields, some ask for what is not built here and take their default only; any other value is a
-    ``ValueError`` that gives the reason. The rest are accepted and have no effect: ``align_param_gather``,
-    ``average_in_collective`` and ``gradient_reduce_div_fusion`` choose when and how Megatron computes the same numbers,
-    and what follows them is read by Megatron-FSDP and NCCL's registered buffers only.
+    ``ValueError`` that gives the reason. The rest have no effect: they choose how Megatron computes the same numbers,
+    or are read by Megatron-FSDP and NCCL's registered buffers only.
 
     Attributes:
         grad_reduce_in_fp32: Accumulate and communicate the gradients of half-precision parameters in fp32. Twice the
@@ -69,9 +68,6 @@ class DistributedDataParallelConfig:
             earlier; larger ones pay the latency of a message less often. None: 1,000,000 (Megatron's 40,000,000 is for
             NCCL).
         pad_buckets_for_high_nccl_busbw: Pad buckets so that each rank's share is a multiple of 65536 elements.
-
-    Raises:
-        ValueError: A value that is not supported; names the field and the reason.
     """
 
     grad_reduce_in_fp32: bool = False

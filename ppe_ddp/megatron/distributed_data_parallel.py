@@ -44,15 +44,9 @@ logger = logging.getLogger("ppe_ddp")
 
 
 class DistributedDataParallelBase(nn.Module, ABC):
-    """Abstract base of wrappers for data parallelism, with the interface of Megatron's class of this name.
+    """Abstract base of wrappers of ``module``, with the interface of Megatron's class of this name.
 
     State dicts have the names of the wrapped module, without a prefix of the wrapper's.
-
-    Args:
-        module: The module to wrap.
-
-    Raises:
-        TypeError: ``module`` is no module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -95,9 +89,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     ``overlap_grad_reduce`` buckets are launched during the backward outside ``no_sync()``; without it, all of them in
     :meth:`finish_grad_sync`, and ``no_sync()`` makes no difference.
 
-    Any graph will do, and another one on each rank: the ranks agree while backward is running on which parameters
-    have a gradient anywhere, in this micro-batch or an earlier one; a bucket without any is not sent. A gradient
-    that comes after its bucket was launched is averaged in a second round.
+    Any graph will do, and another one on each rank: a bucket without a gradient on any rank is not sent.
 
     All ranks of the groups must construct the wrapper together and synchronize equally often. Parameters with
     ``allreduce = False`` are experts: they are averaged over ``groups.expert``, and divided by the size of the
@@ -286,14 +278,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.
 
-        With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, and what is in the
-        rest is of no use.
-
-        Args:
-            force_all_reduce: Refused with ``use_distributed_optimizer``; else gradients are all-reduced in any case.
+        With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, the rest is of no use,
+        and ``force_all_reduce`` is refused.
 
         Raises:
-            ValueError: ``force_all_reduce`` with ``use_distributed_optimizer``; before anything is sent.
             NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
             PeerAbortedError: The backward of another rank raised, or one that is to be finished has failed here.
         """
@@ -336,9 +324,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
         """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
 
-        Args:
-            zero_buffer: Set ``main_grad`` to zero. If False, ``zero_grad()`` of a distributed optimizer does that for
-                its parameters, before the first backward; until then the old values count as accumulated.
+        Without ``zero_buffer``, ``zero_grad()`` of a distributed optimizer does the latter for its parameters, before
+        the first backward; until then the old values count as accumulated.
         """
         state = self.gradient_buffers
         synchronizer = self._ready().synchronizer

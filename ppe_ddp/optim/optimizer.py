@@ -49,13 +49,11 @@ class DistributedOptimizer(Optimizer):
 
     ``.grad`` of a parameter is None after a synchronized backward where no rank has a gradient, else a
     :class:`ppe_ddp.optim.ShardedGradient`: a tensor without elements, since each rank has its shard of them, in the
-    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared:
-    by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
-    by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
-    (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
-    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and gradients add up in ``main_grad`` until
-    ``zero_grad_buffer()`` clears it too; but what was unscaled, clipped or edited is, where the master weights have
-    another dtype, a copy, which the next synchronization makes anew.
+    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared by
+    any ``zero_grad()`` or by ``parameter.grad = None``, on all ranks alike. (``zero_grad()`` of the wrapped optimizer
+    itself does not clear what has accumulated in ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and
+    gradients add up in ``main_grad`` until ``zero_grad_buffer()`` clears it too; but what was unscaled, clipped or
+    edited is, where the master weights have another dtype, a copy, which the next synchronization makes anew.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D;
@@ -292,9 +290,8 @@ class DistributedOptimizer(Optimizer):
         """State, master weights and groups by parameter names, for ``torch.distributed.checkpoint`` or ``torch.save``.
 
         Tensors that are cut like their parameter are 1-D DTensors of the flattened parameter, one shard a rank: saved
-        by ``torch.distributed.checkpoint``, they are loaded by any number of ranks. What ``torch.save`` writes of
-        one rank fits the same rank of as many. The tensors are the optimizer's own, not copies. Master weights that
-        are the parameters' own memory are in the model's ``state_dict``.
+        by ``torch.distributed.checkpoint``, they are loaded by any number of ranks. What ``torch.save`` writes of one
+        rank fits the same rank of as many. Master weights that are the parameters' own memory are in the model's.
         """
         self.synchronize()
         self._flat_step.separate()
@@ -325,9 +322,9 @@ def clip_grad_norm_(
     """Scale the gradients of several optimizers so that the norm of all of them together is at most ``max_norm``.
 
     For a model whose parameters are in more than one: experts and the rest, or the chunks of a virtual pipeline. Every
-    element counts once, whatever rank has it; parameters without a gradient do not count. With a Megatron wrapper the
-    norm is that of the whole model, over the tensor-parallel and pipeline-parallel ranks too, and parameters that are
-    not marked by ``tensor_model_parallel = True`` are taken for copies on tensor-parallel ranks.
+    element counts once, whatever rank has it. With a Megatron wrapper the norm is that of the whole model, over the
+    tensor-parallel and pipeline-parallel ranks too, and parameters that are not marked by ``tensor_model_parallel =
+    True`` are taken for copies on tensor-parallel ranks; where no parameter of some rank has the mark, all raise.
 
     All ranks of the model must call this together.
 
@@ -335,15 +332,10 @@ def clip_grad_norm_(
         optimizers: Those of this rank's parameters, over the same groups.
         max_norm: The largest norm.
         norm_type: The p of the p-norm; may be ``inf``.
-        error_if_nonfinite: Raise where the norm is inf or NaN, on all ranks.
+        error_if_nonfinite: Raise a RuntimeError where the norm is inf or NaN, on all ranks.
 
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
-
-    Raises:
-        ValueError: Optimizers over different groups; or, on all ranks, tensors are split over ranks, and no parameter
-            of some rank has the mark.
-        RuntimeError: By ``error_if_nonfinite``.
     """
     models = [optimizer._model for optimizer in optimizers]
     groups = models[0].copies.groups

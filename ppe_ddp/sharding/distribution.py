@@ -103,11 +103,6 @@ def distribute(
         checkpoint_of: Gives the checkpoint, with full tensors; called on rank 0 only.
         targets_of: Gives what this rank's module has.
         options: How.
-
-    Raises:
-        CheckpointError: On every rank, with the same text: the checkpoint does not fit, or a rank failed. If the
-            module's own memory is loaded into, it may then have some, all or none of the new values.
-        CommunicationError: The process group failed.
     """
     with torch.no_grad():
         return _Load(options).run(checkpoint_of, targets_of)
@@ -388,15 +383,8 @@ class _PendingMessage:
 class TensorTransfer:
     """Sends and receives the planned messages. All ranks of the load group run one, with the same plan.
 
-    What goes wrong with a tensor on one rank is kept in ``failure``: the others count on its messages.
-
-    Args:
-        load_group: The ranks.
-        checkpoint: Full tensors; looked at on rank 0 only.
-        memories: This rank's memory, by the key of the checkpoint.
-        device: The device whose tensors are sent.
-        room: Bytes that may be used for messages that cannot be received or sent in place.
-        failure: What has gone wrong before.
+    What goes wrong with a tensor on one rank is kept in ``failure``: the others count on its messages. Not more than
+    ``room`` bytes are used for messages that cannot be received or sent in place.
     """
 
     def __init__(
@@ -419,11 +407,7 @@ class TensorTransfer:
         self.failure = failure
 
     def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
-        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent.
-
-        Raises:
-            CommunicationError: The process group failed.
-        """
+        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent."""
         try:
             for message in messages:
                 self._make_room(message)
