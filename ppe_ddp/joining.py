@@ -38,12 +38,7 @@ def _any_announces(groups: Groups) -> bool:
 class DdpJoinHook(JoinHook):
     """Takes part in the synchronizations of a wrapper after this rank's inputs have ended.
 
-    Args:
-        reducer: The wrapper's reducer; None where nothing is synchronized.
-        module: The wrapped module, whose final state all ranks shall have.
-        divide_by_initial_world_size: Divide gradients by the number of all ranks, not of those that have inputs.
-        before: Called before each step, to bring the reducer up to date.
-        with_buffer_hook: A hook of the user's communicates in the forwards of the others.
+    It calls ``before`` before each step, to bring the reducer up to date; that is None where nothing is synchronized.
     """
 
     def __init__(

@@ -176,23 +176,23 @@ class _ShardedOptimizerPart(SavedPart):
 
 
 class _RankPart(SavedPart):
-    """Anything else with ``state_dict()`` and ``load_state_dict()``, of which each rank has its own: one entry."""
+    """State that each rank has for itself, in one entry."""
 
     is_of_rank = True
 
-    def __init__(self, name: str, stateful: Any, rank: int) -> None:
-        super().__init__(name, stateful)
-        self._entry = own_name(name, rank)
+    def __init__(self, entry: str, state: Callable[[], Any], load_state: Callable[[Any], object]) -> None:
+        super().__init__(entry, None)
+        self._entry, self._state, self._load_state = entry, state, load_state
 
     def entries(self) -> dict[str, Any]:
-        return {self._entry: self._what.state_dict()}
+        return {self._entry: self._state()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         self._check_saved(self._entry, saved)
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        self._what.load_state_dict(entries[self._entry])
+        self._load_state(entries[self._entry])
 
 
 _PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer is an Optimizer too
@@ -211,16 +211,22 @@ def part_of(name: str, what: Any, rank: int) -> SavedPart:
         if isinstance(what, kind):
             return part(name, what)
     if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
-        return _RankPart(name, what, rank)
+        entry = own_name(name, rank)
+        return _RankPart(entry, lambda: what.state_dict(), lambda state: what.load_state_dict(state))
     raise TypeError(
         f"{name!r} is a {type(what).__name__}, which has no state_dict() and load_state_dict(): give it these, or pass "
         "plain values as the position"
     )
 
 
+def of_rank(rank: int, key: str) -> str:
+    """The name of an entry that each rank has for itself."""
+    return f"{RANKS}.{rank}.{key}"
+
+
 def own_name(name: str, rank: int) -> str:
     """The name of a part of which each rank has its own."""
-    return f"{RANKS}.{rank}.own.{name}"
+    return of_rank(rank, f"own.{name}")
 
 
 def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int) -> SavedPart | None:
@@ -293,8 +299,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 logger = logging.getLogger("ppe_ddp")
 
-_RANDOM, _POSITION, _COMMUNICATION = "random", "position", "communication"
-_IS_OF_RANK = re.compile(rf"{RANKS}\.\d+\.{_RANDOM}").fullmatch
+_POSITION = "position"
+_IS_OF_RANK = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
 
 
 @dataclass(frozen=True)
@@ -367,11 +373,15 @@ class Checkpointer:
         self._ranks = LoadGroup(process_group)
         self._given = dict(parts)
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
-        self._wrappers: dict[str, Any] = {
-            name: what
-            for name, what in parts.items()
-            if isinstance(what, nn.Module) and hasattr(what, "comm_state_dict")
-        }
+        rank = self._ranks.rank
+        modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
+        wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
+        self._of_rank: list[SavedPart] = [
+            _RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, what.load_comm_state_dict)
+            for name, what in wrappers.items()
+        ]
+        # last, as loading may use some random numbers
+        self._of_rank.append(_RankPart(of_rank(rank, "random"), random_states, set_random_states))
         self._damaged: set[str] = set()
 
     # ------------------------------------------------------------------ saving
@@ -403,7 +413,9 @@ class Checkpointer:
             for name, what in self._given.items():
                 part = own_part(name, what, outer_steps, self._ranks.rank) or self._parts[name]
                 entries.update(part.entries())
-            entries.update(self._of_this_rank(position))
+            for part in self._of_rank:
+                entries.update(part.entries())
+            entries[of_rank(self._ranks.rank, _POSITION)] = position
             return [step, sorted(self._parts)]
 
         self._compare(self._ranks.from_each(collect))
@@ -436,16 +448,6 @@ class Checkpointer:
                     )
                 found.append(outer)
         return found
-
-    def _of_this_rank(self, position: Any) -> dict[str, Any]:
-        states = {self._of_wrapper(name): wrapper.comm_state_dict() for name, wrapper in self._wrappers.items()}
-        return states | {self._name(_RANDOM): random_states(), self._name(_POSITION): position}
-
-    def _of_wrapper(self, name: str) -> str:
-        return self._name(f"{_COMMUNICATION}.{name}")
-
-    def _name(self, key: str, rank: int | None = None) -> str:
-        return f"{RANKS}.{self._ranks.rank if rank is None else rank}.{key}"
 
     def _compare(self, found: list[Any]) -> None:
         for rank, (step, names) in enumerate(found):
@@ -504,10 +506,7 @@ class Checkpointer:
             parts.extend(self._loaded_parts(saved_by, found[0]))
             for part in parts:
                 targets.update(part.targets(found[0]))
-            names = [self._name(_POSITION, rank) for rank in range(saved_by)]
-            if saved_by == self._ranks.size:
-                names += [self._name(_RANDOM), *map(self._of_wrapper, self._wrappers)]
-            targets.update(dict.fromkeys(names))
+            targets.update(dict.fromkeys(of_rank(rank, _POSITION) for rank in range(saved_by)))
             return saved_by
 
         saved_by = self._ranks.from_each(prepare)[0]
@@ -516,7 +515,7 @@ class Checkpointer:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], partial(read_entries, folder=folder, load_group=self._ranks)))
         self._apply(parts, targets, saved_by)
-        positions = [targets[self._name(_POSITION, rank)] for rank in range(saved_by)]
+        positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         return Restored(name.step, positions[self._ranks.rank] if saved_by == self._ranks.size else None, positions)
 
     def _intact(self, step: int | None) -> CheckpointName | None:
@@ -547,22 +546,18 @@ class Checkpointer:
             for name, what in self._given.items()
             if saved_by == size or not self._parts[name].is_of_rank
         ]
-        return sorted(parts, key=lambda part: part.begins_from_module)
+        parts.sort(key=lambda part: part.begins_from_module)
+        return parts + (self._of_rank if saved_by == size else [])
 
     def _apply(self, parts: list[SavedPart], entries: dict[str, Any], saved_by: int) -> None:
         """Let each part go on, one after another: a rank that fails in one must not leave the others in the next."""
         for part in parts:
             self._ranks.from_each(partial(part.load, entries))
-        if saved_by != self._ranks.size:
-            if self._ranks.is_source:
-                logger.warning(
-                    "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had "
-                    "for itself, are not loaded; between two outer steps the model is the average of all ranks', and "
-                    "inner optimizers have the state of one of them",
-                    saved_by,
-                    self._ranks.size,
-                )
-            return
-        for name, wrapper in self._wrappers.items():
-            self._ranks.from_each(partial(wrapper.load_comm_state_dict, entries[self._of_wrapper(name)]))
-        self._ranks.from_each(partial(set_random_states, entries[self._name(_RANDOM)]))  # last, as loading may use some
+        if saved_by != self._ranks.size and self._ranks.is_source:
+            logger.warning(
+                "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had for "
+                "itself, are not loaded; between two outer steps the model is the average of all ranks', and inner "
+                "optimizers have the state of one of them",
+                saved_by,
+                self._ranks.size,
+            )

@@ -162,8 +162,8 @@ class Link:
     def _gather_in_pieces(self, rows: Tensor, message: Tensor) -> list[Waitable]:
         """Begin to gather ``message`` in ``rows``, some bytes at a time.
 
-        Long messages in both directions of a link hold up each other's acknowledgements, and gloo, which sends and
-        receives all at once, takes half as long again as for an all-reduce. Pieces go in turns, and take as long.
+        Long messages in both directions of a link hold up each other's acknowledgements, so that gloo takes half as
+        long again as for an all-reduce.
         """
         sent, received = as_bytes(message), rows.view(self.size, -1).view(torch.uint8)
         started = []

@@ -327,15 +327,8 @@ def average_between_nodes(
         owners of a slice    own parameters                --compressor-->   their averages over the nodes
         ranks of a node      averages                      --copy-->         flat gradients of all ranks
 
-    To the compressor a node is one rank, whose gradient is the mean over the node.
-
-    Args:
-        compressor: How, between the nodes.
-        gradients: Those of this rank, in their own dtype; all elements are in segments.
-        slices: The slice of each segment.
-        seeds: One for each slice.
-        hierarchy: The nodes.
-        links: For each slice of this rank.
+    To the compressor a node is one rank, whose gradient is the mean over the node. ``slices`` has the slice of each
+    segment, ``seeds`` one for each slice, ``links`` one for each slice of this rank.
     """
     layout = hierarchy.layout
     parts: list[list[Segment]] = [[] for _ in range(layout.slices)]

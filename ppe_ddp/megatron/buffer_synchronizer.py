@@ -59,18 +59,11 @@ _ALIGNED_FOR_NCCL = 1 << 16
 
 
 class BufferSynchronizer(Synchronizer):
-    """The gradient buffers of one module, and what they are sent by. All ranks must make theirs together.
+    """The gradient buffers of one module, and what sends them. All ranks must make theirs together.
 
-    Args:
-        setup: The module, and how to synchronize it.
-        default_group: Averages dense parameters where the setup names no group.
-        sums: Sum gradients over the ranks instead of averaging them.
-        bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
-
-    Attributes:
-        is_sent: The gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and none was
-            accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must not be
-            the only one to send them again.
+    ``is_sent``: the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and none was
+    accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must not be the only
+    one to send them again.
     """
 
     empties_grad = True

@@ -102,22 +102,14 @@ class ParamAndGradBuffer:
 
 
 class MainGradients:
-    """The accumulated gradients of one module, and which of them there are.
-
-    Attributes:
-        accumulated: One byte a parameter, 1 where something was added here since the buffers were zeroed.
-        averaged: One byte a parameter, 1 where some rank had it when it was synchronized.
-        is_dirty: Something was added that is not synchronized yet.
-        revision: Another number after each synchronization and each zeroing.
-        streams: Those that gradients are accumulated on; None on CPUs.
-    """
+    """The accumulated gradients of one module, and which of them there are."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._main = main
         self._index = {id(parameters[i]): i for i in main}
-        self.streams: GradientStreams | None = None
-        self.revision = 0
+        self.streams: GradientStreams | None = None  # those that gradients are accumulated on; None on CPUs
+        self.revision = 0  # another number after each synchronization and each zeroing
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -126,9 +118,9 @@ class MainGradients:
 
     def forget(self) -> None:
         """Mark every gradient as absent: the buffers were zeroed."""
-        self.accumulated = bytearray(len(self._parameters))
-        self.averaged = bytearray(len(self._parameters))
-        self.is_dirty = False
+        self.accumulated = bytearray(len(self._parameters))  # 1 where something was added here since then
+        self.averaged = bytearray(len(self._parameters))  # 1 where some rank had it when it was synchronized
+        self.is_dirty = False  # something was added that is not synchronized yet
         self.revision += 1
 
     def forget_some(self, indices: Iterable[int]) -> list[int]:
@@ -223,23 +215,16 @@ _PACKING = Packing(bucket_bytes=4 << 20, adopt_bytes=1 << 62)
 class ReductionGroup:
     """The parameters that one process group averages, the dense ones or the experts. All its ranks make it together.
 
-    Args:
-        groups: The wrapper's own duplicates of the user's group.
-        module_state: The parameters.
-        indices: Their numbers among all parameters of the module.
-        specs: Of these parameters, with the dtypes of ``main_grad``.
-        function: Averages a bucket over the group, or a compressor that does.
-        gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
-            averaged over fewer; and where losses are summed a token, so are gradients.
-        options: What else the ranks must agree on.
+    A mean over the group is multiplied by ``gain``: experts see the tokens of all data-parallel ranks, but are averaged
+    over fewer; and where losses are summed a token, so are gradients.
     """
 
     def __init__(
         self,
         groups: Groups,
         module_state: ModuleState,
-        indices: Sequence[int],
-        specs: Sequence[ParameterSpec],
+        indices: Sequence[int],  # of its parameters among all of the module
+        specs: Sequence[ParameterSpec],  # of its parameters, with the dtypes of main_grad
         function: ReduceFunction | Compressor,
         *,
         gain: float,
@@ -284,15 +269,7 @@ class ReductionGroup:
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step.
-
-    Args:
-        extent: The range, and the parameters in it.
-        memory: The range of the buffer, padding included.
-        context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
-        gain: What the mean over the group is multiplied by.
-        scatter: How to reduce-scatter; None to all-reduce.
-    """
+    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step."""
 
     def __init__(
         self,
@@ -301,7 +278,7 @@ class BufferBucket(DenseBucket):
         context: BucketContext,
         *,
         gain: float,
-        scatter: ReduceScatter | None,
+        scatter: ReduceScatter | None,  # None to all-reduce
     ) -> None:
         super().__init__(extent.plan, context)
         self.extent = extent

@@ -414,14 +414,9 @@ def total_norm(
     *,
     is_unknown: bool = False,
 ) -> Tensor:
-    """The norm of the gradients whose shards the ranks have: 0-dimensional, the same on every rank.
+    """The norm of the gradients whose shards the ranks of ``groups`` have: 0-dimensional, the same on every rank.
 
-    Args:
-        shards: This rank's, without those that are copies of another rank's.
-        norm_type: The p of the p-norm; may be ``inf``.
-        device: The device of the result.
-        groups: The ranks that must call this; they agree over one group after another.
-        is_unknown: This rank does not know which of its shards are copies, which is an error on all.
+    ``shards`` are without copies of another rank's; where a rank does not know which are (``is_unknown``), all raise.
     """
     present = [shard for shard in shards if shard.numel()]
     dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
