@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
-from ppe_ddp.contracts import probe
+from ppe_ddp.contracts import CommHook, SyncHook, Waitable, probe
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.functions import name_of
 from ppe_ddp.options import check_call
 from ppe_ddp.torch_internals import BufferCommHookLocation, preserve_versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch import Tensor
 
-    from ppe_ddp.contracts import CommHook, SyncHook, Waitable
     from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
 

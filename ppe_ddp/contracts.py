@@ -8,14 +8,12 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup

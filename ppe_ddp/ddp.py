@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ppe_ddp.comm_hooks import NOT_GIVEN, BufferHook, Hooks
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
@@ -17,7 +18,7 @@ from ppe_ddp.engine.broadcasting import broadcast_all, check_in_sync
 from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes
 from ppe_ddp.engine.plan import Packing
-from ppe_ddp.engine.record import EventLog
+from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
 from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
@@ -28,23 +29,17 @@ from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs, tensors_in
-from ppe_ddp.options import Options, check_arguments, check_ignored
+from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
 from ppe_ddp.torch_internals import BufferCommHookLocation, call_uncompiled, is_in_join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.distributed.algorithms.join import JoinHook
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
     from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
-    from ppe_ddp.engine.record import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.options import IgnoredByUs
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):

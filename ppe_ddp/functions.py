@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
-from ppe_ddp.contracts import AllPending, Division
+from ppe_ddp.contracts import AllPending, Division, GradBucket, ReduceFunction, Waitable
 from ppe_ddp.errors import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import GradBucket, ReduceFunction, Waitable
 
 F = TypeVar("F", bound="ReduceFunction")
 

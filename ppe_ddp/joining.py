@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.reducer import Reducer
     from ppe_ddp.engine.synchronizer import BucketSynchronizer

@@ -6,16 +6,14 @@ Names in state dicts of torch's wrapper have ``module.`` in front, those of this
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, rename_in_checkpoints, set_metadata
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
 
 class ModuleWrapper(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -14,8 +15,6 @@ from torch import nn
 from ppe_ddp.functions import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 

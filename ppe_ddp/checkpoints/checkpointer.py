@@ -34,7 +34,6 @@ from ppe_ddp.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 

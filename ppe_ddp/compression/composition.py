@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor, together
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 from ppe_ddp.compression.quantization import Uncompressed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _STATE = "residual"
 

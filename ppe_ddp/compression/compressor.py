@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from ppe_ddp.backends.collective_arguments import as_bytes
@@ -15,9 +16,6 @@ from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.contracts import AllPending, Waitable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _PIECE_NBYTES = 1 << 18

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
-from ppe_ddp.compression.comm_state import hierarchy_of
-from ppe_ddp.compression.compressor import WIDE, Exchange, FlatGradients, Link, Segment, are_finite, together
-from ppe_ddp.contracts import AllPending, Waitable, is_completed
+from ppe_ddp.compression.comm_state import CommState, hierarchy_of
+from ppe_ddp.compression.compressor import (
+    WIDE,
+    Compressor,
+    Exchange,
+    FlatGradients,
+    Link,
+    Segment,
+    are_finite,
+    together,
+)
+from ppe_ddp.contracts import AllPending, GradBucket, Waitable, is_completed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
     from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
-    from ppe_ddp.compression.comm_state import CommState
-    from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.contracts import GradBucket
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")

@@ -8,17 +8,15 @@ parameter that no rank has changed costs nothing.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 

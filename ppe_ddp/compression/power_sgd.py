@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment
 from ppe_ddp.compression.quantization import average_chosen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
-
-    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _STATE = "power_sgd"
 

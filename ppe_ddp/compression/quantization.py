@@ -12,19 +12,15 @@ sum is made in a narrow type that could overflow.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, together
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 
 _SECOND = 1 << 31  # apart from the seeds of the first encoding, in the 32 bits that generators look at
 

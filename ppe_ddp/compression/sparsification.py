@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,15 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, are_finite
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, are_finite
 from ppe_ddp.compression.quantization import average_chosen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
-
-    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 
 @dataclass(frozen=True)

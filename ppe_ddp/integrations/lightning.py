@@ -11,7 +11,7 @@ what Lightning's ``DDPStrategy`` takes, and the wrapper's keywords in the place 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,6 @@ from typing_extensions import override
 from ppe_ddp.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
 __all__ = ["FabricStrategy", "TrainerStrategy"]

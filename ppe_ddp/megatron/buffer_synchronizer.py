@@ -10,6 +10,7 @@ launched in one order that every rank has: no rank waits in one group for a rank
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -17,39 +18,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.backward import Backward, Phase
+from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
+from ppe_ddp.engine.completion import Completion, Steps
 from ppe_ddp.engine.failures import aborted_error, reason_of
 from ppe_ddp.engine.grad_hooks import pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.memory import Allocator, MemoryPool, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.errors import PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
 from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ParamAndGradBuffer, ReductionGroup
 from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, needs_own_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.engine.backward import Backward
-    from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.memory import Allocator
     from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.errors import PpeDdpError
     from ppe_ddp.megatron.config import Setup
 
 _ABORTED = 1  # the bit of a rank's status beside NON_FINITE

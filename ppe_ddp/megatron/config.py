@@ -6,6 +6,7 @@ Before Megatron-Core had a configuration, its fields were arguments by position;
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from ppe_ddp.megatron.parallel_groups import ParallelGroups
 from ppe_ddp.options import check_call, unknown_keyword
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ppe_ddp.contracts import ReduceFunction
 
 DEFAULT_BUCKET_SIZE = 1_000_000

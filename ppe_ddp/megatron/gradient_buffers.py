@@ -7,6 +7,7 @@ has computed: a reduction that was given up may still write into its memory, so 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,30 +15,22 @@ import torch
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.contracts import probe
-from ppe_ddp.engine.bucket import DenseBucket
-from ppe_ddp.engine.completion import ends_soon
+from ppe_ddp.contracts import ReduceFunction, probe
+from ppe_ddp.engine.bucket import BucketContext, DenseBucket
+from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
-from ppe_ddp.engine.memory import allocator, slots_of
+from ppe_ddp.engine.memory import Allocator, allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation
-from ppe_ddp.engine.plan import Packing, Planner
-from ppe_ddp.engine.reduction import FunctionReduction
+from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner
+from ppe_ddp.engine.reduction import FunctionReduction, Reduction
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from torch import Tensor, nn
 
-    from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.bucket import BucketContext
-    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.memory import Allocator
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
     from ppe_ddp.megatron.buffer_layout import BucketRange, BufferKind
 

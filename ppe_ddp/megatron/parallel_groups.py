@@ -10,31 +10,28 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ppe_ddp.backends.group_internals import flattened_group, kept_with
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.failures import FINALIZE, reason_of
 from ppe_ddp.engine.groups import Groups, renew_all
-from ppe_ddp.engine.zero.shards import Copies
+from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.zero.shards import Shard
 
 _DATA = ("dp", "cp", "ep")
 _SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")

@@ -8,6 +8,7 @@ Each bucket of a buffer is cut into equal parts, one a rank. A cut may go throug
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppe_ddp.engine.zero.shard_collectives import all_gather
@@ -16,8 +17,6 @@ from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 

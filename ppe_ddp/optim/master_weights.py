@@ -16,6 +16,7 @@ is made where two steps have had the same gradients: to make it costs some steps
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,6 @@ from ppe_ddp.engine.plan import is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import step_hooks, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from torch.optim import Optimizer
 
     from ppe_ddp.engine.zero.shards import Shard, ShardedModel

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ppe_ddp")

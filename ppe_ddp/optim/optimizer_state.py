@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.engine.zero.shards import bounds_of
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel, bounds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from ppe_ddp.engine.zero.shards import Shard, ShardedModel
     from ppe_ddp.optim.master_weights import MasterWeight
 
 _SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from ppe_ddp.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 
 if TYPE_CHECKING:
     import os
-    from types import ModuleType
 
     import torch
     from torch.distributed import ProcessGroup

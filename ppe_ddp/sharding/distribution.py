@@ -21,8 +21,11 @@ from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
+    Match,
+    Piece,
     ShardLayout,
     SourceEntry,
+    TransferMessage,
     check,
     cut,
     describe,
@@ -41,8 +44,6 @@ from ppe_ddp.torch_internals import metadata_of, set_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from ppe_ddp.sharding.load_plan import Match, Piece, TransferMessage
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
