@@ -385,12 +385,16 @@ class BufferSynchronizer(Synchronizer):
             raise error
 
     def scale(self, factor: float | Tensor) -> None:
-        """Note that the buffers were multiplied by ``factor``."""
+        """Multiply all gradients by ``factor``."""
+        for buffer in self.buffers:
+            buffer.scale_gradients(factor)
         for bucket in self._buckets:
             bucket.scale(factor)
 
     def clear(self) -> None:
-        """Note that the buffers were zeroed."""
+        """Set all gradients to zero."""
+        for buffer in self.buffers:
+            buffer.reset()
         for bucket in self._buckets:
             bucket.reset()
         self._holds_averages = False

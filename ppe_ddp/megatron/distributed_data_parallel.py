@@ -313,8 +313,6 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Multiply all gradients in the buffers by ``scaling_factor``."""
         synchronizer = self._ready().synchronizer
         synchronizer.wait_for_results()
-        for buffer in self.gradient_buffers.buffers:
-            buffer.scale_gradients(scaling_factor)
         synchronizer.scale(scaling_factor)
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
@@ -323,7 +321,6 @@ class DistributedDataParallel(DistributedDataParallelBase):
         Without ``zero_buffer``, ``zero_grad()`` of a distributed optimizer does the latter for its parameters, before
         the first backward; until then the old values count as accumulated.
         """
-        state = self.gradient_buffers
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
         try:
@@ -332,10 +329,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
             logger.warning("%s (It was never finished here.)", error)
         synchronizer.is_sent = False
         synchronizer.forget_failure()
-        state.gradients.discard()
+        synchronizer.gradients.discard()
         if zero_buffer:
-            for buffer in state.buffers:
-                buffer.reset()
             synchronizer.clear()
 
     def broadcast_params(self) -> None:

@@ -111,13 +111,8 @@ def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or mesh.size(names.index("pp")) < 2:
         return None
-    own: ProcessGroup | None = None
     pipelines = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
-    for stages in pipelines.tolist():
-        ends = [stages[0], stages[-1]]
-        group = dist.new_group(ends)
-        if dist.get_rank() in ends:
-            own = group
+    own: ProcessGroup | None = dist.new_subgroups_by_enumeration(pipelines[:, [0, -1]].tolist())[0]
     return own
 
 
