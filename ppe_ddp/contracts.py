@@ -131,7 +131,7 @@ class GradBucket(list["Tensor"]):
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The same memory as one tensor a parameter, in the parameters' shapes."""
+        """The gradients as one tensor a parameter, in the parameters' shapes; the same memory."""
         return list(self)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -249,10 +249,10 @@ class MixedPrecision(Protocol):
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """Of parameters and inputs, and so of the computation; None to leave them as they are."""
+        """The dtype of parameters and inputs, and so of the computation; None to leave them as they are."""
         ...
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Of gradients while they are averaged; None for ``param_dtype``."""
+        """The dtype of gradients while they are averaged; None for ``param_dtype``."""
         ...

@@ -178,7 +178,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._reducer.synchronizer.note_buffers()
 
     def _agreed(self) -> str:
-        """What else the ranks must have in common, as text."""
+        """The other options that the ranks must have in common, as text."""
         checks = self._options.check_for_nan_in_grad
         texts = [
             str(self._precision),
@@ -302,7 +302,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
 
     def trace(self) -> Trace | None:
-        """What happened in the last synchronized backward on this rank; None before the first."""
+        """The record of the last synchronized backward on this rank; None before the first."""
         return None if self._reducer is None else self._reducer.trace()
 
     def sharded(self) -> ShardedModel:
@@ -430,7 +430,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=same)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What this rank does for the others after its inputs have ended (``Joinable``)."""
+        """The part that this rank takes in the steps of others after its inputs have ended (``Joinable``)."""
         return DdpJoinHook(
             self._reducer or self._ready(),
             self.module,

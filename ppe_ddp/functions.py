@@ -56,7 +56,7 @@ def is_plain_average(function: object) -> bool:
 
 
 def own_function(function: object) -> str:
-    """What the ranks compare of a reduce function: that it is the user's own; empty for one that only averages."""
+    """The words by which ranks compare a reduce function: the user's own, or empty for one that only averages."""
     return "" if is_plain_average(function) else "reduce_function of the user's own"
 
 
@@ -211,7 +211,7 @@ class _Overlapped:
         return None
 
     def _failed_before(self, index: int, group: int) -> Exception | None:
-        """What an earlier bucket of this step has failed with: the other ranks would take this bucket for that one."""
+        """The error of an earlier bucket of this step: the other ranks would take this bucket for that one."""
         if self._failed is not None:
             failed_index, failed_group, error = self._failed
             if group == failed_group and index > failed_index:

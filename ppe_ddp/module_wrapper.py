@@ -41,7 +41,7 @@ class ModuleWrapper(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What ``torch.distributed.checkpoint.state_dict`` asks for: which names lie in ``module``, unnamed."""
+        """The names that lie in ``module``, unnamed, for ``torch.distributed.checkpoint.state_dict``."""
         rename_in_checkpoints(_without_wrappers)
         return {name.split(".")[0]: "module" for name in self.module.state_dict(keep_vars=True)}
 

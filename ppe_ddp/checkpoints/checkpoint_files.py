@@ -161,7 +161,7 @@ class CheckpointFolder:
                 self.discard(aside)
 
     def damage(self, name: str, part: int, parts: int) -> str:
-        """What is wrong with a complete checkpoint; empty where nothing is."""
+        """The damage of a complete checkpoint, as text; empty where there is none."""
         manifest = self.path / name / MANIFEST
         try:
             try:
@@ -241,7 +241,7 @@ def read_entries(targets: dict[str, Any], folder: Path, load_group: LoadGroup) -
 
 
 def metadata_of(folder: Path) -> Metadata:
-    """What is in the files of ``folder``; refuses what torch does not write there, and executes nothing."""
+    """Read the metadata of ``folder``; refuse what torch does not write there, and execute nothing."""
     content = (folder / METADATA).read_bytes()
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     for info in (metadata.storage_data or {}).values():
@@ -290,7 +290,7 @@ class _EntryWriter(FileSystemWriter):
 
 class _EntryReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What :func:`metadata_of` has read."""
+        """Read by :func:`metadata_of`."""
         return _tellable(lambda: metadata_of(Path(self.path)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
 
 RANKS = "ranks"
-"""What the names of entries begin with that each rank has for itself; followed by the rank."""
+"""The first part of the names of entries that each rank has for itself; the rank follows."""
 
 
 class SavedPart(ABC):
@@ -56,10 +56,10 @@ class SavedPart(ABC):
 
     @abstractmethod
     def entries(self) -> dict[str, Any]:
-        """What to save, by the names of entries: tensors, which are the part's own, and plain values."""
+        """The entries to save, by name: tensors, which are the part's own, and plain values."""
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """What to load into, by the names of entries; None for what is no tensor."""
+        """The entries to load into, by name; None for what is no tensor."""
         own = self.entries()
         theirs = {name for name in saved.state_dict_metadata if name.startswith(self.prefix)}
         if theirs != own.keys():
@@ -120,7 +120,7 @@ class AveragedModulePart(_ModulePart):
 
 
 class _TablesPart(SavedPart):
-    """What has tables of tensors in its state, the same on every rank, and may have none before its first step."""
+    """A part with tables of tensors in its state, the same on every rank, and perhaps none before its first step."""
 
     tables: dict[str, int]  # by name, how many keys deep values lie
     always: str  # an entry that there is in any case
@@ -276,7 +276,7 @@ def _leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def random_states() -> dict[str, Any]:
-    """Those of Python, NumPy, torch on the CPU, and of this rank's CUDA device if it is in use."""
+    """The states of Python, NumPy, torch on the CPU, and of this rank's CUDA device if it is in use."""
     version, numbers, gauss = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     legacy = legacy | {"state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}

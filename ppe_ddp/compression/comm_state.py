@@ -1,4 +1,4 @@
-"""What compressors remember: of each parameter by its name, and which step it is. It outlives groups and buckets.
+"""The memory of compressors, by the names of parameters, and the number of the step. It outlives groups and buckets.
 
 It belongs to the step, as ``.grad`` does: what a compressor has stored counts when all ranks have taken the step, and
 is put back when they have dropped it, since what it has sent is dropped as well.
@@ -45,7 +45,7 @@ class CommState:
         self._offset: int | None = None
 
     def of(self, name: str) -> dict[str, Any]:
-        """What is remembered of the parameter ``name``: always the same dict, to be changed in place."""
+        """The memory of the parameter ``name``: always the same dict, to be changed in place."""
         return self._of.setdefault(name, {})
 
     @property
@@ -97,7 +97,7 @@ class CommState:
 
     @property
     def agreed(self) -> list[str]:
-        """What the ranks must have in common of a state that was loaded, as text."""
+        """The part of a loaded state that the ranks must have in common, as text."""
         return [f"{self._offset} steps ahead"] if self._offset else []
 
     def step(self, groups: Groups) -> int:
@@ -190,7 +190,7 @@ def _note_step(owner: weakref.ref[_Stepped], optimizer: Optimizer, *_: object) -
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:
-    """What joins the nodes of ``group`` where ranks of several nodes share memory; the same answer on all ranks."""
+    """The nodes of ``group``, where ranks of several nodes share memory; the same answer on all ranks."""
     cpu = torch.device("cpu")
     if cpu.type not in device_types(group):
         return None

@@ -87,11 +87,11 @@ class FlatGradients:
         return [flat[segment.start : segment.stop] for segment in self.segments]
 
     def chosen(self, predicate: Callable[[Segment], bool]) -> FlatGradients:
-        """The same tensors with those segments only for which ``predicate`` holds."""
+        """Select the segments for which ``predicate`` holds; the tensors are the same."""
         return self.with_segments(filter(predicate, self.segments))
 
     def with_segments(self, segments: Iterable[Segment]) -> FlatGradients:
-        """The same tensors with these segments only."""
+        """Select ``segments``; the tensors are the same."""
         return replace(self, segments=tuple(segments))
 
     def joined(self, flat: Tensor) -> Tensor | None:
@@ -178,7 +178,7 @@ class Link:
         return str(backend_for(self._group, self.device).name()) == "gloo"
 
     def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
-        """What every rank has in row ``rank`` of ``rows``, a contiguous tensor of one row a rank; in the same shape."""
+        """Send each rank its row of ``rows``, which is contiguous; the result has the rows that came from all ranks."""
         if self.size == 1 or not rows.numel():
             return rows
         self.nbytes += rows.nbytes // 2

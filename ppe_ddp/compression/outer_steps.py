@@ -205,7 +205,7 @@ class OuterSteps:
         self._ddp.require_backward_grad_sync = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have at the last outer step, and how many inner steps there were: a copy."""
+        """A copy of what all ranks have at the last outer step, and the number of inner steps."""
         self._remember()
         return {
             "steps": self._steps,

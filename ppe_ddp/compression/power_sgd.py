@@ -102,7 +102,7 @@ def _rows_of(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, l
 
 
 def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
-    """The same with orthonormal rows; those of one rank at once."""
+    """Make the rows of each factor orthonormal; factors of one rank at once."""
     results: list[Tensor] = list(factors)
     by_rank = sorted(range(len(factors)), key=lambda k: len(factors[k]))
     for _, group in groupby(by_rank, key=lambda k: len(factors[k])):
@@ -113,7 +113,7 @@ def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int) -> list[Tensor]:
-    """What to begin the next step with: orthonormal rows, so that the iteration keeps small directions apart.
+    """The matrices that the next step begins with: orthonormal rows, so that small directions stay apart.
 
     Random rows take the place of those that a gradient of lower rank lacks, since zeros would stay zeros.
     """

@@ -54,7 +54,7 @@ class BlockCodec(Compressor):
         """Write what ``codes``, ``(number, any)``, stand for into ``values``, ``(number, block)``."""
 
     def combine(self, received: Tensor, mean: Tensor) -> Tensor:
-        """What the ranks together shall get for a part: by default ``mean``, that of what was sent.
+        """The result for a part, of all ranks: by default ``mean``, that of what was sent.
 
         Args:
             received: The codes of all ranks, ``(size, number, any)``.

@@ -95,7 +95,7 @@ class FabricStrategy(_Strategy, FabricBase):
 
 
 class _NoSync(_BackwardSyncControl):
-    """What ``fabric.no_backward_sync`` asks for; Fabric's own accepts torch's wrapper only."""
+    """The ``no_backward_sync`` of Fabric for this wrapper; Fabric's own accepts torch's only."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

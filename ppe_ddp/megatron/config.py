@@ -1,4 +1,4 @@
-"""What the constructor of a Megatron wrapper takes: a configuration with all of Megatron-Core's fields, in two forms.
+"""The arguments of a Megatron wrapper: a configuration with all of Megatron-Core's fields, in two forms.
 
 Before Megatron-Core had a configuration, its fields were arguments by position; both forms become one :class:`Setup`.
 """

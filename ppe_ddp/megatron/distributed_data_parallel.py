@@ -342,7 +342,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 
     def trace(self) -> Trace | None:
-        """What happened in the last synchronized backward on this rank; None before the first."""
+        """The record of the last synchronized backward on this rank; None before the first."""
         return self._reducer.trace()
 
     # ------------------------------------------------------------------ a distributed optimizer

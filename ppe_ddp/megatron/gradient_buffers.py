@@ -243,7 +243,7 @@ class ReductionGroup:
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What the compressor remembers on this rank, as a copy; empty without one."""
+        """A copy of the compressor's memory on this rank; empty without one."""
         if not isinstance(self.reduction, CompressorReduction):
             return {}
         return self._comm_state.state_dict(self.reduction.compressor, self.groups)

@@ -292,7 +292,7 @@ def _parts(weights: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _kind(value: Any, weight: Tensor) -> object:
-    """What is the same of the state of two weights that may be stepped together."""
+    """The properties of state in which weights must agree to be stepped together."""
     if not isinstance(value, Tensor):
         return type(value), value
     if value.shape == weight.shape:

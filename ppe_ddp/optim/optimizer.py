@@ -144,7 +144,7 @@ class DistributedOptimizer(Optimizer):
         return weights
 
     def _on_installed(self) -> Callable[[int], None]:
-        """What notes that gathered parameters are as their master weights; it does not keep this optimizer alive."""
+        """A callback that notes which parameters are as their master weights; it does not keep this alive."""
         masters = {master.index: master for master in self._masters if not master.is_alias}
         units = self._model.units
 

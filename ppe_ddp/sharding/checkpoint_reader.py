@@ -123,7 +123,7 @@ def load_plain(content: bytes) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """What :func:`dump_plain` gives, as a text that JSON can hold."""
+    """The bytes of :func:`dump_plain`, as a text that JSON can hold."""
     return b64encode(dump_plain(value)).decode()
 
 

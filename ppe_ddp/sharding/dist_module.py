@@ -215,7 +215,7 @@ def _load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Device
 
 
 def _setter(original: Any) -> Any:
-    """What stands for torch's ``set_model_state_dict``, by DistModule where it gets full tensors."""
+    """A stand-in for torch's ``set_model_state_dict``, by DistModule where it gets full tensors."""
 
     def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
         if options is None or not options.full_state_dict:

@@ -82,7 +82,7 @@ class LoadGroup:
         return _values(everyone, failure)
 
     def _attempt(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """What this rank sends: a result, or the text that all ranks get for its error; and the error itself."""
+        """The message of this rank, a result or the text that all ranks get for its error; and the error itself."""
         try:
             return (make(), None), None
         except CheckpointError as error:

@@ -242,7 +242,7 @@ def _layout(key: str, value: Tensor, local: Tensor, rank: int) -> ShardLayout | 
 
 
 def packed(entries: Sequence[ExpectedEntry]) -> Any:
-    """What is sent of a module's expectations, as plain values; each of its layouts, which are few, once."""
+    """A module's expectations as plain values, to be sent; each of its layouts, which are few, once."""
     layouts: dict[ShardLayout | None, int] = {}
     rows = [(e.key, e.shape, e.dtype, layouts.setdefault(e.layout, len(layouts)), e.tie) for e in entries]
     return [[one and astuple(one) for one in layouts], rows]
