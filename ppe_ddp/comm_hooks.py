@@ -40,23 +40,23 @@ class Hooks:
     def add(self, state: Any, hook: Any) -> RemovableHandle | None:
         """Add a hook of the kind that the arguments show; gives a handle for one of pytorch-pfn-extras' kind."""
         one = hook if state is NOT_GIVEN else state
+        is_alone = hook is NOT_GIVEN or state is NOT_GIVEN
         if isinstance(one, type) and issubclass(one, Compressor):
             raise TypeError(f"register_comm_hook() takes a compressor, not its class: {one.__name__}(...)")
-        if isinstance(one, Compressor) and (hook is NOT_GIVEN or state is NOT_GIVEN):
-            self._check_free()
-            self.compressor = one
-            return None
-        if hook is NOT_GIVEN and callable(state):
-            return self._add_sync(state)
-        if state is NOT_GIVEN:
-            if callable(hook):
-                return self._add_sync(hook)
-            raise TypeError("register_comm_hook(hook) or register_comm_hook(state, hook)")
-        if hook is NOT_GIVEN:
-            raise TypeError(f"register_comm_hook(hook) takes a function of the wrapper, not {type(state).__name__}")
-        check_call("hook", hook, ("state", "bucket"))
+        if is_alone and not isinstance(one, Compressor):
+            if not callable(one):
+                raise TypeError(f"register_comm_hook(hook) takes a function of the wrapper, not {type(one).__name__}")
+            check_call("hook", one, ("ddp",))
+            handle = RemovableHandle(self.sync)
+            self.sync[handle.id] = one
+            return handle
+        if not is_alone:
+            check_call("hook", hook, ("state", "bucket"))
         self._check_free()
-        self.comm = (state, hook)
+        if is_alone:
+            self.compressor = one
+        else:
+            self.comm = (state, hook)
         return None
 
     def _check_free(self) -> None:
@@ -66,12 +66,6 @@ class Hooks:
             raise RuntimeError(
                 f"a wrapper takes one compressor or one hook of torch's kind, and has {self.compressor!r}"
             )
-
-    def _add_sync(self, hook: SyncHook) -> RemovableHandle:
-        check_call("hook", hook, ("ddp",))
-        handle = RemovableHandle(self.sync)
-        self.sync[handle.id] = hook
-        return handle
 
 
 class BufferHook:

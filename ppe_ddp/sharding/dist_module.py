@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
-from ppe_ddp.sharding.distribution import LoadOptions, distribute
+from ppe_ddp.sharding.distribution import Load, LoadOptions
 from ppe_ddp.sharding.load_group import LoadGroup
 from ppe_ddp.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 
@@ -141,14 +140,15 @@ class DistModule(nn.Module):
         module = self._wrapped
         what = type(module).__name__
         options = replace(self._options, fresh=assign, strict=strict, what=what, lends=lends)
-        loaded = distribute(checkpoint_of, lambda: module.state_dict(keep_vars=True), options)
+        load = Load(options)
+        keys = load.run(checkpoint_of, lambda: module.state_dict(keep_vars=True))
 
-        def load() -> None:
+        def take() -> None:
             # Strictness is settled, over the keys of all ranks.
-            module.load_state_dict(loaded.state_dict, strict=False, assign=assign)
+            module.load_state_dict(load.state_dict, strict=False, assign=assign)
 
-        LoadGroup(self._options.process_group).from_each(load)
-        return IncompatibleKeys(loaded.missing, loaded.unexpected)
+        load.load_group.from_each(take)
+        return keys
 
 
 @contextmanager
@@ -176,21 +176,12 @@ def patch_accelerate() -> Iterator[None]:
                 name.partition(".")[0] in _PATCHED_PACKAGES
                 and getattr(module, "__dict__", {}).get("load_state_dict") is theirs
             ):
-                stack.enter_context(_replaced(module, "load_state_dict", _load_state_dict))
+                stack.callback(setattr, module, "load_state_dict", theirs)
+                setattr(module, "load_state_dict", _load_state_dict)  # noqa: B010  # a module has no such attribute
         original = torch_state_dict.set_model_state_dict
-        stack.enter_context(_replaced(torch_state_dict, "set_model_state_dict", _setter(original)))
+        stack.callback(setattr, torch_state_dict, "set_model_state_dict", original)
+        torch_state_dict.set_model_state_dict = _setter(original)
         yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, function: Any) -> Iterator[None]:
-    """Have ``module.name`` be ``function`` inside the block."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 class _Unreadable(dict[str, Any]):

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from ppe_ddp.sharding.load_plan import (
     tree,
     unpacked,
 )
-from ppe_ddp.torch_internals import metadata_of, set_metadata
+from ppe_ddp.torch_internals import IncompatibleKeys, metadata_of, set_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,28 +87,6 @@ class LoadOptions:
         return {"strict": self.strict, "assign": self.fresh, "dtype": self.dtype, "piece_nbytes": self.piece_nbytes}
 
 
-class Distributed(NamedTuple):
-    """The tensors that one rank got, and the keys that did not match, which are the same on every rank."""
-
-    state_dict: dict[str, Any]  # by the keys of the module; DTensors where that has them
-    missing: list[str]  # keys of the module that the checkpoint lacks
-    unexpected: list[str]  # keys of the checkpoint that the module lacks
-
-
-def distribute(
-    checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]], options: LoadOptions
-) -> Distributed:
-    """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
-
-    Args:
-        checkpoint_of: Gives the checkpoint, with full tensors; called on rank 0 only.
-        targets_of: Gives what this rank's module has.
-        options: How.
-    """
-    with torch.no_grad():
-        return _Load(options).run(checkpoint_of, targets_of)
-
-
 def broadcast_and_shard_state_dict(
     state_dict: Mapping[str, Any],
     meta_sharded_state_dict: Mapping[str, Any],
@@ -133,14 +111,14 @@ def broadcast_and_shard_state_dict(
         CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
         CommunicationError: The process group failed.
     """
-    options = LoadOptions(process_group, strict=strict)
-    load_group = LoadGroup(process_group)
-    if not load_group.is_source:
+    load = Load(LoadOptions(process_group, strict=strict))
+    if not load.load_group.is_source:
         raise ValueError(
-            f"rank {load_group.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
+            f"rank {load.load_group.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
             "shard_broadcasted_state_dict here"
         )
-    sharded_state_dict.update(distribute(lambda: state_dict, lambda: meta_sharded_state_dict, options).state_dict)
+    load.run(lambda: state_dict, lambda: meta_sharded_state_dict)
+    sharded_state_dict.update(load.state_dict)
 
 
 def shard_broadcasted_state_dict(
@@ -157,21 +135,23 @@ def shard_broadcasted_state_dict(
     Raises:
         ValueError: This is rank 0 of the group. Nothing was received.
     """
-    options = LoadOptions(process_group, strict=strict)
-    if LoadGroup(process_group).is_source:
+    load = Load(LoadOptions(process_group, strict=strict))
+    if load.load_group.is_source:
         raise ValueError(
             "rank 0 called shard_broadcasted_state_dict, which is for the other ranks; call "
             "broadcast_and_shard_state_dict here"
         )
-    sharded_state_dict.update(distribute(dict, lambda: meta_sharded_state_dict, options).state_dict)
+    load.run(dict, lambda: meta_sharded_state_dict)
+    sharded_state_dict.update(load.state_dict)
 
 
-class _Load:
+class Load:
     """One rank's part in a load: what it has and expects, and memory for each tensor, once for tied ones."""
 
     def __init__(self, options: LoadOptions) -> None:
         self._options = options
-        self._load_group = LoadGroup(options.process_group)
+        self.load_group = LoadGroup(options.process_group)
+        self.state_dict: OrderedDict[str, Any] = OrderedDict()  # the result, by the keys of the module
         self._checkpoint: Mapping[str, Any] = {}
         self._targets: Mapping[str, Any] = {}
         self._found: dict[str, SourceEntry] = {}
@@ -179,10 +159,20 @@ class _Load:
         self._memories: dict[str, RegionMemory] = {}  # by the key of the checkpoint
         self._failure: Exception | None = None  # the load goes on, since other ranks count on this one
 
+    @torch.no_grad()
     def run(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
-    ) -> Distributed:
-        load_group, options = self._load_group, self._options
+    ) -> IncompatibleKeys:
+        """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
+
+        Args:
+            checkpoint_of: Gives the checkpoint, with full tensors; called on rank 0 only.
+            targets_of: Gives what this rank's module has.
+
+        Returns:
+            The missing and the unexpected keys, the same on every rank.
+        """
+        load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)
         found = list(self._found.values())
         matched = match(found, expectations)
@@ -200,22 +190,21 @@ class _Load:
         shown = options.progress if load_group.is_source else False
         with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
             transfer.run(messages, advance)
-        result: OrderedDict[str, Any] = OrderedDict()
-        set_metadata(result, header["metadata"])
+        set_metadata(self.state_dict, header["metadata"])
 
         def finish() -> None:
             if transfer.failure is not None:
                 raise transfer.failure
-            result.update(self._state_dict())
+            self.state_dict.update(self._loaded())
 
         load_group.from_each(finish)
-        return Distributed(result, matched.missing, matched.unexpected)
+        return IncompatibleKeys(matched.missing, matched.unexpected)
 
     def _agree(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
     ) -> tuple[dict[str, Any], list[list[ExpectedEntry]]]:
         """Exchange what rank 0 has and what each rank expects: rank 0's first message, and expectations by rank."""
-        load_group, options = self._load_group, self._options
+        load_group, options = self.load_group, self._options
         expected: list[ExpectedEntry] = []
         failure: Exception | None = None
         try:
@@ -263,7 +252,7 @@ class _Load:
             if isinstance(target, DTensor):
                 return device_of(target.device_mesh.device_type)
         real = (target.device for target in tensors if not target.is_meta)
-        return next(real, device_of(self._load_group.wire_kind("cpu")))
+        return next(real, device_of(self.load_group.wire_kind("cpu")))
 
     def _prepare(self) -> None:
         """Get the memory; the checkpoint's own where rank 0 may take it and needs nothing else."""
@@ -273,7 +262,7 @@ class _Load:
                 memory = self._memory(key, self._found[source], device)
                 if memory is not None:
                     self._memories[source] = RegionMemory(memory)
-        if not (self._options.lends and self._options.fresh and self._load_group.is_source):
+        if not (self._options.lends and self._options.fresh and self.load_group.is_source):
             return
         taken = set()
         for key, region_memory in self._memories.items():
@@ -292,14 +281,14 @@ class _Load:
         if not self._options.fresh:
             return local_of(target).detach()
         if isinstance(target, DTensor):
-            region = ShardLayout.of(target).region(tuple(shape), self._load_group.ranks[self._load_group.rank])
+            region = ShardLayout.of(target).region(tuple(shape), self.load_group.ranks[self.load_group.rank])
             if region is None:
                 return None
             shape = shape_of(region)
         dtype = target.dtype if self._options.keeps_dtype else entry.dtype
         return torch.empty(shape, dtype=dtype, device=device if target.is_meta else target.device)
 
-    def _state_dict(self) -> dict[str, Any]:
+    def _loaded(self) -> dict[str, Any]:
         """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
         made: dict[str, Any] = {}
         result = {}
