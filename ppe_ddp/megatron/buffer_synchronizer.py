@@ -76,15 +76,14 @@ class BufferSynchronizer(Synchronizer):
         self.layout = lay_out(self._items(setup), bucket_size=bucket_size, divisors=divisors)
         self.buffers = [
             ParamAndGradBuffer(
-                kind,
-                size,
-                [bucket for bucket in self.layout.buckets if bucket.buffer == number],
+                self.layout,
+                number,
                 self._parameters,
                 self.specs,
                 self._allocator(setup, kind),
                 with_params=config.use_distributed_optimizer,
             )
-            for number, (kind, size) in enumerate(zip(self.layout.kinds, self.layout.sizes, strict=True))
+            for number, kind in enumerate(self.layout.kinds)
         ]
         self.pool = MemoryPool(allocator(self.groups[0].buckets))
         self._buckets = self._make_buckets(scatter=config.use_distributed_optimizer)

@@ -32,40 +32,33 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-    from ppe_ddp.megatron.buffer_layout import BucketRange, BufferKind
+    from ppe_ddp.megatron.buffer_layout import BucketRange, BufferLayout
 
 
 class ParamAndGradBuffer:
     """Contiguous gradients of one kind.
 
-    Args:
-        kind: The properties that they have in common.
-        size: The number of elements, padding included.
-        buckets: Its buckets.
-        parameters: All parameters of the module.
-        specs: Of all parameters.
-        allocate: Makes the memory of the gradients.
-        with_params: Make the parameters views of a contiguous buffer too. Their values stay.
-
     Attributes:
-        grad_data: 1-D, ``size`` elements of the gradients' dtype; padding is zero.
-        param_data: 1-D, ``size`` elements of the parameters' dtype, or None.
+        kind: The properties that they have in common.
+        buckets: The ranges that are sent.
+        grad_data: 1-D, in the gradients' dtype; padding is zero.
+        param_data: 1-D, in the parameters' dtype, of as many elements: the parameters are views of it. Or None.
         params: Those whose gradients lie here, in the order in which they do.
     """
 
     def __init__(
         self,
-        kind: BufferKind,
-        size: int,
-        buckets: Sequence[BucketRange],
+        layout: BufferLayout,
+        number: int,
         parameters: Sequence[nn.Parameter],
         specs: Sequence[ParameterSpec],
         allocate: Allocator,
         *,
         with_params: bool,
     ) -> None:
-        self.kind = kind
-        self.buckets = tuple(buckets)
+        self.kind = kind = layout.kinds[number]
+        size = layout.sizes[number]
+        self.buckets = buckets = tuple(bucket for bucket in layout.buckets if bucket.buffer == number)
         self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
         self.param_data: Tensor | None = None
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]

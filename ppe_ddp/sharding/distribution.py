@@ -174,10 +174,9 @@ class Load:
         """
         load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)
-        found = list(self._found.values())
-        matched = match(found, expectations)
-        check(found, expectations, matched, strict=options.strict, what=header["what"])
-        routed = route_tensors(found, expectations, matched, load_group.ranks, converts=options.keeps_dtype)
+        matched = match(self._found.values(), expectations)
+        check(self._found, expectations, matched, strict=options.strict, what=header["what"])
+        routed = route_tensors(self._found, expectations, matched, load_group.ranks, converts=options.keeps_dtype)
         self._sources = {key: source for key, source in matched.sources.items() if key in self._targets}
         try:
             self._prepare()
@@ -237,7 +236,7 @@ class Load:
             if own != header["options"]:
                 raise ValueError(f"it loads with {own}, and rank 0 with {header['options']}; they have to be the same")
             if not options.fresh:
-                _refuse_meta(self._targets, match(list(self._found.values()), [expected]))
+                _refuse_meta(self._targets, match(self._found.values(), [expected]))
             return None if expected == usual else as_text(packed(expected))
 
         answers = load_group.from_each(answer)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -269,14 +269,15 @@ class Match(NamedTuple):
     unexpected: list[str]  # keys of the checkpoint that no rank has a place for
 
 
-def match(found: Sequence[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
+def match(found: Iterable[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
     """Match the keys of a checkpoint with those of the modules of all ranks, which may be parts of a model."""
     ours: dict[str, None] = {}
     ties: dict[str, dict[str, None]] = {}
     for _, entry in _each(expectations):
         ours[entry.key] = None
         ties.setdefault(entry.tie, {})[entry.key] = None
-    named = _names([entry.key for entry in found], list(ours))
+    theirs = [entry.key for entry in found]
+    named = _names(theirs, list(ours))
     direct = {name: key for key, name in named.items()}
     sources = {}
     for tied in ties.values():
@@ -286,12 +287,12 @@ def match(found: Sequence[SourceEntry], expectations: Sequence[Sequence[Expected
     return Match(
         sources={key: sources[key] for key in ours if key in sources},
         missing=[key for key in ours if key not in sources],
-        unexpected=[entry.key for entry in found if entry.key not in named],
+        unexpected=[key for key in theirs if key not in named],
     )
 
 
 def check(
-    found: Sequence[SourceEntry],
+    found: Mapping[str, SourceEntry],
     expectations: Sequence[Sequence[ExpectedEntry]],
     matched: Match,
     *,
@@ -304,9 +305,8 @@ def check(
         if strict and keys:
             quoted = ", ".join(f'"{key}"' for key in keys)
             problems.append(f"{kind} key(s) in state_dict: {quoted}.")
-    by_key = {entry.key: entry for entry in found}
     for rank, entry in _each(expectations):
-        source = by_key.get(matched.sources.get(entry.key, ""))
+        source = found.get(matched.sources.get(entry.key, ""))
         if source is not None and (problem := _misfit(source, entry)):
             problems.append(problem if rank == 0 else f"on rank {rank}: {problem}")
     if problems:
@@ -366,7 +366,7 @@ class RoutedTensor:
 
 
 def route_tensors(
-    found: Sequence[SourceEntry],
+    found: Mapping[str, SourceEntry],
     expectations: Sequence[Sequence[ExpectedEntry]],
     matched: Match,
     ranks: Sequence[int],
@@ -385,7 +385,7 @@ def route_tensors(
     members: dict[int, list[int]] = {}
     for rank, expected in enumerate(expectations):
         members.setdefault(id(expected), []).append(rank)
-    tensors = {entry.key: entry for entry in found if entry.shape is not None}
+    tensors = {key: entry for key, entry in found.items() if entry.shape is not None}
     shares: dict[str, dict[Region, set[int]]] = {}
     dtypes: dict[str, set[torch.dtype | None]] = {}
     # Models have few kinds of layouts and shapes, and many entries.
