@@ -110,10 +110,28 @@ class CompressorReduction(Reduction):
         return None
 
     def _average_between_nodes(self, bucket: GradBucket, hierarchy: Hierarchy, links: Sequence[Link]) -> Delivered:
-        gradients, state, slices = self._gradients(bucket), self._state, hierarchy.layout.slices
-        owners = [state.owners.of(segment.name) for segment in gradients.segments]
-        seeds = [state.seed(self._groups, bucket.index() * slices + index) for index in range(slices)]
-        return average_between_nodes(self.compressor, gradients, owners, seeds, hierarchy, links)
+        """Average over all ranks of the group; only what goes between nodes is compressed.
+
+            ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
+            owners of a slice    own parameters                --compressor-->   their averages over the nodes
+            ranks of a node      averages                      --copy-->         flat gradients of all ranks
+
+        To the compressor a node is one rank, whose gradient is the mean over the node.
+        """
+        gradients, state, layout = self._gradients(bucket), self._state, hierarchy.layout
+        parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
+        for segment in gradients.segments:
+            parts[state.owners.of(segment.name)].append(segment)
+        seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
+        reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
+        yield reduction.summed
+        exchanges = []
+        for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
+            total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
+            own = replace(gradients, given=total, average=total, segments=tuple(_packed(parts[index])), seed=seed)
+            exchanges.append(self.compressor.average(own, link))
+        yield from together(exchanges)
+        return reduction.deliver()
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
         """The gradients of ``bucket``, in their own dtype."""
@@ -315,39 +333,6 @@ class CrossNodeLink(Link):
             counts = [rows[0].nbytes] * self.size
             yield self._link.all_to_all(as_bytes(received), as_bytes(rows), counts, counts)
         return received
-
-
-def average_between_nodes(
-    compressor: Compressor,
-    gradients: FlatGradients,
-    slices: Sequence[int],
-    seeds: Sequence[int],
-    hierarchy: Hierarchy,
-    links: Sequence[Link],
-) -> Delivered:
-    """Average ``gradients`` over all ranks of the group, in place; only what goes between nodes is compressed.
-
-        ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
-        owners of a slice    own parameters                --compressor-->   their averages over the nodes
-        ranks of a node      averages                      --copy-->         flat gradients of all ranks
-
-    To the compressor a node is one rank, whose gradient is the mean over the node. ``slices`` has the slice of each
-    segment, ``seeds`` one for each slice, ``links`` one for each slice of this rank.
-    """
-    layout = hierarchy.layout
-    parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
-    for segment, index in zip(gradients.segments, slices, strict=True):
-        parts[index].append(segment)
-    reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
-    yield reduction.summed
-    exchanges = []
-    for index, link, total in zip(layout.own_slices, links, reduction.sums, strict=True):
-        total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
-        segments, seed = tuple(_packed(parts[index])), seeds[index]
-        own = replace(gradients, given=total, average=total, segments=segments, seed=seed)
-        exchanges.append(compressor.average(own, link))
-    yield from together(exchanges)
-    return reduction.deliver()
 
 
 def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:

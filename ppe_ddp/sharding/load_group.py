@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,8 +149,5 @@ class _Processes:
         return lost_error(self._rank, lost, f"the ranks of a checkpoint lost each other: {error}")
 
 
-@dataclass
 class _LoadGroupCount:
-    """How many load groups one process group has had."""
-
-    count: int = 0
+    count = 0  # of the load groups that one process group has had
