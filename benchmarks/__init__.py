@@ -3,7 +3,6 @@
 from ppe_ddp.cli import Command
 
 COMMANDS = (
-    Command("nodes", "`ppe_ddp bench step` on nodes with a slow network that it makes", "benchmarks.nodes"),
     Command("scaling", "a model of a step: held to nodes, drawn to 10,000 ranks", "benchmarks.scaling"),
     Command("timeline", "draws a step of ppe_ddp below one of torch DDP", "benchmarks.timeline"),
     Command("training", "small tasks to a loss, by each compressor", "benchmarks.training"),

@@ -18,10 +18,9 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ppe_ddp.cli.bench_platform import measure_on_ranks
-from ppe_ddp.cli.command_line import Spread, count, output, print_table, size_of, told, write_report
+from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.backends.json_collectives import all_gather_json
+from ppe_ddp.cli import benchmarking
+from ppe_ddp.cli.benchmarking import Platform, Spread, on_ranks, print_table, slowest
+from ppe_ddp.cli.command_line import size_of, write_report
 from ppe_ddp.sharding import DistModule
 
 _FILES = 4
@@ -60,20 +62,10 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module, Tensors, Path], object], str]]
 }
 
 
-class Load(NamedTuple):
-    """One load on one rank: seconds, the most that memory grew, and a number that the values of its shards make."""
-
-    seconds: float
-    peak_nbytes: int
-    mark: int
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
-    parser.add_argument("--ranks", type=count, metavar="N", help="ranks to start (default: 2; the figures have 4)")
     parser.add_argument("--size", type=size_of, default=1 << 30, metavar="BYTES", help="of the model (default: 1G)")
-    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="repetitions (default: 5)")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    benchmarking.add_arguments(parser, repeats=5)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,18 +74,37 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0, or 1 if a load gave wrong values or a rank failed; 2 if the ranks that there are cannot be used.
     """
-    words, publish = (arguments.size, arguments.repeats), partial(_publish, arguments)
-    return measure_on_ranks(measure, words, publish, ranks=arguments.ranks)
+
+    def publish(lines: list[dict[str, Any]], ranks: int) -> int:
+        caption = f"{arguments.size / 1e6:.0f} MB, {ranks} ranks"
+        title = "One load: medians (middle half), and peaks of memory in MB"
+        print_table(arguments, title, caption, ["", "seconds", "ratio", "rank 0", "others", "wrong"], _rows(lines))
+        write_report(arguments, "load", lines=lines)
+        return int(any(line["wrong"] for line in lines))
+
+    return on_ranks(measure, (arguments.size, arguments.repeats), publish, ranks=arguments.ranks)
 
 
-def measure(nbytes: int, repeats: int) -> dict[str, list[Load]]:
-    """Measure a model of about ``nbytes`` in the default process group, which all ranks call; this rank's loads."""
-    torch.set_num_threads(1)
+def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    for one in lines:
+        peaks = [nbytes / 1e6 for nbytes in one["peak_nbytes"]]
+        ratio = "" if one["name"] in ("torch", "accelerate") else one["ratio"].text(2)
+        others = f"{max(peaks[1:]):.0f}" if peaks[1:] else "-"
+        yield one["name"], one["seconds"].text(2), ratio, f"{peaks[0]:.0f}", others, str(one["wrong"])
+
+
+def measure(nbytes: int, repeats: int) -> list[dict[str, Any]]:
+    """Measure a model of about ``nbytes`` in the default process group; all ranks call this together.
+
+    Returns:
+        A line for each contestant, the same on every rank, as the report has it.
+    """
+    Platform().enter()
     torch.manual_seed(0)
     is_first = dist.get_rank() == 0
     tensors = _model(nbytes).state_dict() if is_first else {}
     folder = _written(tensors)
-    loads: dict[str, list[Load]] = {name: [] for name in CONTESTANTS}
+    loads: dict[str, list[tuple[float, int, int]]] = {name: [] for name in CONTESTANTS}
     try:
         for _ in range(repeats + 1):  # the first is for warming up
             for name, (load, _) in CONTESTANTS.items():
@@ -102,10 +113,24 @@ def measure(nbytes: int, repeats: int) -> dict[str, list[Load]]:
     finally:
         if is_first:
             shutil.rmtree(folder)
-    return {name: found[1:] for name, found in loads.items()}
+    everyone: list[dict[str, list[tuple[float, int, int]]]] = all_gather_json(loads, default_group())
+    seconds = slowest({name: [one[0] for one in found[1:]] for name, found in loads.items()})
+    return [
+        {
+            "name": name,
+            "seconds": Spread.of(seconds[name]),
+            "ratio": Spread.of(seconds[name], seconds[reference]),
+            "peak_nbytes": [max(one[1] for one in rank[name][1:]) for rank in everyone],
+            "wrong": sum(a[2] != b[2] for rank in everyone for a, b in zip(rank[name], rank["torch"], strict=True)),
+        }
+        for name, (_, reference) in CONTESTANTS.items()
+    ]
 
 
-def _load(load: Callable[[nn.Module, Tensors, Path], object], nbytes: int, tensors: Tensors, folder: Path) -> Load:
+def _load(
+    load: Callable[[nn.Module, Tensors, Path], object], nbytes: int, tensors: Tensors, folder: Path
+) -> tuple[float, int, int]:
+    """One load on this rank: seconds, bytes that memory grew by at most, and a number that the shards' values make."""
     with torch.device("meta"):
         model = _model(nbytes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -125,7 +150,7 @@ def _load(load: Callable[[nn.Module, Tensors, Path], object], nbytes: int, tenso
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         mark = hash((mark, int(local.detach().view(torch.int32).sum())))
-    return Load(seconds, _memory("VmHWM") - before, mark)
+    return seconds, _memory("VmHWM") - before, mark
 
 
 def _model(nbytes: int) -> nn.Sequential:
@@ -158,39 +183,3 @@ def _memory(field: str) -> int:
     """Bytes, from this process's status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def _publish(arguments: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> int:
-    loads = {name: [[Load(*one) for one in rank[name]] for rank in ranks] for name in CONTESTANTS}
-    seconds = {
-        name: [max(one.seconds for one in together) for together in zip(*found, strict=True)]
-        for name, found in loads.items()
-    }
-    lines = []
-    for name, (_, reference) in CONTESTANTS.items():
-        ratios = [one / other for one, other in zip(seconds[name], seconds[reference], strict=True)]
-        marks = zip(*([one.mark for one in rank] for rank in loads[name]), strict=True)
-        right = zip(*([one.mark for one in rank] for rank in loads["torch"]), strict=True)
-        lines.append(
-            {
-                "name": name,
-                "seconds": Spread.of(seconds[name]),
-                "ratio": Spread.of(ratios),
-                "peak_nbytes": [max(one.peak_nbytes for one in rank) for rank in loads[name]],
-                "wrong": sum(one != other for one, other in zip(marks, right, strict=True)),
-            }
-        )
-    caption = f"{arguments.size / 1e6:.0f} MB, {len(ranks)} ranks"
-    title = "One load: medians (middle half), and peaks of memory in MB"
-    headings = ["", "seconds", "ratio", "rank 0", "others", "wrong"]
-    print_table(title, caption, headings, _rows(lines), told(arguments))
-    write_report(arguments, "load", lines=lines)
-    return int(any(line["wrong"] for line in lines))
-
-
-def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
-    for one in lines:
-        peaks = [nbytes / 1e6 for nbytes in one["peak_nbytes"]]
-        ratio = "" if one["name"] in ("torch", "accelerate") else one["ratio"].text(2)
-        others = f"{max(peaks[1:]):.0f}" if peaks[1:] else "-"
-        yield one["name"], one["seconds"].text(2), ratio, f"{peaks[0]:.0f}", others, str(one["wrong"])

@@ -15,12 +15,9 @@ those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
 
 import argparse
 import copy
-import gc
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,9 +26,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
-from ppe_ddp.cli.bench_platform import measure_on_ranks, over_mpi
-from ppe_ddp.cli.bench_step import WORKLOADS
-from ppe_ddp.cli.command_line import Spread, count, output, print_table, told, write_report
+from ppe_ddp.cli import benchmarking
+from ppe_ddp.cli.bench_step import WORKLOADS, Contestant
+from ppe_ddp.cli.benchmarking import Platform, Spread, in_turn, on_ranks, over_mpi, print_table, slowest
+from ppe_ddp.cli.command_line import count, write_report
 
 _WARM_UP_STEPS = 4
 _MODELS = ("mlp", "transformer", "small")
@@ -40,47 +38,38 @@ _RATE = 1e-4
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def _ours(module: nn.Module, group: Any, **options: Any) -> Made:
+def _ours(module: nn.Module, group: Any, *, is_whole: bool = False, **options: Any) -> Made:
     model = DistributedDataParallel(module, process_group=group)
-    return model, DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=_RATE), model, **options)
+    inner = torch.optim.AdamW(model.parameters(), lr=_RATE)
+    return model, inner if is_whole else DistributedOptimizer(inner, model, **options)
 
 
-def _ours_whole(module: nn.Module, group: Any) -> Made:
-    model = DistributedDataParallel(module, process_group=group)
-    return model, torch.optim.AdamW(model.parameters(), lr=_RATE)
-
-
-def _zero(module: nn.Module, group: Any) -> Made:
+def _torchs(module: nn.Module, group: Any, *, is_whole: bool) -> Made:
     # Imported here, since torch then warns of things of its own.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)
+    if is_whole:
+        return model, torch.optim.AdamW(model.parameters(), lr=_RATE)
     return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=_RATE)
-
-
-def _torch(module: nn.Module, group: Any) -> Made:
-    model = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)
-    return model, torch.optim.AdamW(model.parameters(), lr=_RATE)
 
 
 CONTESTANTS: dict[str, Callable[[nn.Module, Any], Made]] = {
     "ppe_ddp": _ours,
     "ppe_ddp, overlap": partial(_ours, overlap=True),
-    "zero": _zero,
-    "torch": _torch,
-    "ppe_ddp, whole": _ours_whole,
+    "zero": partial(_torchs, is_whole=False),
+    "torch": partial(_torchs, is_whole=True),
+    "ppe_ddp, whole": partial(_ours, is_whole=True),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
     names = [name for name, workload in WORKLOADS.items() if not workload.is_dynamic]
-    parser.add_argument("--ranks", type=count, metavar="N", help="ranks to start (default: 2)")
     known = f"{', '.join(names)} (default: {', '.join(_MODELS)})"
     parser.add_argument("--model", action="append", choices=names, metavar="NAME", help=known)
     parser.add_argument("--steps", type=count, default=3, metavar="N", help="steps in a block (default: 3)")
-    parser.add_argument("--repeats", type=count, default=11, metavar="N", help="repetitions (default: 11)")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    benchmarking.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,86 +78,61 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0; 1 if a rank failed; 2 if the ranks that there are, are not as many as were asked for.
     """
+
+    def publish(lines: list[dict[str, Any]], ranks: int) -> int:
+        headings = ["", "ms a step", "to zero", "to torch", "state MB"]
+        title = "A step with AdamW: medians (middle half)"
+        print_table(arguments, title, f"{ranks} ranks", headings, _rows(lines))
+        write_report(arguments, "optimizer", lines=lines)
+        return 0
+
     asked = (list(arguments.model or _MODELS), arguments.steps, arguments.repeats)
-    return measure_on_ranks(measure, asked, partial(_publish, arguments), ranks=arguments.ranks)
-
-
-def measure(models: Sequence[str], steps: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Measure some models in the default process group; all ranks call this together.
-
-    Returns:
-        By model and contestant, this rank's seconds of a step by repetition, and the bytes of its optimizer's state.
-    """
-    torch.set_num_threads(1)
-    group = dist.new_group(backend="gloo") if over_mpi() else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its own
-        return {name: _measured(name, group, steps, repeats) for name in models}
-
-
-def _measured(model_name: str, group: Any, steps: int, repeats: int) -> dict[str, Any]:
-    workload = WORKLOADS[model_name]
-    torch.manual_seed(0)
-    module = workload.build()
-    contestants = {name: make(copy.deepcopy(module), group) for name, make in CONTESTANTS.items()}
-    if over_mpi():
-        contestants["over mpi4py"] = _ours(copy.deepcopy(module), None)
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-
-    def train(name: str, number: int) -> None:
-        model, optimizer = contestants[name]
-        for _ in range(number):
-            optimizer.zero_grad()
-            workload.loss(model(batch), batch).backward()
-            optimizer.step()
-
-    for name in [*contestants] * _WARM_UP_STEPS:
-        train(name, 1)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    order, shuffler = list(contestants), random.Random(0)
-    gc.collect()
-    for _ in range(repeats):
-        shuffler.shuffle(order)
-        for name in order:
-            train(name, 1)  # warms the caches that the contestant before has filled
-            dist.barrier()
-            start = perf_counter()
-            train(name, steps)
-            seconds[name].append((perf_counter() - start) / steps)
-    return {name: [times, _state_nbytes(contestants[name][1])] for name, times in seconds.items()}
-
-
-def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own
-    states = inner.state.values()
-    nbytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
-    return nbytes + (optimizer.master_nbytes if isinstance(optimizer, DistributedOptimizer) else 0)
-
-
-def _publish(arguments: argparse.Namespace, ranks: Sequence[dict[str, dict[str, Any]]]) -> int:
-    lines = [line for model in ranks[0] for line in _lines(model, [found[model] for found in ranks])]
-    headings = ["", "ms a step", "to zero", "to torch", "state MB"]
-    title = "A step with AdamW: medians (middle half)"
-    print_table(title, f"{len(ranks)} ranks", headings, _rows(lines), told(arguments))
-    write_report(arguments, "optimizer", lines=lines)
-    return 0
-
-
-def _lines(model: str, ranks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    slowest = {name: [max(times) for times in zip(*(one[name][0] for one in ranks), strict=True)] for name in ranks[0]}
-    for name, times in slowest.items():
-        ratios = {
-            f"to_{other}": Spread.of([a / b for a, b in zip(times, slowest[other], strict=True)])
-            for other in ("zero", "torch")
-        }
-        milliseconds = Spread.of([1e3 * time for time in times])
-        state = max(one[name][1] for one in ranks)
-        yield {"model": model, "name": name, "milliseconds": milliseconds, **ratios, "state_nbytes": state}
+    return on_ranks(measure, asked, publish, ranks=arguments.ranks)
 
 
 def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     for k, one in enumerate(lines):
         if not k or one["model"] != lines[k - 1]["model"]:
-            yield one["model"], "", "", "", ""
+            yield (one["model"],)
         to_zero, to_torch = ("" if one["name"] == other else one[f"to_{other}"].text(2) for other in ("zero", "torch"))
         yield f"  {one['name']}", one["milliseconds"].text(1), to_zero, to_torch, f"{one['state_nbytes'] / 1e6:.2f}"
+
+
+def measure(models: Sequence[str], steps: int, repeats: int) -> list[dict[str, Any]]:
+    """Measure some models in the default process group; all ranks call this together.
+
+    Returns:
+        A line for each model and contestant, the same on every rank, as the report has it.
+    """
+    Platform().enter()
+    group = dist.new_group(backend="gloo") if over_mpi() else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own
+        return [line for name in models for line in _lines(name, group, steps, repeats)]
+
+
+def _lines(model: str, group: Any, steps: int, repeats: int) -> Iterator[dict[str, Any]]:
+    workload = WORKLOADS[model]
+    original, batch = workload.made()
+    contestants = {}
+    for name, make in [*CONTESTANTS.items(), *([("over mpi4py", _ours)] if over_mpi() else [])]:
+        module = copy.deepcopy(original)
+        made = make(module, None if name == "over mpi4py" else group)
+        contestants[name] = Contestant(workload, batch, module, *made)
+    for contestant in [*contestants.values()] * _WARM_UP_STEPS:
+        contestant.take(1)
+    takes = {name: one.take for name, one in contestants.items()}
+    seconds = in_turn(takes, dict.fromkeys(takes, steps), repeats, Platform(), None)
+    states = slowest({name: [_state_nbytes(one.optimizer)] for name, one in contestants.items()})
+    for name, own in seconds.items():
+        ratios = {f"to_{other}": Spread.of(own, seconds[other]) for other in ("zero", "torch")}
+        milliseconds = Spread.of([1e3 * time for time in own])
+        state = int(states[name][0])
+        yield {"model": model, "name": name, "milliseconds": milliseconds, **ratios, "state_nbytes": state}
+
+
+def _state_nbytes(optimizer: Any) -> int:
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own
+    states = inner.state.values()
+    nbytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+    return nbytes + (optimizer.master_nbytes if isinstance(optimizer, DistributedOptimizer) else 0)

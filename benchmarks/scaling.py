@@ -8,11 +8,9 @@ as there are cores measure the cores, not the network.
 
   python -m benchmarks scaling --out scaling.png
   python -m benchmarks scaling --launcher torchrun --json result.json
-  python -m benchmarks scaling --read result.json --out scaling.png
 """
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +26,8 @@ from torch import Tensor, nn
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.shm import ShmOptions
-from ppe_ddp.cli.bench_platform import over_mpi
-from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
+from ppe_ddp.cli.benchmarking import over_mpi, print_table, slowest
+from ppe_ddp.cli.command_line import add_json, count, fail, output, told, write_report
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, RankError, Ranks
 from ppe_ddp.tracing.timeline import check_pictures
 
@@ -54,30 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", action="append", choices=_TRANSPORTS, help="only this one (default: both)")
     parser.add_argument("--repeats", type=count, default=7, metavar="N", help="default: 7")
     parser.add_argument("--out", type=output, metavar="FILE", help="the picture: .png, .svg or .pdf (matplotlib)")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
-    read = "measure nothing: take these results"
-    parser.add_argument("--read", type=Path, action="append", metavar="FILE", help=read)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, and draws.
 
     Returns:
-        0; 1 if a rank failed; 2 where nodes cannot be made, pictures not be drawn, or a file not be read.
+        0; 1 if a rank failed; 2 where nodes cannot be made, or pictures not be drawn.
     """
     constants: dict[str, Constants] = {}
     lines: list[dict[str, Any]] = []
     try:
         if arguments.out is not None:
             check_pictures()
-        for file in arguments.read or ():
-            report = json.loads(file.read_text())
-            constants |= {name: Constants(**one) for name, one in report["constants"].items()}
-            lines += report["lines"]
-        for launcher in () if arguments.read else dict.fromkeys(arguments.launcher or _TRANSPORTS):
+        for launcher in dict.fromkeys(arguments.launcher or _TRANSPORTS):
             constants[launcher] = _measured_constants(launcher, arguments)
             lines += _check(launcher, constants[launcher], arguments)
-    except (ImportError, KeyError, NodesError, OSError, TypeError, ValueError) as error:
+    except (ImportError, NodesError) as error:
         return fail(error, 2)
     except RankError as error:
         return fail(error, 1)
@@ -123,7 +115,7 @@ class Constants:
     wire_latency: float
     wire_per_byte: float
     pack_per_byte: float = 0.0
-    algorithm: Literal["ring", "doubling"] = "ring"
+    algorithm: str = "ring"
 
     def rounds(self, nodes: int) -> int:
         """How often an all-reduce waits for a message from another node."""
@@ -149,6 +141,11 @@ class Cluster:
     def world_size(self) -> int:
         """All ranks."""
         return self.nodes * self.ranks
+
+    @property
+    def members(self) -> int:
+        """How many take part between the nodes; volume and rounds of one alone are nothing."""
+        return 1 if self.nodes == 1 else self.world_size if self.is_flat else self.nodes
 
 
 @dataclass(frozen=True)
@@ -277,17 +274,12 @@ def _in_node(nbytes: float, cluster: Cluster, constants: Constants) -> float:
     return constants.node_latency + nbytes * constants.node_per_byte
 
 
-def _members(cluster: Cluster) -> int:
-    """How many take part between the nodes; volume and rounds of one alone are nothing."""
-    return 1 if cluster.nodes == 1 else cluster.world_size if cluster.is_flat else cluster.nodes
-
-
 def _latency(cluster: Cluster, constants: Constants) -> float:
-    return constants.rounds(_members(cluster)) * constants.wire_latency
+    return constants.rounds(cluster.members) * constants.wire_latency
 
 
 def _on_wire(nbytes: float, cluster: Cluster, constants: Constants) -> float:
-    return constants.volume(_members(cluster)) * nbytes * constants.wire_per_byte
+    return constants.volume(cluster.members) * nbytes * constants.wire_per_byte
 
 
 # ---------------------------------------------------------------------- on nodes
@@ -325,8 +317,7 @@ def constants_of(
     (small, short), (large, long) = sorted(node.items())
     (_, short_wire), (_, long_wire) = sorted(wire.items())
     rates = [max(0.0, more - less) / (large - small) for less, more in ((short, long), (short_wire, long_wire))]
-    name: Literal["ring", "doubling"] = "ring" if algorithm == "ring" else "doubling"
-    found = Constants(short, rates[0], short_wire, rates[1], pack_per_byte, name)
+    found = Constants(short, rates[0], short_wire, rates[1], pack_per_byte, algorithm)
     return replace(found, wire_latency=short_wire / found.rounds(2))
 
 
@@ -409,7 +400,8 @@ def all_reduce_times(sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
             start = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             found[size].append(time.perf_counter() - start)
-    return {size: _slowest(min(times[_WARM_UP:]), control) for size, times in found.items()}
+    fastest = slowest({str(size): [min(times[_WARM_UP:])] for size, times in found.items()}, control)
+    return {int(size): time for size, (time,) in fastest.items()}
 
 
 def measure_step(
@@ -426,7 +418,8 @@ def measure_step(
         assert trace is not None
         packing = sum(bucket.packed_ns - bucket.launch_ns for bucket in trace.buckets)
         found.append(MeasuredStep(*own, step, trace.agreed_ns / 1e9, packing / 1e9 / nbytes))
-    return MeasuredStep(*(_slowest(quantiles(times)[0], control) for times in zip(*found[_WARM_UP:], strict=True)))
+    quartiles = [quantiles(times)[0] for times in zip(*found[_WARM_UP:], strict=True)]
+    return MeasuredStep(*slowest({"": quartiles}, control)[""])
 
 
 def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
@@ -441,17 +434,10 @@ def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def _slowest(seconds: float, group: Any) -> float:
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return float(found)
-
-
 # ---------------------------------------------------------------------- tables and picture
 
 
 def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    file = told(arguments)
 
     def of_transport(launcher: str, one: Constants) -> list[str]:
         rates = [1e-9 / max(seconds, 1e-15) for seconds in (one.node_per_byte, one.pack_per_byte)]
@@ -466,14 +452,14 @@ def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], 
 
     headings = ["", "node us", "node GB/s", "round us", "link Mbit/s", "pack GB/s"]
     rows = (of_transport(*item) for item in constants.items())
-    print_table("Constants", f"links of {arguments.mbit} Mbit/s", headings, rows, file)
+    print_table(arguments, "Constants", f"links of {arguments.mbit} Mbit/s", headings, rows)
     largest = max((abs(line["error"]) for line in lines), default=0.0)
     headings = ["", "bucket", "backward", "predicted ms", "measured ms", "error"]
-    print_table("A step of 16 MiB", f"largest error {largest:.0%}", headings, map(of_step, lines), file)
+    print_table(arguments, "A step of 16 MiB", f"largest error {largest:.0%}", headings, map(of_step, lines))
     for curve in scaling_curves({one.algorithm: one for one in constants.values()}):
         ranks = first_late_mask(curve)
         where = "never shows up to 10,000 ranks" if ranks is None else f"shows from {ranks} ranks on"
-        print(f"{' '.join(curve.name.split())}: the mask {where}", file=file)
+        print(f"{' '.join(curve.name.split())}: the mask {where}", file=told(arguments))
 
 
 class Curve(NamedTuple):

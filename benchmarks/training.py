@@ -12,7 +12,6 @@ import argparse
 import ast
 import logging
 import sysconfig
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +19,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median, stdev
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
+from ppe_ddp.cli.benchmarking import print_table, slowest
+from ppe_ddp.cli.command_line import add_json, count, fail, output, write_report
 from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
 from ppe_ddp.testing import NodesError, RankError
 
@@ -62,8 +62,8 @@ class Scorer(nn.Module):
         return functional.cross_entropy(self.scores(inputs).flatten(0, -2), labels.flatten())
 
 
-class Task(ABC):
-    """A model, its data, and when it has learned enough.
+class Digits:
+    """Handwritten digits by a perceptron.
 
     Attributes:
         steps: How many there are, unless the user says otherwise.
@@ -72,33 +72,7 @@ class Task(ABC):
         is_dynamic: Whether a step leaves parameters out, other ones on each rank.
     """
 
-    steps: ClassVar[int]
-    target: ClassVar[float]
-    lr: ClassVar[float]
-    is_dynamic: ClassVar[bool] = False
-
-    @abstractmethod
-    def build(self) -> Scorer:
-        """A new model."""
-
-    @abstractmethod
-    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
-        """Inputs and labels of one step."""
-
-    @abstractmethod
-    def held_out(self) -> tuple[Any, Tensor]:
-        """Inputs and labels for the test."""
-
-    def accuracy(self, model: Scorer) -> float:
-        """The part of what was held out that the model gets right."""
-        inputs, labels = self.held_out()
-        return float((model.scores(inputs).argmax(-1) == labels).float().mean())
-
-
-class Digits(Task):
-    """Handwritten digits by a perceptron."""
-
-    steps, target, lr = 400, 0.1, 2e-3
+    steps, target, lr, is_dynamic = 400, 0.1, 2e-3, False
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -109,13 +83,16 @@ class Digits(Task):
         self._first = len(order) // _HELD_OUT
 
     def build(self) -> Scorer:
+        """A new model."""
         return _Classifier()
 
     def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
+        """Inputs and labels of one step."""
         chosen = torch.randint(self._first, len(self._y), (32,), generator=_generator(rank, step))
         return self._x[chosen], self._y[chosen]
 
     def held_out(self) -> tuple[Any, Tensor]:
+        """Inputs and labels for the test."""
         return self._x[: self._first], self._y[: self._first]
 
 
@@ -132,11 +109,10 @@ class _Classifier(Scorer):
 _STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
 
 
-class Trees(Task):
+class Trees:
     """What kind of statement is it, by what is below it? Another network in every step and on every rank."""
 
-    steps, target, lr = 200, 0.45, 4e-3
-    is_dynamic = True
+    steps, target, lr, is_dynamic = 200, 0.45, 4e-3, True
     _smallest, _largest = 4, 24
 
     def __init__(self) -> None:
@@ -188,6 +164,7 @@ def _generator(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(100_000 * rank + step)
 
 
+Task = Digits | Trees
 TASKS: dict[str, type[Task]] = {"digits": Digits, "trees": Trees}
 """All of them; made when they are wanted, which reads their data."""
 
@@ -251,7 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, metavar="N", help="fewer than the task has: a first look")
     seeds = "train so often, from other weights: accuracies are means of them (default: 1)"
     parser.add_argument("--seeds", type=count, default=1, metavar="N", help=seeds)
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    add_json(parser)
     parser.add_argument("--out", type=output, metavar="FILE", help="draw losses over time: .png, .svg or .pdf")
 
 
@@ -273,7 +250,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = f"{arguments.nodes} nodes, {arguments.mbit:g} Mbit/s" if arguments.nodes else "one machine"
     caption = f"{lines[0]['ranks']} ranks on {where}; parts are those of the first; loss: of the last ten steps"
     headings = ["method", "MB a step", "ms a step", "part", "s to loss", "part", "loss", "right"]
-    print_table("Training to a loss", caption, headings, _rows(lines), told(arguments))
+    print_table(arguments, "Training to a loss", caption, headings, _rows(lines))
     write_report(arguments, "training", lines=lines)
     if arguments.out is not None:
         _draw(lines, Path(arguments.out), f"{lines[0]['ranks']} ranks on {where}")
@@ -355,23 +332,20 @@ class _Run:
     def line(self) -> Line:
         """The result, the same on every rank: losses are means over ranks, times those of the slowest."""
         size, steps = dist.get_world_size(), len(self._losses)
-        losses, seconds = torch.tensor(self._losses), torch.tensor(self._seconds)
-        sent = torch.tensor(float(self._nbytes))
+        losses = torch.tensor(self._losses)
         dist.all_reduce(losses)
-        for each in (seconds, sent):
-            dist.all_reduce(each, dist.ReduceOp.MAX)
-        means = (losses / size).tolist()
-        over = list(accumulate(_IN_TURN * step for step in seconds.tolist()))
+        means, seconds = (losses / size).tolist(), slowest({"": self._seconds})[""]
+        over = list(accumulate(_IN_TURN * step for step in seconds))
         reached = (end for end, loss in zip(over, of_turns(means), strict=True) if loss <= self._task.target)
+        inputs, labels = self._task.held_out()
         with torch.no_grad():
-            accuracy = self._task.accuracy(self._module)
-        hook = self._method.hook()
-        is_known = not self._method.is_torchs and len(hook) < 2  # what torch's hooks send is not
+            accuracy = float((self._module.scores(inputs).argmax(-1) == labels).float().mean())
+        is_known = not self._method.is_torchs and len(self._method.hook()) < 2  # what torch's hooks send is not
         return {
             "ranks": size,
-            "nbytes": float(sent) / steps if is_known else None,
+            "nbytes": slowest({"": [self._nbytes]})[""][0] / steps if is_known else None,
             "whole_nbytes": sum(parameter.nbytes for parameter in self._module.parameters()),
-            "step_seconds": median(seconds.tolist()),
+            "step_seconds": median(seconds),
             "target": self._task.target,
             "seconds_to_target": next(reached, None),
             "accuracies": [accuracy],
@@ -389,7 +363,7 @@ def _rows(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
     for task in dict.fromkeys(line["task"] for line in lines):
         own = [line for line in lines if line["task"] == task]
         first = own[0]
-        yield f"{task}, {first['whole_nbytes'] / 1e6:.1f} MB, to {first['target']:g}", "", "", "", "", "", "", ""
+        yield (f"{task}, {first['whole_nbytes'] / 1e6:.1f} MB, to {first['target']:g}",)
         for one in own:
             reached, right = one["seconds_to_target"], one["accuracies"]
             error = f" ±{100 * stdev(right) / len(right) ** 0.5:.1f}" if len(right) > 1 else ""

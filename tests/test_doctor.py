@@ -11,7 +11,7 @@ import pytest
 
 from ppe_ddp import cli
 from ppe_ddp.cli import doctor
-from ppe_ddp.cli.doctor import Candidate, Diagnosis, Libraries, diagnose
+from ppe_ddp.cli.doctor import Candidate, Diagnosis, diagnose
 from ppe_ddp.testing import Nodes, nodes
 from subprocesses import MPIRUN, needs_mpirun, run
 
@@ -19,7 +19,7 @@ from subprocesses import MPIRUN, needs_mpirun, run
 @pytest.fixture
 def bare(monkeypatch):
     """No MPI and no CuPy here, which are not asked for either."""
-    monkeypatch.setattr(doctor, "find_libraries", Libraries)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
 
 
 def examined(capsys, *words):

@@ -1,20 +1,26 @@
 """Real ranks for tests: processes started once, which then call one function after another.
 
-Owns the processes, the rendezvous and the errors of ranks as a test sees them. Everything is sent as plain pickles over
-pipes, so a tensor arrives as a copy that does not need its rank any more.
+Owns the processes on both ends of the pipes to them, their rendezvous, and the errors of ranks as a test sees them.
+Everything is sent as plain pickles, so a tensor arrives as a copy that does not need its rank any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
+import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -23,7 +29,10 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
-from ppe_ddp.testing.rank_process import RETURNED, join_group, serve, set_up
+import torch
+import torch.distributed as dist
+
+from ppe_ddp.launchers import detect
 
 T = TypeVar("T")
 
@@ -32,6 +41,8 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 _DUMP_SECONDS = 2.0
+# The first byte of an answer.
+_RETURNED, _RAISED = b"\0", b"\1"
 
 
 class Outcome(enum.Enum):
@@ -67,10 +78,9 @@ class RankFailure:
         """The failure of a rank whose function raised; ``content`` is the rank's answer."""
         summary, details, pickled = pickle.loads(content)
         exception = None
-        if pickled is not None:
-            # Many exceptions whose constructor takes more than a message can be pickled but not made anew.
-            with contextlib.suppress(Exception):
-                exception = pickle.loads(pickled)
+        # Many exceptions whose constructor takes more than a message can be pickled but not made anew.
+        with contextlib.suppress(Exception):
+            exception = pickle.loads(pickled)
         return cls(rank, Outcome.RAISED, summary, details, exception)
 
     @classmethod
@@ -83,11 +93,6 @@ class RankFailure:
         else:
             cause = f"ended with exit code {exit_code}"
         return cls(rank, Outcome.DIED, f"its process {cause}", stacks, exit_code=exit_code)
-
-    @classmethod
-    def silent(cls, rank: int, seconds: float, stacks: str) -> RankFailure:
-        """The failure of a rank that did not answer for so many seconds."""
-        return cls(rank, Outcome.SILENT, f"nothing for {seconds:.1f} s", stacks)
 
 
 class RankError(RuntimeError):
@@ -108,8 +113,7 @@ class RankError(RuntimeError):
         sections = [
             f"--- rank {f.rank} {f.outcome.value} ---\n{f.details.rstrip()}" for f in self.failures if f.details
         ]
-        head = f"{len(self.failures)} of {self.world_size} ranks failed: {short}"
-        return "\n\n".join([head, *sections])
+        return "\n\n".join([f"{len(self.failures)} of {self.world_size} ranks failed: {short}", *sections])
 
     @property
     def exceptions(self) -> dict[int, BaseException]:
@@ -120,6 +124,9 @@ class RankError(RuntimeError):
     def ranks(self) -> dict[int, Outcome]:
         """How each failing rank failed, in the order in which they did."""
         return {f.rank: f.outcome for f in self.failures}
+
+
+# ---------------------------------------------------------------------- processes
 
 
 class RankProcess(Protocol):
@@ -138,27 +145,13 @@ class RankProcess(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
-class RankStarter(Protocol):
-    """Starts the processes of a world, each of which answers calls by :func:`ppe_ddp.testing.rank_process.serve`."""
+class ForkStarter:
+    """Starts ranks on this machine, in no time and as good as new: by forks of a process that has imported torch."""
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
         """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
-
-    def end(self) -> None:
-        """End what else was started for them; called when all of them have ended, also if there are none."""
-
-    def errors(self) -> str:
-        """What there is to say about a process that has died, beyond its exit code."""
-
-
-class ForkStarter:
-    """Processes on this machine: started in no time, and as good as new."""
-
-    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
-        """Fork one process for each file."""
-        # Forked from a process that has imported torch and done nothing else.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([serve.__module__])
+        context.set_forkserver_preload([__name__])
         # OpenMP reads it while torch is imported, before any code of ours runs in the process.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
             for rank, file in enumerate(stack_files):
@@ -170,10 +163,10 @@ class ForkStarter:
                 yield process, ours
 
     def end(self) -> None:
-        """Nothing else was started."""
+        """End what else was started for them; called when all of them have ended, also if there are none."""
 
     def errors(self) -> str:
-        """What they have said is on this process's own standard error."""
+        """What there is to say about a process that has died, beyond its exit code."""
         return ""
 
 
@@ -214,7 +207,7 @@ class Ranks:
         timeout: float = 60.0,
         group_timeout: float | None = None,
         prepare: Callable[[], object] | None = None,
-        starter: RankStarter | None = None,
+        starter: ForkStarter | None = None,
     ) -> None:
         group_timeout = timeout / 2 if group_timeout is None else group_timeout
         if world_size < 1 or timeout <= 0 or group_timeout <= 0:
@@ -223,11 +216,8 @@ class Ranks:
                 f"{world_size}, {timeout} and {group_timeout}"
             )
         self.world_size = world_size
-        self._backend = backend
-        self._timeout = timeout
-        self._group_timeout = group_timeout
-        self._prepare = prepare
-        self._starter = starter or ForkStarter()
+        self._backend, self._prepare, self._starter = backend, prepare, starter or ForkStarter()
+        self._timeout, self._group_timeout = timeout, group_timeout
         self._processes: list[RankProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -254,11 +244,7 @@ class Ranks:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def run(
-        self,
-        function: Callable[..., T],
-        *args: object,
-        timeout: float | None = None,
-        grace: float | None = None,
+        self, function: Callable[..., T], *args: object, timeout: float | None = None, grace: float = _GRACE_SECONDS
     ) -> list[T]:
         """Calls `function(*args)` on every rank and waits for all of them.
 
@@ -266,8 +252,8 @@ class Ranks:
             function: A function that the ranks can import: one of a module, no lambda or closure.
             *args: The same for every rank; copied by pickle.
             timeout: Seconds until ranks that have not answered are killed.
-            grace: Seconds that the other ranks get once one has failed; 5 by default. More is of use
-                where they are expected to fail too, later.
+            grace: Seconds that the other ranks get once one has failed. More is of use where they are expected to
+                fail too, later.
 
         Returns:
             What the function returned, by rank; copied by pickle, on the device it was on.
@@ -285,7 +271,7 @@ class Ranks:
         args_by_rank: Sequence[Sequence[object]],
         *,
         timeout: float | None = None,
-        grace: float | None = None,
+        grace: float = _GRACE_SECONDS,
     ) -> list[T]:
         """Calls `function(*args_by_rank[rank])` on each rank; otherwise as `run`.
 
@@ -299,8 +285,7 @@ class Ranks:
             self.restart()
         elif self._fresh_group_due:
             self._join()
-        seconds = self._timeout if timeout is None else timeout
-        return self._call(calls, seconds, _GRACE_SECONDS if grace is None else grace)
+        return self._call(calls, self._timeout if timeout is None else timeout, grace)
 
     def restart(self) -> None:
         """Ends the processes, if there are any, and starts new ones.
@@ -321,7 +306,7 @@ class Ranks:
             self._kill()
             raise
         # Not in one call with the group: its timeout may be shorter than the import of torch.
-        self._call_or_kill([_pickle_call(set_up, (self._prepare,))] * self.world_size)
+        self._call_or_kill([_pickle_call(_set_up, (self._prepare,))] * self.world_size)
         self._join()
 
     def close(self) -> None:
@@ -337,7 +322,7 @@ class Ranks:
         meeting = (self._stack_file(0).parent / f"group{self._groups}").as_uri()
         self._groups += 1
         group = (self._backend, meeting, self.world_size, self._group_timeout)
-        self._call_or_kill([_pickle_call(join_group, (rank, *group)) for rank in range(self.world_size)])
+        self._call_or_kill([_pickle_call(_join_group, (rank, *group)) for rank in range(self.world_size)])
 
     def _call_or_kill(self, calls: list[bytes]) -> None:
         try:
@@ -376,7 +361,7 @@ class Ranks:
             sources = [self._pipes[rank] for rank in waiting]
             ends = [self._processes[rank].sentinel for rank in waiting]
             if not wait([*sources, *ends], max(0.0, deadline - time.monotonic())):
-                failures += self._give_up(sorted(waiting), time.monotonic() - start)
+                failures += self._give_up(sorted(waiting), f"nothing for {time.monotonic() - start:.1f} s")
                 break
             arrived = [self._receive(rank) for rank in sorted(waiting)]
             failed = [item for item in arrived if isinstance(item, RankFailure)]
@@ -393,24 +378,23 @@ class Ranks:
         # Before the poll: an answer may arrive between the two, and its process end.
         ended = not process.is_alive()
         try:
-            if not pipe.poll():
-                return self._death(rank) if ended else None
-            answer = pipe.recv_bytes()
+            if pipe.poll():
+                answer = pipe.recv_bytes()
+                kind, content = answer[:1], answer[1:]
+                return (rank, content) if kind == _RETURNED else RankFailure.raised(rank, content)
         except (EOFError, OSError):
-            return self._death(rank)
-        kind, content = answer[:1], answer[1:]
-        return (rank, content) if kind == RETURNED else RankFailure.raised(rank, content)
-
-    def _death(self, rank: int) -> RankFailure:
-        process = self._processes[rank]
+            ended = True
+        if not ended:
+            return None
         process.join(_STOP_SECONDS)
         stacks = self._stack_file(rank).read_text()
         return RankFailure.died(rank, process.exitcode, stacks + self._starter.errors())
 
-    def _give_up(self, ranks: Sequence[int], seconds: float) -> list[RankFailure]:
+    def _give_up(self, ranks: Sequence[int], summary: str) -> list[RankFailure]:
         for rank in ranks:
             os.kill(self.pids[rank], signal.SIGUSR1)
-        return [RankFailure.silent(rank, seconds, _settled_text(self._stack_file(rank))) for rank in ranks]
+        stacks = {rank: _settled_text(self._stack_file(rank)) for rank in ranks}
+        return [RankFailure(rank, Outcome.SILENT, summary, stacks[rank]) for rank in ranks]
 
     def _stack_file(self, rank: int) -> Path:
         assert self._folder is not None
@@ -432,27 +416,11 @@ class Ranks:
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., T],
-    *args: object,
-    backend: str | None = "gloo",
-    timeout: float = 60.0,
+    world_size: int, function: Callable[..., T], *args: object, backend: str | None = "gloo", timeout: float = 60.0
 ) -> list[T]:
     """Starts ranks, calls `function(*args)` on each, ends them and returns the results by rank.
 
-    Args:
-        world_size: How many ranks.
-        function: A function that the ranks can import.
-        *args: The same for every rank.
-        backend: The backend of the default process group; None for processes without one.
-        timeout: Seconds that the call may take, without the start of the processes.
-
-    Returns:
-        What the function returned, by rank.
-
-    Raises:
-        RankError: A rank raised, died or did not answer.
-        TypeError: The function or an argument cannot be pickled.
+    Arguments, result and errors are those of :class:`Ranks` and :meth:`Ranks.run`.
     """
     with Ranks(world_size, backend=backend, timeout=timeout) as ranks:
         return ranks.run(function, *args)
@@ -478,4 +446,103 @@ def _settled_text(path: Path) -> str:
         time.sleep(0.02)
         before, text = text, path.read_text()
     # The thread that waits for this process to end is in every rank and tells nothing.
-    return "\n\n".join(stack for stack in text.split("\n\n") if " in end_with_parent" not in stack)
+    return "\n\n".join(stack for stack in text.split("\n\n") if " in _end_with_parent" not in stack)
+
+
+# ---------------------------------------------------------------------- in the process of a rank
+
+
+def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> None:
+    """Answers calls from the pipe until its other end closes.
+
+    A call is a pickled `(sys.path, pickled (function, arguments))`. The answer is `_RETURNED` with a pickled
+    `(result, whether the default process group is the one joined last)`, or `_RAISED` with a pickled
+    `(one-line summary, traceback, pickled exception or None)`.
+
+    Args:
+        pipe: Where calls come from and answers go to.
+        environment: That of the process which wants this rank; the one that it was forked from may be older.
+        stack_file: Where the stacks of all threads are written on SIGUSR1 and on a crash.
+    """
+    # What was imported before is there to stay: without it, each look for garbage takes a tenth of a second less.
+    gc.freeze()
+    os.environ.clear()
+    os.environ.update(environment)
+    # Ctrl-C in a terminal reaches every process of the group; the parent decides what then happens here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    with open(stack_file, "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        joined: object = None
+        while True:
+            try:
+                call = pipe.recv_bytes()
+            except (EOFError, OSError):
+                break
+            answer, joined = _answer(call, joined)
+            pipe.send_bytes(answer)
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+
+
+def serve_job(address: str) -> None:
+    """Answers calls, from a socket in the file system, as a rank that a launcher has started."""
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(address)
+    pipe = Connection(connected.detach())
+    pipe.send(detect(os.environ).rank)
+    serve(pipe, pipe.recv(), dict(os.environ))
+
+
+def _set_up(prepare: Callable[[], object] | None) -> None:
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+
+
+def _join_group(rank: int, backend: str | None, meeting: str, world_size: int, timeout: float) -> None:
+    """Leave the default process group, if there is one, and join a fresh one at a file that none has used."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if backend is None:
+        return
+    if "nccl" in backend and torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    patience = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=patience)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        # The main thread may be deep in a collective that never returns, so no orderly exit.
+        os._exit(1)
+
+
+def _answer(call: bytes, joined: object) -> tuple[bytes, object]:
+    try:
+        sys.path[:], content = pickle.loads(call)
+        function, args = pickle.loads(content)
+        result = function(*args)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        joined = group if function is _join_group else joined
+        return _RETURNED + pickle.dumps((result, group is joined)), joined
+    except BaseException as error:
+        # Also SystemExit and the like: the rank goes on to serve, and the test gets it.
+        return _RAISED + _describe(error), joined
+
+
+def _describe(error: BaseException) -> bytes:
+    # Without our own frame, which is the first, the text starts in the test's function.
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    details = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    pickled: bytes | None = None
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps(error)
+    return pickle.dumps((summary, details, pickled))
