@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,15 +41,10 @@ _MODULUS = 5
 
 
 def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Pass known buckets to a reduce function or hook, several in flight at a time.
+    """Pass known buckets of these dtypes to a reduce function or hook, several in flight at a time.
 
     A function is also asked in groups that split the world: one of rank 0 alone, one of all others. A hook is
     given no group, so there it would not know.
-
-    Args:
-        plugs: The functions and hooks to call.
-        dtypes: The dtypes of the buckets.
-        device: Where the buckets are.
     """
     problems: list[str] = []
     for group in _groups(split=plugs.hook is None):
@@ -84,12 +79,9 @@ def _reduced(
     division = reduction.division(torch.device(device))
     asked = [_KnownBucket(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
-        if reduction.one_at_a_time:
-            for question in asked:
-                reduction.finish(question.bucket, reduction.start(question.bucket), question.memory)
-        else:
-            pending = [reduction.start(question.bucket) for question in asked]
-            for question, work in zip(asked, pending, strict=True):
+        for together in [[one] for one in asked] if reduction.one_at_a_time else [asked]:
+            pending = [reduction.start(question.bucket) for question in together]
+            for question, work in zip(together, pending, strict=True):
                 reduction.finish(question.bucket, work, question.memory)
     members = dist.get_process_group_ranks(groups.parent)
     where = f"a bucket of {dtype} over ranks {members}"
@@ -121,7 +113,7 @@ class _KnownBucket:
         self._flat.copy_(shares[groups.rank])
         if division is Division.DONE:
             self._flat.mul_(1.0 / groups.world_size)
-        starts = [0, *accumulate(sizes)]
+        starts = [0, *itertools.accumulate(sizes)]
         self.memory = [
             self._flat[start : start + size].view(shape)
             for start, size, shape in zip(starts, sizes, shapes, strict=False)
@@ -165,13 +157,7 @@ def _numbers(count: int, dtype: torch.dtype, *seeds: int) -> Tensor:
 
 
 def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Let a broadcast function copy known tensors, over all ranks and over parts of them.
-
-    Args:
-        plugs: The functions and hooks to call.
-        dtypes: The dtypes of the tensors.
-        device: Where the tensors are.
-    """
+    """Let a broadcast function copy known tensors of these dtypes, over all ranks and over parts of them."""
     function = plugs.broadcast_function or broadcast
     problems: list[str] = []
     for group in _groups(split=True):
@@ -211,17 +197,7 @@ def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
 
 def probe_backend(device: str) -> list[str]:
     """Call every operation that the engine uses on the default process group. All ranks must call this together."""
-    probes = (
-        _all_reduce,
-        _in_flight,
-        _futures,
-        _broadcast,
-        _all_gather,
-        _objects,
-        _barrier,
-        _two_groups,
-        _subgroup,
-    )
+    probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup)
     return [problem for probe in probes for problem in probe(device)]
 
 
@@ -232,40 +208,36 @@ def _integers(size: int, dtype: torch.dtype, device: str, rank: int | None = Non
 
 
 def _everyone(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    numbers = [_integers(size, dtype, device, rank) for rank in range(dist.get_world_size())]
-    return torch.stack(numbers)
+    """The integers of all ranks, by rank."""
+    return torch.stack([_integers(size, dtype, device, rank) for rank in range(dist.get_world_size())])
+
+
+def _sum(tensor: Tensor, ranks: Sequence[int] | None = None) -> Tensor:
+    everyone = _everyone(tensor.numel(), torch.float64, tensor.device.type)
+    return (everyone if ranks is None else everyone[list(ranks)]).sum(0).to(tensor.dtype)
 
 
 def _all_reduce(device: str) -> Iterator[str]:
-    kinds = [
-        (torch.uint8, dist.ReduceOp.MAX),
-        (torch.int64, dist.ReduceOp.MAX),
-        (torch.int64, dist.ReduceOp.SUM),
-        (torch.float32, dist.ReduceOp.SUM),
-        (torch.float64, dist.ReduceOp.SUM),
-        (torch.bfloat16, dist.ReduceOp.SUM),
-        (torch.float16, dist.ReduceOp.SUM),
-    ]
-    for dtype, operation in kinds:
-        for size in _SIZES:
-            everyone = _everyone(size, dtype, device)
-            takes_largest = operation == dist.ReduceOp.MAX
-            wanted = everyone.amax(0) if takes_largest else everyone.double().sum(0).to(dtype)
-            for is_async in (False, True):
-                tensor = _integers(size, dtype, device)
-                work = dist.all_reduce(tensor, operation, async_op=is_async)
-                if is_async:
-                    work.wait()
-                if not torch.equal(tensor, wanted):
-                    name = "MAX" if takes_largest else "SUM"
-                    yield f"all_reduce({name}) of {size} {dtype}, async_op={is_async}, is wrong"
+    floating = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    kinds = [("MAX", torch.uint8), ("MAX", torch.int64), ("SUM", torch.int64), *(("SUM", dtype) for dtype in floating)]
+    for (name, dtype), size, is_async in itertools.product(kinds, _SIZES, (False, True)):
+        tensor = _integers(size, dtype, device)
+        work = dist.all_reduce(tensor, getattr(dist.ReduceOp, name), async_op=is_async)
+        if is_async:
+            work.wait()
+        if not torch.equal(tensor, _everyone(size, dtype, device).amax(0) if name == "MAX" else _sum(tensor)):
+            yield f"all_reduce({name}) of {size} {dtype}, async_op={is_async}, is wrong"
 
 
 def _in_flight(device: str) -> Iterator[str]:
-    """Several at once, waited for in order; a Work tells whether it is done without blocking."""
+    """Several at once, in a group for buckets and one for small messages; a Work tells without blocking if it is done.
+
+    Communication hooks go on from a Work's Future.
+    """
     tensors = [_integers(size, torch.float32, device) for size in (*_SIZES, 2)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for tensor, work in zip(tensors, works, strict=True):
+    groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
+    works = [dist.all_reduce(tensor, group=groups[k % 2], async_op=True) for k, tensor in enumerate(tensors)]
+    for tensor, work in reversed(list(zip(tensors, works, strict=True))):
         if not isinstance(work.is_completed(), bool):
             yield "Work.is_completed() does not return a bool"
         work.wait()
@@ -273,35 +245,26 @@ def _in_flight(device: str) -> Iterator[str]:
             torch.cuda.synchronize(tensor.device)  # there wait() only makes the stream wait
         if not work.is_completed():
             yield "Work.is_completed() is False after wait()"
-        if not torch.equal(tensor, _everyone(tensor.numel(), torch.float32, device).sum(0)):
-            yield "of several all_reduces in flight, one is wrong"
-
-
-def _futures(device: str) -> Iterator[str]:
-    """Communication hooks go on from a Work's Future."""
+        if not torch.equal(tensor, _sum(tensor)):
+            yield "of several all_reduces in flight, in two groups at a time, one is wrong"
     tensor = _integers(5, torch.float32, device)
     future = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
-    if not torch.equal(future.wait(), 2 * _everyone(5, torch.float32, device).sum(0)):
+    if not torch.equal(future.wait(), 2 * _sum(tensor)):
         yield "Work.get_future() does not hold a list of the reduced tensor"
 
 
-def _broadcast(device: str) -> Iterator[str]:
-    for dtype in (torch.uint8, torch.float32, torch.int64):
-        for source in range(dist.get_world_size()):
-            for size in _SIZES:
-                tensor = _integers(size, dtype, device)
-                dist.broadcast(tensor, group_src=source, async_op=True).wait()
-                if not torch.equal(tensor, _integers(size, dtype, device, source)):
-                    yield f"broadcast of {size} {dtype} from rank {source} is wrong"
-
-
-def _all_gather(device: str) -> Iterator[str]:
-    for dtype in (torch.int64, torch.float32, torch.bfloat16):
-        for size in _SIZES:
-            parts = [torch.zeros(size, dtype=dtype, device=device) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, _integers(size, dtype, device))
-            if not torch.equal(torch.stack(parts), _everyone(size, dtype, device)):
-                yield f"all_gather of {size} {dtype} is wrong"
+def _copies(device: str) -> Iterator[str]:
+    world = range(dist.get_world_size())
+    for dtype, size, source in itertools.product((torch.uint8, torch.float32, torch.int64), _SIZES, world):
+        tensor = _integers(size, dtype, device)
+        dist.broadcast(tensor, group_src=source, async_op=True).wait()
+        if not torch.equal(tensor, _integers(size, dtype, device, source)):
+            yield f"broadcast of {size} {dtype} from rank {source} is wrong"
+    for dtype, size in itertools.product((torch.int64, torch.float32, torch.bfloat16), _SIZES):
+        parts = [torch.zeros(size, dtype=dtype, device=device) for _ in world]
+        dist.all_gather(parts, _integers(size, dtype, device))
+        if not torch.equal(torch.stack(parts), _everyone(size, dtype, device)):
+            yield f"all_gather of {size} {dtype} is wrong"
 
 
 def _objects(device: str) -> Iterator[str]:
@@ -310,25 +273,7 @@ def _objects(device: str) -> Iterator[str]:
     dist.all_gather_object(found, {"rank": rank, "text": "x" * 1000 * rank})
     if found != [{"rank": k, "text": "x" * 1000 * k} for k in range(world_size)]:
         yield f"all_gather_object (on {device}) of objects of different sizes is wrong"
-
-
-def _barrier(device: str) -> Iterator[str]:
-    yield from ()
-    if device.startswith("cuda"):
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-    else:
-        dist.barrier()
-
-
-def _two_groups(device: str) -> Iterator[str]:
-    """The engine has a group for buckets and one for small messages, both at work at a time."""
-    groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
-    tensors = [_integers(size, torch.float32, device) for size in (100_003, 5)]
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
-    for tensor, work in reversed(list(zip(tensors, works, strict=True))):
-        work.wait()
-        if not torch.equal(tensor, _everyone(tensor.numel(), torch.float32, device).sum(0)):
-            yield "all_reduces in two groups at a time are wrong"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device.startswith("cuda") else None)
 
 
 def _subgroup(device: str) -> Iterator[str]:
@@ -342,8 +287,8 @@ def _subgroup(device: str) -> Iterator[str]:
     if dist.get_world_size(group) != len(members) or dist.get_rank(group) != dist.get_rank() - 1:
         yield f"new_group({members}, use_local_synchronization=True) has other ranks than it was asked for"
     tensor = _integers(5, torch.float32, device)
+    wanted = _sum(tensor, members)
     dist.all_reduce(tensor, group=group)
-    wanted = torch.stack([_integers(5, torch.float32, device, rank) for rank in members]).sum(0)
     if not torch.equal(tensor, wanted):
         yield f"all_reduce in a group of ranks {members} is wrong"
     dist.broadcast(tensor, group=group, group_src=len(members) - 1)
