@@ -6,7 +6,7 @@ COMMANDS = (
     Command("scaling", "a model of a step: held to nodes, drawn to 10,000 ranks", "benchmarks.scaling"),
     Command("timeline", "draws a step of ppe_ddp below one of torch DDP", "benchmarks.timeline"),
     Command("training", "small tasks to a loss, by each compressor", "benchmarks.training"),
-    Command("load", "a checkpoint into shards, beside torch and accelerate", "benchmarks.load"),
+    Command("load", "a checkpoint into shards, beside torch", "benchmarks.load"),
     Command("optimizer", "AdamW sharded, beside torch's ZeroRedundancyOptimizer", "benchmarks.optimizer"),
 )
 """All of them, in the order in which help lists them."""

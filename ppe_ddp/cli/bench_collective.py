@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,7 +34,6 @@ from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.cli import benchmarking
 from ppe_ddp.cli.benchmarking import (
     BACKENDS,
-    DEFAULT_RANKS,
     Platform,
     in_turn,
     on_ranks,
@@ -43,7 +41,7 @@ from ppe_ddp.cli.benchmarking import (
     slowest,
 )
 from ppe_ddp.cli.command_line import fail, size_of, write_report
-from ppe_ddp.launchers import detect, find_mpirun
+from ppe_ddp.launchers import detect
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,18 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints what came out on rank 0.
 
     Returns:
-        0, or 1 if a result was wrong or a rank failed, or the code with which mpirun ended; 2 if what is needed is not
-        here.
+        0, or 1 if a result was wrong or a rank failed; 2 if what is needed is not here.
     """
     try:
         platform = Platform.of(arguments.device)
         if platform.device == "cpu" and detect(os.environ).launcher == "alone":
-            mpirun = find_mpirun()
-            if mpirun is None:
-                return fail("there is no mpirun: pip install 'ppe_ddp[mpi]', or start with torchrun", 2)
-            ranks = str(arguments.ranks or DEFAULT_RANKS)
-            command = [mpirun, "-n", ranks, sys.executable, "-m", "ppe_ddp", *sys.argv[1:]]
-            return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+            platform = Platform("cpu", "mpi4py")
     except (ImportError, RuntimeError, ValueError) as error:
         return fail(error, 2)
 

@@ -23,7 +23,7 @@ from ppe_ddp.cli.command_line import WIDTH, add_json, count, fail, machine_facts
 from ppe_ddp.cli.doctor import many_ranks_a_device
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
-from ppe_ddp.testing import RankError, Ranks
+from ppe_ddp.testing import JobStarter, RankError, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +103,9 @@ class Platform:
                     "not allow (2.30 does): take --backend gloo, or no more ranks than GPUs"
                 )
             os.environ.setdefault(SHARE_DEVICES, "1")
-        return Ranks(ranks, backend=self.backend, timeout=_RUN_SECONDS, group_timeout=_COLLECTIVE_SECONDS)
+        starter = JobStarter(None, "mpirun", (ranks,)) if self.backend == "mpi4py" else None
+        limits = {"timeout": _RUN_SECONDS, "group_timeout": _COLLECTIVE_SECONDS}
+        return Ranks(ranks, backend=self.backend, starter=starter, **limits)
 
     def join(self, wanted: int | None = None) -> None:
         """Join the ranks that a launcher has started; all call this together. Under mpirun the CPU's are mpi4py's.
