@@ -104,8 +104,8 @@ class Platform:
                 )
             os.environ.setdefault(SHARE_DEVICES, "1")
         starter = JobStarter(None, "mpirun", (ranks,)) if self.backend == "mpi4py" else None
-        limits = {"timeout": _RUN_SECONDS, "group_timeout": _COLLECTIVE_SECONDS}
-        return Ranks(ranks, backend=self.backend, starter=starter, **limits)
+        timeout = _RUN_SECONDS
+        return Ranks(ranks, backend=self.backend, starter=starter, timeout=timeout, group_timeout=_COLLECTIVE_SECONDS)
 
     def join(self, wanted: int | None = None) -> None:
         """Join the ranks that a launcher has started; all call this together. Under mpirun the CPU's are mpi4py's.
