@@ -142,11 +142,6 @@ class Cluster:
         """All ranks."""
         return self.nodes * self.ranks
 
-    @property
-    def members(self) -> int:
-        """How many take part between the nodes; volume and rounds of one alone are nothing."""
-        return 1 if self.nodes == 1 else self.world_size if self.is_flat else self.nodes
-
 
 @dataclass(frozen=True)
 class Load:
@@ -203,7 +198,18 @@ def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, constants: Constants) -> float:
     """The time of one all-reduce that nothing else is beside."""
-    return _in_node(nbytes, cluster, constants) + _latency(cluster, constants) + _on_wire(nbytes, cluster, constants)
+    return sum(_parts_of_sum(nbytes, cluster, constants))
+
+
+def _parts_of_sum(nbytes: float, cluster: Cluster, constants: Constants) -> tuple[float, float, float]:
+    """The seconds of an all-reduce: in the memory of a node, in rounds between nodes, and on their links."""
+    in_node = 0.0
+    if cluster.ranks > 1 and not (cluster.is_flat and cluster.nodes > 1):
+        in_node = constants.node_latency + nbytes * constants.node_per_byte
+    # Volume and rounds of one alone are nothing.
+    members = 1 if cluster.nodes == 1 else cluster.world_size if cluster.is_flat else cluster.nodes
+    wire = constants.volume(members) * nbytes * constants.wire_per_byte
+    return in_node, constants.rounds(members) * constants.wire_latency, wire
 
 
 def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep:
@@ -224,7 +230,7 @@ def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep
         now = _launch(waiting, max(now, known), load, wire)
     last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
     over = max(wire.arrivals, default=0.0)
-    arrived = over + _in_node(last, cluster, constants) / 2 if over else now
+    arrived = over + _parts_of_sum(last, cluster, constants)[0] / 2 if over else now
     end = max(now, arrived, now + mask)  # the vote is sent beside the last bucket
     return PredictedStep(end, end - load.forward - load.backward, mask, max(0.0, known - first_ready))
 
@@ -248,8 +254,9 @@ class _Wire:
             return
         earlier = sorted(self.arrivals)[-_UNDER_WAY] if len(self.arrivals) >= _UNDER_WAY else 0.0
         start = max(now, earlier)
-        self._free = max(start, self._free) + _on_wire(nbytes, self.cluster, self.constants)
-        self.arrivals.append(max(self._free, start) + _latency(self.cluster, self.constants))
+        _, latency, wire = _parts_of_sum(nbytes, self.cluster, self.constants)
+        self._free = max(start, self._free) + wire
+        self.arrivals.append(self._free + latency)
 
 
 def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
@@ -257,7 +264,7 @@ def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
     for nbytes in waiting:
         now += nbytes * wire.constants.pack_per_byte
         for piece in _parts(nbytes, load.piece_bytes):
-            now += _in_node(piece, wire.cluster, wire.constants)
+            now += _parts_of_sum(piece, wire.cluster, wire.constants)[0]
             wire.send(piece, now)
     waiting.clear()
     return now
@@ -266,20 +273,6 @@ def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
 def _parts(nbytes: int, size: int) -> Iterator[int]:
     for start in range(0, nbytes, size):
         yield min(size, nbytes - start)
-
-
-def _in_node(nbytes: float, cluster: Cluster, constants: Constants) -> float:
-    if cluster.ranks == 1 or (cluster.is_flat and cluster.nodes > 1):
-        return 0.0
-    return constants.node_latency + nbytes * constants.node_per_byte
-
-
-def _latency(cluster: Cluster, constants: Constants) -> float:
-    return constants.rounds(cluster.members) * constants.wire_latency
-
-
-def _on_wire(nbytes: float, cluster: Cluster, constants: Constants) -> float:
-    return constants.volume(cluster.members) * nbytes * constants.wire_per_byte
 
 
 # ---------------------------------------------------------------------- on nodes
@@ -346,14 +339,12 @@ class MeasuredStep(NamedTuple):
         forward: Of the bare model.
         backward: Of the bare model.
         step: With ppe_ddp.
-        mask: From the begin of backward until the mask was known, with ppe_ddp.
         pack_per_byte: Of copying gradients into a bucket.
     """
 
     forward: float
     backward: float
     step: float
-    mask: float
     pack_per_byte: float
 
 
@@ -417,7 +408,7 @@ def measure_step(
         trace = model.trace()
         assert trace is not None
         packing = sum(bucket.packed_ns - bucket.launch_ns for bucket in trace.buckets)
-        found.append(MeasuredStep(*own, step, trace.agreed_ns / 1e9, packing / 1e9 / nbytes))
+        found.append(MeasuredStep(*own, step, packing / 1e9 / nbytes))
     quartiles = [quantiles(times)[0] for times in zip(*found[_WARM_UP:], strict=True)]
     return MeasuredStep(*slowest({"": quartiles}, control)[""])
 
@@ -438,7 +429,6 @@ def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
 
 
 def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-
     def of_transport(launcher: str, one: Constants) -> list[str]:
         rates = [1e-9 / max(seconds, 1e-15) for seconds in (one.node_per_byte, one.pack_per_byte)]
         link = 8e-6 / max(one.wire_per_byte, 1e-15)
@@ -457,7 +447,7 @@ def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], 
     headings = ["", "bucket", "backward", "predicted ms", "measured ms", "error"]
     print_table(arguments, "A step of 16 MiB", f"largest error {largest:.0%}", headings, map(of_step, lines))
     for curve in scaling_curves({one.algorithm: one for one in constants.values()}):
-        ranks = first_late_mask(curve)
+        ranks = curve.first_late_mask()
         where = "never shows up to 10,000 ranks" if ranks is None else f"shows from {ranks} ranks on"
         print(f"{' '.join(curve.name.split())}: the mask {where}", file=told(arguments))
 
@@ -474,6 +464,11 @@ class Curve(NamedTuple):
     def at(self, nodes: int) -> PredictedStep:
         """The times of a step on so many nodes."""
         return predict(self.load, Cluster(nodes, _RANKS_A_NODE, self.is_flat), self.constants)
+
+    def first_late_mask(self) -> int | None:
+        """The smallest number of ranks for which the first bucket waits for the mask; None where it never does."""
+        late = (nodes for nodes in range(2, _MOST_NODES + 1) if self.at(nodes).mask_delay > 0)
+        return next((nodes * _RANKS_A_NODE for nodes in late), None)
 
 
 def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
@@ -494,51 +489,37 @@ def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
     return found
 
 
-def first_late_mask(curve: Curve) -> int | None:
-    """The smallest number of ranks for which the first bucket waits for the mask; None where it never does."""
-    late = (nodes for nodes in range(2, _MOST_NODES + 1) if curve.at(nodes).mask_delay > 0)
-    return next((nodes * _RANKS_A_NODE for nodes in late), None)
-
-
 def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
     """Draw what the model says of up to 10,000 ranks, and write it to ``path``: .png, .svg or .pdf."""
     from matplotlib.figure import Figure
 
     nodes = sorted({round(2 * 1.12**k) for k in range(58) if 2 * 1.12**k < _MOST_NODES} | {_MOST_NODES})
-    lines = [(curve, [curve.at(one) for one in nodes]) for curve in scaling_curves(constants)]
-    ranks = [one * _RANKS_A_NODE for one in nodes]
+    curves = scaling_curves(constants)
+    load = curves[0].load
+    masks = [curve for curve in curves if curve.load == load]
+    panels: list[tuple[str, list[Curve], Callable[[PredictedStep], float]]] = [
+        ("A step, as a multiple of forward and backward", curves, lambda it: it.step / (load.forward + load.backward)),
+        ("Communication that nothing hides, seconds", curves, lambda it: it.exposed),
+        ("The mask on its way, seconds", masks, lambda it: it.mask),
+    ]
     figure = Figure(figsize=(_INCHES, 8.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
-    load = lines[0][0].load
-    computing = load.forward + load.backward
-    masks = [line for line in lines if line[0].load == load]
-    _draw(axes[0], ranks, lines, lambda times: times.step / computing, "A step, as a multiple of forward and backward")
-    _draw(axes[1], ranks, lines, lambda times: times.exposed, "Communication that nothing hides, seconds")
-    _draw(axes[2], ranks, masks, lambda times: times.mask, "The mask on its way, seconds")
-    _mark_first_bucket(axes[2], load, [curve for curve, _ in masks])
+    for axis, (title, drawn, value) in zip(axes, panels, strict=True):
+        for curve in drawn:
+            times = [value(curve.at(one)) for one in nodes]
+            ranks = [one * _RANKS_A_NODE for one in nodes]
+            axis.plot(ranks, times, color=curve.colour, linewidth=2, label=curve.name)
+        axis.set(xscale="log", yscale="log", xlim=(2 * _RANKS_A_NODE, _MOST_NODES * _RANKS_A_NODE))
+        axis.set_title(title, fontsize=_FONT + 1, loc="left")
+        axis.set_xticks([100, 1000, 10000], ["100", "1000", "10,000"])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.tick_params(labelsize=_FONT)
+        axis.grid(which="major", color="#dddddd", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    _mark_first_bucket(axes[2], load, masks)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=_FONT)
     axes[2].set_xlabel(f"ranks, {_RANKS_A_NODE} on each node", fontsize=_FONT)
     figure.savefig(path)
-
-
-def _draw(
-    axis: Any,
-    ranks: list[int],
-    lines: Sequence[tuple[Curve, list[PredictedStep]]],
-    value: Callable[[PredictedStep], float],
-    title: str,
-) -> None:
-    axis.set_title(title, fontsize=_FONT + 1, loc="left")
-    for curve, times in lines:
-        axis.plot(ranks, [value(one) for one in times], color=curve.colour, linewidth=2, label=curve.name)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlim(2 * _RANKS_A_NODE, ranks[-1])
-    axis.set_xticks([100, 1000, 10000], ["100", "1000", "10,000"])
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.tick_params(labelsize=_FONT)
-    axis.grid(which="major", color="#dddddd", linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
@@ -548,7 +529,7 @@ def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
     where = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": _FONT}
     axis.annotate("backward completes the first bucket", (0.01, seconds), color="#444444", **where)
     for curve in masks:
-        if ranks := first_late_mask(curve):
+        if ranks := curve.first_late_mask():
             axis.plot([ranks], [seconds], "o", color=curve.colour)
             style = {"textcoords": "offset points", "fontsize": _FONT, "color": curve.colour}
             axis.annotate(f"{ranks} ranks", (ranks, seconds), xytext=(6, -13), **style)
