@@ -31,11 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from ppe_ddp.launchers import find_mpirun
-from ppe_ddp.testing.ranks import ForkStarter, RankProcess
+from ppe_ddp.testing.ranks import ForeignProcess, ForkStarter
 
 LAUNCHERS = ("mpirun", "torchrun", "ranks")
 """MPICH's mpirun; torchrun on each node; every rank by itself, with torchrun's variables."""
@@ -107,9 +106,7 @@ class Nodes:
     def __enter__(self) -> Nodes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -498,7 +495,7 @@ class JobStarter(ForkStarter):
         self._nodes, self._launcher, self._ranks = nodes, launcher, tuple(ranks)
         self._job: NodeJob | None = None
 
-    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[ForeignProcess, Connection]]:
         """Start the job, and give each rank with its pipe, in their order.
 
         Raises:
@@ -535,7 +532,7 @@ class JobStarter(ForkStarter):
         """The last that the job has written to its standard error."""
         return "" if self._job is None else self._job.text("errors")[-_TOLD:]
 
-    def _accepted(self, listener: socket.socket, count: int) -> Iterator[tuple[int, tuple[RankProcess, Connection]]]:
+    def _accepted(self, listener: socket.socket, count: int) -> Iterator[tuple[int, tuple[ForeignProcess, Connection]]]:
         deadline = time.monotonic() + _START_SECONDS
         for arrived in range(count):
             while not select.select([listener], [], [], _ARRIVAL_SECONDS)[0]:
@@ -547,33 +544,10 @@ class JobStarter(ForkStarter):
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             pipe = Connection(connected.detach())
             rank: int = pipe.recv()
-            yield rank, (_ForeignProcess(struct.unpack("3i", credentials)[0]), pipe)
+            yield rank, (ForeignProcess(struct.unpack("3i", credentials)[0]), pipe)
 
 
 def _local_mpirun(words: Sequence[str], ranks: int) -> NodeJob:
     environment = {name: os.environ.get(name, value) for name, value in _OF_OPEN_MPI.items()}
     others = [word for name in os.environ if name.startswith(_OF_LAUNCHERS) for word in ("-u", name)]
     return NodeJob([(["env", *others, found_mpirun(), "-n", str(ranks), *words], environment)], ())
-
-
-class _ForeignProcess:
-    """A process that somebody else has started."""
-
-    exitcode = None  # which only its parent gets
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.sentinel = os.pidfd_open(pid)
-
-    def is_alive(self) -> bool:
-        return not select.select([self.sentinel], [], [], 0)[0]
-
-    def join(self, timeout: float | None = None) -> None:
-        select.select([self.sentinel], [], [], timeout)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
-
-    def close(self) -> None:
-        os.close(self.sentinel)

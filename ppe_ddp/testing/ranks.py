@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -25,14 +26,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ppe_ddp.launchers import detect
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 T = TypeVar("T")
 
@@ -129,26 +132,33 @@ class RankError(RuntimeError):
 # ---------------------------------------------------------------------- processes
 
 
-class RankProcess(Protocol):
-    """A process as :class:`Ranks` needs it; those of `multiprocessing` are such, and do the same."""
+class ForeignProcess:
+    """A process that somebody else has started, used as one of `multiprocessing`."""
 
-    @property
-    def pid(self) -> int | None: ...  # noqa: D102
-    @property
-    def sentinel(self) -> int: ...  # noqa: D102
-    @property
-    def exitcode(self) -> int | None: ...  # noqa: D102
+    exitcode = None  # which only its parent gets
 
-    def is_alive(self) -> bool: ...  # noqa: D102
-    def join(self, timeout: float | None = None) -> None: ...  # noqa: D102
-    def kill(self) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.sentinel = os.pidfd_open(pid)
+
+    def is_alive(self) -> bool:  # noqa: D102
+        return not select.select([self.sentinel], [], [], 0)[0]
+
+    def join(self, timeout: float | None = None) -> None:  # noqa: D102
+        select.select([self.sentinel], [], [], timeout)
+
+    def kill(self) -> None:  # noqa: D102
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
+
+    def close(self) -> None:  # noqa: D102
+        os.close(self.sentinel)
 
 
 class ForkStarter:
     """Starts ranks on this machine, in no time and as good as new: by forks of a process that has imported torch."""
 
-    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
         """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
@@ -218,7 +228,7 @@ class Ranks:
         self.world_size = world_size
         self._backend, self._prepare, self._starter = backend, prepare, starter or ForkStarter()
         self._timeout, self._group_timeout = timeout, group_timeout
-        self._processes: list[RankProcess] = []
+        self._processes: list[BaseProcess | ForeignProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._groups = 0
@@ -227,9 +237,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
