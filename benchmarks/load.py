@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.benchmarking import Platform, Spread, on_ranks, print_table, slowest
+from ppe_ddp.cli.benchmarking import Platform, Spread, largest, on_ranks, print_table
 from ppe_ddp.cli.command_line import size_of, write_report
 from ppe_ddp.sharding import DistModule
 
@@ -87,16 +87,12 @@ def measure(nbytes: int, repeats: int) -> list[dict[str, Any]]:
             seconds[name].append(perf_counter() - start)
             shards = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
             sums[name].append([int(shard.detach().view(torch.int32).sum()) for shard in shards])
-    times = slowest({name: own[1:] for name, own in seconds.items()})
-    wrong = slowest({name: [own != sums["torch"]] for name, own in sums.items()})
+    times = largest([own[1:] for own in seconds.values()])
+    wrong = largest([own != sums["torch"] for own in sums.values()])
+    found = zip(CONTESTANTS, times, map(bool, wrong), strict=True)
     return [
-        {
-            "name": name,
-            "seconds": Spread.of(own),
-            "ratio": Spread.of(own, times["torch"]),
-            "is_wrong": bool(wrong[name][0]),
-        }
-        for name, own in times.items()
+        {"name": name, "seconds": Spread.of(own), "ratio": Spread.of(own, times[0]), "is_wrong": is_wrong}
+        for name, own, is_wrong in found
     ]
 
 

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.cli import benchmarking
 from ppe_ddp.cli.bench_step import WORKLOADS, Contestant
-from ppe_ddp.cli.benchmarking import Platform, Spread, in_turn, on_ranks, over_mpi, print_table, slowest
+from ppe_ddp.cli.benchmarking import Platform, Spread, in_turn, largest, on_ranks, over_mpi, print_table
 from ppe_ddp.cli.command_line import count, write_report
 
 _WARM_UP_STEPS = 4
@@ -123,12 +123,11 @@ def _lines(model: str, group: Any, steps: int, repeats: int) -> Iterator[dict[st
         contestant.take(1)
     takes = {name: one.take for name, one in contestants.items()}
     seconds = in_turn(takes, dict.fromkeys(takes, steps), repeats, Platform(), None)
-    states = slowest({name: [_state_nbytes(one.optimizer)] for name, one in contestants.items()})
-    for name, own in seconds.items():
+    states = largest([_state_nbytes(one.optimizer) for one in contestants.values()])
+    for (name, own), state in zip(seconds.items(), states, strict=True):
         ratios = {f"to_{other}": Spread.of(own, seconds[other]) for other in ("zero", "torch")}
         milliseconds = Spread.of([1e3 * time for time in own])
-        state = int(states[name][0])
-        yield {"model": model, "name": name, "milliseconds": milliseconds, **ratios, "state_nbytes": state}
+        yield {"model": model, "name": name, "milliseconds": milliseconds, **ratios, "state_nbytes": int(state)}
 
 
 def _state_nbytes(optimizer: Any) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.shm import ShmOptions
-from ppe_ddp.cli.benchmarking import over_mpi, print_table, slowest
+from ppe_ddp.cli.benchmarking import largest, over_mpi, print_table
 from ppe_ddp.cli.command_line import add_json, count, fail, output, told, write_report
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, RankError, Ranks
 from ppe_ddp.tracing.timeline import check_pictures
@@ -391,8 +391,7 @@ def all_reduce_times(sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
             start = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             found[size].append(time.perf_counter() - start)
-    fastest = slowest({str(size): [min(times[_WARM_UP:])] for size, times in found.items()}, control)
-    return {int(size): time for size, (time,) in fastest.items()}
+    return {size: largest(min(times[_WARM_UP:]), control) for size, times in found.items()}
 
 
 def measure_step(
@@ -409,8 +408,7 @@ def measure_step(
         assert trace is not None
         packing = sum(bucket.packed_ns - bucket.launch_ns for bucket in trace.buckets)
         found.append(MeasuredStep(*own, step, packing / 1e9 / nbytes))
-    quartiles = [quantiles(times)[0] for times in zip(*found[_WARM_UP:], strict=True)]
-    return MeasuredStep(*slowest({"": quartiles}, control)[""])
+    return MeasuredStep(*largest([quantiles(times)[0] for times in zip(*found[_WARM_UP:], strict=True)], control))
 
 
 def _clock(module: nn.Module, control: Any) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.benchmarking import print_table, slowest
+from ppe_ddp.cli.benchmarking import largest, print_table
 from ppe_ddp.cli.command_line import add_json, count, fail, output, write_report
 from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
 from ppe_ddp.testing import NodesError, RankError
@@ -49,95 +49,71 @@ Line = dict[str, Any]
 # generator, data from rank and step, so that all contestants train the same thing.
 
 _HELD_OUT = 5  # one in so many is for the test
+_STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
 
 
-class Scorer(nn.Module):
-    """A model whose ``forward(inputs, labels)`` is the loss of one rank in one step."""
-
-    def scores(self, inputs: Any) -> Tensor:
-        """Of each class, for some inputs: classes are the last dimension."""
-        raise NotImplementedError
-
-    def forward(self, inputs: Any, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.scores(inputs).flatten(0, -2), labels.flatten())
-
-
-class Digits:
-    """Handwritten digits by a perceptron.
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and when it has learned enough.
 
     Attributes:
+        build: Makes a new model, which gives the scores of each class.
+        batch: Inputs and labels, by rank and step.
+        held_out: Inputs and labels for the test.
         steps: How many there are, unless the user says otherwise.
         target: The mean loss of the last steps to reach.
         lr: Of Adam, in the first half of the steps; then it goes down to nothing.
         is_dynamic: Whether a step leaves parameters out, other ones on each rank.
     """
 
-    steps, target, lr, is_dynamic = 400, 0.1, 2e-3, False
-
-    def __init__(self) -> None:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        self._x, self._y = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1, torch.tensor(labels)[order]
-        self._first = len(order) // _HELD_OUT
-
-    def build(self) -> Scorer:
-        """A new model."""
-        return _Classifier()
-
-    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
-        """Inputs and labels of one step."""
-        chosen = torch.randint(self._first, len(self._y), (32,), generator=_generator(rank, step))
-        return self._x[chosen], self._y[chosen]
-
-    def held_out(self) -> tuple[Any, Tensor]:
-        """Inputs and labels for the test."""
-        return self._x[: self._first], self._y[: self._first]
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Any, Tensor]]
+    held_out: tuple[Any, Tensor]
+    steps: int
+    target: float
+    lr: float
+    is_dynamic: bool = False
 
 
-class _Classifier(Scorer):
-    def __init__(self) -> None:
-        super().__init__()
-        first, second, last = nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 10)
-        self._layers = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+def _digits() -> Task:
+    """Handwritten digits by a perceptron."""
+    from sklearn.datasets import load_digits
 
-    def scores(self, inputs: Any) -> Tensor:
-        return self._layers(inputs)  # type: ignore[no-any-return]
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1, torch.tensor(labels)[order]
+    first = len(order) // _HELD_OUT
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def batch(rank: int, step: int) -> tuple[Any, Tensor]:
+        chosen = torch.randint(first, len(y), (32,), generator=torch.Generator().manual_seed(100_000 * rank + step))
+        return x[chosen], y[chosen]
+
+    return Task(build, batch, (x[:first], y[:first]), steps=400, target=0.1, lr=2e-3)
 
 
-_STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
-
-
-class Trees:
+def _trees() -> Task:
     """What kind of statement is it, by what is below it? Another network in every step and on every rank."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]  # the same on every rank of one machine
+    roots = [node for path in files for node in ast.walk(ast.parse(path.read_bytes()))]
+    sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
+    found = [root for root, size in zip(roots, sizes, strict=True) if 4 <= size <= 24]
+    Random(0).shuffle(found)
+    kinds = sorted({type(node).__name__ for root in found for node in ast.walk(root)})
 
-    steps, target, lr, is_dynamic = 200, 0.45, 4e-3, True
-    _smallest, _largest = 4, 24
+    def labelled(roots: list[ast.AST]) -> tuple[Any, Tensor]:
+        return roots, torch.tensor([_STATEMENTS.index(type(root).__name__) for root in roots])
 
-    def __init__(self) -> None:
-        roots = [node for path in _library(40) for node in ast.walk(ast.parse(path.read_bytes()))]
-        sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
-        found = [root for root, size in zip(roots, sizes, strict=True) if self._smallest <= size <= self._largest]
-        Random(0).shuffle(found)
-        self._test, self._train = found[:400], found[400:]
-        self._kinds = sorted({type(node).__name__ for root in found for node in ast.walk(root)})
+    def batch(rank: int, step: int) -> tuple[Any, Tensor]:
+        return labelled(Random(f"{rank} {step}").sample(found[400:], 24))
 
-    def build(self) -> Scorer:
-        return _TreeNetwork(self._kinds, 64)
-
-    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
-        return _labelled(Random(f"{rank} {step}").sample(self._train, 24))
-
-    def held_out(self) -> tuple[Any, Tensor]:
-        return _labelled(self._test)
+    held_out = labelled(found[:400])
+    return Task(lambda: _TreeNetwork(kinds, 64), batch, held_out, steps=200, target=0.45, lr=4e-3, is_dynamic=True)
 
 
-def _labelled(roots: list[ast.AST]) -> tuple[Any, Tensor]:
-    return roots, torch.tensor([_STATEMENTS.index(type(root).__name__) for root in roots])
-
-
-class _TreeNetwork(Scorer):
+class _TreeNetwork(nn.Module):
     """A cell for each kind of node, and a classifier of the sum of what is below a statement."""
 
     def __init__(self, kinds: list[str], width: int) -> None:
@@ -146,8 +122,8 @@ class _TreeNetwork(Scorer):
         self.leaf = nn.Parameter(torch.randn(width))
         self.head = nn.Linear(width, len(_STATEMENTS))
 
-    def scores(self, inputs: Any) -> Tensor:
-        return self.head(torch.stack([self._below(root) for root in inputs]))  # type: ignore[no-any-return]
+    def forward(self, roots: list[ast.AST]) -> Tensor:
+        return self.head(torch.stack([self._below(root) for root in roots]))  # type: ignore[no-any-return]
 
     def _below(self, node: ast.AST) -> Tensor:
         children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
@@ -155,17 +131,7 @@ class _TreeNetwork(Scorer):
         return torch.stack(states).sum(0) if states else self.leaf
 
 
-def _library(count: int) -> list[Path]:
-    """Some files of the standard library, the same on every rank of one machine."""
-    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
-
-
-def _generator(rank: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(100_000 * rank + step)
-
-
-Task = Digits | Trees
-TASKS: dict[str, type[Task]] = {"digits": Digits, "trees": Trees}
+TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
 """All of them; made when they are wanted, which reads their data."""
 
 # ---------------------------------------------------------------------- methods
@@ -317,9 +283,9 @@ class _Run:
         every = 1 if self._method.outer is None else _OUTER_EVERY
         dist.barrier()
         start = perf_counter()
-        for batch in batches:
+        for inputs, labels in batches:
             self._optimizer.zero_grad()
-            loss = self._wrapper(*batch)
+            loss = functional.cross_entropy(self._wrapper(inputs), labels)
             loss.backward()
             self._optimizer.step()
             self._schedule.step()
@@ -334,16 +300,16 @@ class _Run:
         size, steps = dist.get_world_size(), len(self._losses)
         losses = torch.tensor(self._losses)
         dist.all_reduce(losses)
-        means, seconds = (losses / size).tolist(), slowest({"": self._seconds})[""]
+        means, seconds = (losses / size).tolist(), largest(self._seconds)
         over = list(accumulate(_IN_TURN * step for step in seconds))
         reached = (end for end, loss in zip(over, of_turns(means), strict=True) if loss <= self._task.target)
-        inputs, labels = self._task.held_out()
+        inputs, labels = self._task.held_out
         with torch.no_grad():
-            accuracy = float((self._module.scores(inputs).argmax(-1) == labels).float().mean())
+            accuracy = float((self._module(inputs).argmax(-1) == labels).float().mean())
         is_known = not self._method.is_torchs and len(self._method.hook()) < 2  # what torch's hooks send is not
         return {
             "ranks": size,
-            "nbytes": slowest({"": [self._nbytes]})[""][0] / steps if is_known else None,
+            "nbytes": largest(self._nbytes) / steps if is_known else None,
             "whole_nbytes": sum(parameter.nbytes for parameter in self._module.parameters()),
             "step_seconds": median(seconds),
             "target": self._task.target,

@@ -36,9 +36,9 @@ from ppe_ddp.cli.benchmarking import (
     BACKENDS,
     Platform,
     in_turn,
+    largest,
     on_ranks,
     print_table,
-    slowest,
 )
 from ppe_ddp.cli.command_line import fail, size_of, write_report
 from ppe_ddp.launchers import detect
@@ -189,7 +189,7 @@ def _lines(
     per_rank = max(1, nbytes // dtype.itemsize // ranks)
     elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
     whole, part = (torch.zeros(n, dtype=dtype, device=platform.device) for n in (elements, per_rank))
-    wrong = {name: [count_wrong(operation, whole, part, group)] for name, group in groups.items()}
+    wrong = largest([count_wrong(operation, whole, part, group) for group in groups.values()], control)
     whole.zero_()
     part.zero_()
 
@@ -201,8 +201,7 @@ def _lines(
     first = in_turn(takes, dict.fromkeys(takes, 3), 1, platform, control)
     calls = {name: max(1, min(2000, int(_BLOCK_SECONDS / max(first[name][0], 1e-9)))) for name in takes}
     seconds = in_turn(takes, calls, repeats, platform, control)
-    worst = slowest(wrong, control)
-    for name in takes:
+    for name, count in zip(takes, wrong, strict=True):
         time = median(seconds[name])
         speed = whole.nbytes / time / 1e9
         yield {
@@ -213,7 +212,7 @@ def _lines(
             "microseconds": time * 1e6,
             "algbw": speed,
             "busbw": speed * factor(ranks),
-            "wrong": int(worst[name][0]),
+            "wrong": int(count),
         }
 
 

@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.benchmarking import on_ranks, print_table, slowest
+from ppe_ddp.cli.benchmarking import largest, on_ranks, print_table
 from ppe_ddp.cli.command_line import count, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
 
@@ -141,8 +141,8 @@ def _measured(arguments: tuple[Any, ...], width: int, repeats: int) -> tuple[int
     exact = [sum(parts) / len(everyone) for parts in zip(*everyone, strict=True)]
     found = [parameter.grad for parameter in module.parameters()]
     error = _length([a - b for a, b in zip(found, exact, strict=True) if a is not None]) / _length(exact)
-    ((time,),) = slowest({"": [median(seconds[_WARM_UP:])]}).values()
-    return sent, sum(parameter.nbytes for parameter in module.parameters()), time, error
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    return sent, whole, largest(median(seconds[_WARM_UP:])), error
 
 
 def _gradients(module: nn.Module, rank: int) -> list[Tensor]:

@@ -236,14 +236,14 @@ def in_turn(
             start = platform.clock()
             contestants[name](steps[name])
             seconds[name].append((platform.clock() - start) / steps[name])
-    return slowest(seconds, control)
+    return dict(zip(seconds, largest(list(seconds.values()), control), strict=True))
 
 
-def slowest(numbers: Mapping[str, Sequence[float]], group: ProcessGroup | None = None) -> dict[str, list[float]]:
-    """The largest of each of these numbers over the ranks; equally many a name."""
-    found = torch.tensor(list(numbers.values()), dtype=torch.float64)
+def largest(numbers: Any, group: ProcessGroup | None = None) -> Any:
+    """The largest of each of these numbers over the ranks: one, a list, or lists of equally many."""
+    found = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return dict(zip(numbers, found.tolist(), strict=True))
+    return found.tolist()
 
 
 @dataclass(frozen=True)
