@@ -5,8 +5,8 @@ import socket
 import pytest
 import torch.distributed as dist
 
+from ppe_ddp.launch import loopback_store, restarted_store
 from ppe_ddp.launchers import Rendezvous, detect
-from ppe_ddp.rendezvous_stores import loopback_store, restarted_store
 from test_launch import SRUN, TORCHRUN, free_port, join, torchrun_environments
 
 # An address of this machine that is not the loopback interface's; Linux answers on all of 127.0.0.0/8.

@@ -4,9 +4,9 @@
     if __name__ == "__main__":  # ranks are new processes, which import this file
         check_reduce_function(my_reduce)
 
-A check starts ranks, makes calls with known results (:mod:`~ppe_ddp.testing.probes`), and trains a dynamic model beside
-one process (:mod:`~ppe_ddp.testing.training`). What it does not do: measure speed, or look for errors that come only
-with more ranks, more data or other hardware than it is given.
+A check starts ranks, makes calls with known results, and trains a dynamic model beside one process (both in
+:mod:`~ppe_ddp.testing.probes`). What it does not do: measure speed, or look for errors that come only with more ranks,
+more data or other hardware than it is given.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.errors import PpeDdpError
-from ppe_ddp.testing.probes import probe_backend, probe_broadcast, probe_reduction
+from ppe_ddp.testing.probes import Plugs, probe_backend, probe_broadcast, probe_reduction, train
 from ppe_ddp.testing.ranks import RankError, Ranks
-from ppe_ddp.testing.training import Plugs, train
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
