@@ -7,6 +7,5 @@ COMMANDS = (
     Command("timeline", "draws a step of ppe_ddp below one of torch DDP", "benchmarks.timeline"),
     Command("training", "small tasks to a loss, by each compressor", "benchmarks.training"),
     Command("load", "a checkpoint into shards, beside torch", "benchmarks.load"),
-    Command("optimizer", "AdamW sharded, beside torch's ZeroRedundancyOptimizer", "benchmarks.optimizer"),
 )
 """All of them, in the order in which help lists them."""

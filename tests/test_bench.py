@@ -158,7 +158,7 @@ def measure_wrongly(settings):
 
 
 def test_contestants_that_compute_something_else_are_not_timed(two_ranks):
-    settings = {"models": ["supernet-common"], "steps": 1, "repeats": 1, "also": []}
+    settings = {"models": ["supernet-common"], "steps": 1, "repeats": 1, "also": [], "adamw": False}
     with pytest.raises(RankError) as caught:
         two_ranks.run(measure_wrongly, settings)
     for error in caught.value.exceptions.values():
@@ -200,6 +200,19 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     assert results["ppe_ddp"]["gradient_nbytes"] == model["existing_nbytes"]
     assert all(name in errors for name in results)
     assert max(map(len, errors.splitlines())) <= 80
+
+
+def test_optimizers_are_measured_and_their_state_counted(two_ranks, tmp_path, capsys):
+    words = ["--model", "small", "--steps", "1", "--repeats", "1", "--adamw"]
+    (model,) = reported(two_ranks, tmp_path, "step", *words)["models"]
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "state MB" in out
+    state = {result["name"]: result["state_nbytes"] for result in model["contestants"]}
+    assert list(state) == ["ppe_ddp", "ppe_ddp, sharded", "ppe_ddp, overlap", "torch, zero", "torch", "ppe", "bare"]
+    whole, sharded = state["torch"], state["ppe_ddp, sharded"]
+    assert list(state.values()) == [whole, sharded, sharded, sharded, whole, whole, whole]
+    assert whole == 2 * sharded == 2 * model["parameter_nbytes"]
 
 
 # --- what is refused

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import COMMANDS, load, optimizer, scaling, timeline, training
+from benchmarks import COMMANDS, load, scaling, timeline, training
 from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
 from ppe_ddp import cli
 from ppe_ddp.cli.benchmarking import Platform
@@ -42,7 +42,7 @@ def test_where_nodes_cannot_be_made_the_reason_is_told(name, monkeypatch, capsys
     assert "nodes are made of namespaces, which only root may make" in capsys.readouterr().err
 
 
-# --- load and optimizer
+# --- load
 
 
 def test_loads_side_by_side(tmp_path, two_ranks, capsys):
@@ -57,18 +57,6 @@ def test_loads_side_by_side(tmp_path, two_ranks, capsys):
     for line in lines.values():
         assert not line["is_wrong"]
     assert lines["torch"]["ratio"]["median"] == 1
-
-
-def test_optimizers_are_measured_and_their_state_counted(two_ranks, tmp_path, capsys):
-    file = tmp_path / "result.json"
-    with these(two_ranks):
-        assert called("optimizer", "--model", "small", "--steps", "1", "--repeats", "1", "--json", str(file)) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-    lines = {line["name"]: line for line in json.loads(file.read_text())["lines"]}
-    assert list(lines) == list(optimizer.CONTESTANTS)
-    state = {name: line["state_nbytes"] for name, line in lines.items()}
-    assert state["torch"] == state["ppe_ddp, whole"] == 2 * state["ppe_ddp"] == 2 * state["zero"]
-    assert lines["zero"]["to_zero"]["median"] == lines["torch"]["to_torch"]["median"] == 1.0
 
 
 # --- training

@@ -1,10 +1,13 @@
-"""Measures one training step: forward, backward, exchange; no optimizer.
+"""Measures one training step: forward, backward, exchange; no optimizer, or AdamW.
 
 ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
 the same data, in turn, within one run over one backend, one thread a rank.
 Look at the ratios: times on a shared machine mean little by themselves.
 "exposed" is what a step takes beyond the bare model's, where torch DDP's is 1.
---json has all numbers, bytes of masks among them.
+--json has all numbers, bytes of masks among them. With --adamw each contestant
+steps AdamW as well; DistributedOptimizer, with and without overlap, and torch's
+ZeroRedundancyOptimizer ("zero") take part, and "state" is what the optimizer of
+one rank keeps.
 
 Started alone it starts its own ranks; under torchrun, srun or mpirun it uses
 those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
@@ -12,6 +15,7 @@ those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json
   mpirun -n 2 python -m ppe_ddp bench step --also shared_memory=False
+  python -m ppe_ddp bench step --model transformer --adamw
   python -m ppe_ddp bench step --device cuda
 """
 
@@ -35,9 +39,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp import DistributedDataParallel, Options
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, Options
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn, on_ranks, over_mpi, print_table
+from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn, largest, on_ranks, over_mpi, print_table
 from ppe_ddp.cli.command_line import count, fail, told, write_report
 
 if TYPE_CHECKING:
@@ -194,6 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quick = f"{_QUICK_STEPS} steps, {_QUICK_REPEATS} repetitions: a first look"
     parser.add_argument("--quick", action="store_true", help=quick)
     also = "ppe_ddp once more with this keyword of the wrapper, such as bucket_cap_mb=1 or shared_memory=False"
+    parser.add_argument("--adamw", action="store_true", help="with AdamW, whole and in shards")
     parser.add_argument("--also", type=keyword, action="append", default=[], metavar="NAME=VALUE", help=also)
 
 
@@ -227,11 +232,13 @@ def run(arguments: argparse.Namespace) -> int:
         "steps": arguments.steps or (_QUICK_STEPS if arguments.quick else None),
         "repeats": arguments.repeats or (_QUICK_REPEATS if arguments.quick else _REPEATS),
         "also": arguments.also,
+        "adamw": arguments.adamw,
     }
 
     def publish(models: list[dict[str, Any]], _ranks: int) -> int:
         title = "One training step: medians (middle half)"
-        print_table(arguments, title, str(platform), ["", "ms a step", "ratio", "exposed", "MB sent"], _rows(models))
+        headings = ["", "ms a step", "ratio", "exposed", "state MB" if arguments.adamw else "MB sent"]
+        print_table(arguments, title, str(platform), headings, _rows(models))
         for name, reason in models[0]["skipped"].items():
             print(f"{name} skipped: {reason}", file=told(arguments))
         used = {**settings, "platform": platform.facts(), "threads": 1}
@@ -247,12 +254,14 @@ def _rows(models: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
         yield f"{model['name']}, {size} rank{'s' if size != 1 else ''}", "", f"to {reference}"
         for one in model["contestants"]:
             has_exposed = one["exposed"] is not None and one["name"] not in (reference, "bare")
+            ratio = "" if one["name"] == reference else one["ratio"].text(2)
+            nbytes = one.get("state_nbytes", one["gradient_nbytes"])
             yield (
                 f"  {one['name']}",
                 one["milliseconds"].text(1),
-                "" if one["name"] == reference else one["ratio"].text(2),
+                ratio,
                 f"{one['exposed']:.2f}" if has_exposed else "",
-                f"{one['gradient_nbytes'] / 1e6:.2f}" if one["gradient_nbytes"] else "-",
+                f"{nbytes / 1e6:.2f}" if nbytes else "-",
             )
         yield ()
 
@@ -282,12 +291,38 @@ def _ours(options: Mapping[str, Any], module: nn.Module, group: ProcessGroup | N
     return DistributedDataParallel(module, process_group=group, **options)
 
 
-def _wraps(also: Sequence[str]) -> dict[str, Wrap]:
+def _adamw(wrapper: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(wrapper.parameters(), lr=1e-4)
+
+
+def _zero(wrapper: nn.Module) -> torch.optim.Optimizer:
+    # Imported here, since torch then warns of things of its own.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    group = wrapper.process_group  # of torch's wrapper
+    return ZeroRedundancyOptimizer(wrapper.parameters(), torch.optim.AdamW, process_group=group, lr=1e-4)
+
+
+def _sharded(options: Mapping[str, Any], wrapper: Any) -> torch.optim.Optimizer:
+    return DistributedOptimizer(_adamw(wrapper), wrapper, **options)
+
+
+# In the wrapper of the contestant before the comma.
+_IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ppe_ddp, sharded": partial(_sharded, {}),
+    "ppe_ddp, overlap": partial(_sharded, {"overlap": True}),
+    "torch, zero": _zero,
+}
+
+
+def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
     """Who takes part, in the order of results."""
     found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
     for text in also:
         name, _, value = text.partition("=")
         found[text] = partial(_ours, {name: ast.literal_eval(value)})
+    if adamw:
+        found |= {name: _torch if "torch" in name else partial(_ours, {}) for name in _IN_SHARDS}
     if over_mpi():
         found["over mpi4py"] = lambda module, _group, is_dynamic: _ours({}, module, None, is_dynamic)
     return {**found, "torch": _torch, "ppe": _ppe, "bare": lambda module, _group, _is_dynamic: module}
@@ -338,6 +373,13 @@ class Contestant:
         # ppe's: those that exist on some rank, which it fills in here, and an int64 for each parameter
         return sum(one.grad.nbytes for one in parameters if one.grad is not None), 8 * len(parameters)
 
+    def state_nbytes(self) -> int:
+        """The bytes that this rank's optimizer keeps."""
+        inner: Any = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own
+        tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+        master = self.optimizer.master_nbytes if isinstance(self.optimizer, DistributedOptimizer) else 0
+        return master + sum(tensor.nbytes for tensor in tensors if tensor.dim())
+
 
 # ---------------------------------------------------------------------- on all ranks
 
@@ -357,8 +399,9 @@ def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, A
     """
     control, group = platform.enter(), dist.new_group(backend="gloo") if over_mpi() else None
     with warnings.catch_warnings():
-        # ppe's own, which a benchmark can do nothing about.
+        # ppe's own, and torch's about its own optimizers.
         warnings.filterwarnings("ignore", "Using .*non-full backward hook", FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         return [_measured(name, settings, platform, control, group) for name in settings["models"]]
 
 
@@ -373,16 +416,20 @@ def _measured(
     workload, skipped = WORKLOADS[name], {}
     original, batch = workload.made(platform.device)
     contestants: dict[str, Contestant] = {}
-    for one, wrap in _wraps(settings["also"]).items():
+    for one, wrap in _wraps(settings["also"], adamw=settings["adamw"]).items():
         module = copy.deepcopy(original)
         try:
-            contestants[one] = Contestant(workload, batch, module, wrap(module, group, workload.is_dynamic))
+            wrapper = wrap(module, group, workload.is_dynamic)
         except ImportError as error:
             skipped[one] = str(error)
+            continue
+        optimizer = _IN_SHARDS.get(one, _adamw)(wrapper) if settings["adamw"] else None
+        contestants[one] = Contestant(workload, batch, module, wrapper, optimizer)
     for _ in range(_WARM_UP_STEPS):
         for contestant in contestants.values():
             contestant.take(1)
-        _check(contestants)
+        if not settings["adamw"]:  # it makes small differences large
+            _check(contestants)
     bare = list(contestants["bare"].module.parameters())
     present = torch.tensor([one.grad is not None for one in bare], dtype=torch.uint8)
     dist.all_reduce(present, dist.ReduceOp.MAX, group=control)
@@ -390,13 +437,18 @@ def _measured(
     steps = dict.fromkeys(contestants, settings["steps"] or workload.steps)
     takes = {one: contestant.take for one, contestant in contestants.items()}
     seconds = in_turn(takes, steps, settings["repeats"], platform, control)
+    compared = compare(seconds, traffic, dist.get_world_size())
+    if settings["adamw"]:
+        states = largest([contestant.state_nbytes() for contestant in contestants.values()], control)
+        for result, nbytes in zip(compared["contestants"], states, strict=True):
+            result["state_nbytes"] = int(nbytes)
     return {
         "name": name,
         "world_size": dist.get_world_size(),
         "parameters": len(bare),
         "parameter_nbytes": sum(one.nbytes for one in bare),
         "existing_nbytes": sum(one.nbytes for one, here in zip(bare, present.tolist(), strict=True) if here),
-        **compare(seconds, traffic, dist.get_world_size()),
+        **compared,
         "skipped": skipped,
     }
 

@@ -104,9 +104,7 @@ def check_comm_hook(
         dtypes: Which gradients it shall be able to average.
         world: Where; by default over gloo, on two ranks and on three.
 
-    Raises:
-        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
-        TypeError: It or its state cannot be sent to the ranks.
+    It raises what :func:`check_reduce_function` raises.
     """
     plugs = Plugs(hook=hook, state=state, tolerance=tolerance)
     _check(f"communication hook {_name(hook)}", plugs, probe_reduction, dtypes, world or World())
@@ -125,9 +123,7 @@ def check_broadcast_function(
         dtypes: Which tensors it shall be able to copy. The models need float32, float64 and int64.
         world: Where; by default over gloo, on two ranks and on three.
 
-    Raises:
-        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
-        TypeError: It cannot be sent to the ranks.
+    It raises what :func:`check_reduce_function` raises.
     """
     plugs = Plugs(broadcast_function=broadcast_function)
     name = f"broadcast function {_name(broadcast_function)}"
