@@ -15,7 +15,7 @@ from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_library import version_text
 from ppe_ddp.cli import doctor
 from ppe_ddp.cli.benchmarking import Spread, print_table
-from ppe_ddp.cli.command_line import positive, size_of
+from ppe_ddp.cli.command_line import count, size_of
 from ppe_ddp.cli.doctor import candidates, many_ranks_a_device
 from subprocesses import run
 
@@ -92,8 +92,8 @@ def test_a_wrong_argument_is_named_before_anything_runs(words, capsys):
 def test_values_of_arguments():
     sizes = {"4": 4, "64K": 65536, "32m": 32 << 20, "1G": 1 << 30}
     assert {text: size_of(text) for text in sizes} == sizes
-    assert positive("0.5") == 0.5
-    for read, texts in ((size_of, ["0", "-1", "1.5M", ""]), (positive, ["0", "inf", "much"])):
+    assert count("12") == 12
+    for read, texts in ((size_of, ["0", "-1", "1.5M", ""]), (count, ["0", "1.5", "²", "much"])):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError, match="should be"):
                 read(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import re
@@ -28,17 +27,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"should be a whole number from 1, but it is {text!r}")
     return int(text)
-
-
-def positive(text: str) -> float:
-    """A positive number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"should be a positive number, but it is {text!r}")
-    return number
 
 
 def size_of(text: str) -> int:

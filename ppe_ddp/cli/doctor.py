@@ -31,9 +31,9 @@ from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.cli.command_line import (
     add_json,
+    count,
     fail,
     machine_facts,
-    positive,
     print_rows,
     told,
     versions,
@@ -215,7 +215,7 @@ def _ask(script: str) -> tuple[str, str]:
 # ---------------------------------------------------------------------- which of it works
 
 _DTYPES = (torch.float32, torch.float64)
-_SECONDS, _RANKS, _TOLD_LINES = 60.0, 2, 12
+_SECONDS, _RANKS, _TOLD_LINES = 60, 2, 12
 _NCCL_REMEDY = "run it again with NCCL_DEBUG=INFO, which tells what NCCL meets; see also `python -m ppe_ddp env`"
 _REMEDIES = {
     "gloo": "see that this machine's name has an address that it can reach, or set GLOO_SOCKET_IFNAME=lo",
@@ -282,8 +282,8 @@ class Doctor:
         setup = "called without arguments in each rank before it joins: registers a backend of your own"
         parser.add_argument("--setup", type=function_named, metavar="MODULE:FUNCTION", help=setup)
         parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what your own backend is for")
-        limit = f"for each backend (default: {_SECONDS:g})"
-        parser.add_argument("--timeout", type=positive, default=_SECONDS, metavar="S", help=limit)
+        limit = f"for each backend (default: {_SECONDS})"
+        parser.add_argument("--timeout", type=count, default=_SECONDS, metavar="S", help=limit)
         add_json(parser)
 
     @staticmethod
@@ -409,9 +409,9 @@ def _examine_job(job: Job) -> dict[str, Any]:
 
 
 def _lines_of(findings: dict[str, Any]) -> list[str]:
-    count = sum(len(ranks) for _, ranks in findings["nodes"])
+    size = sum(len(ranks) for _, ranks in findings["nodes"])
     lines = [f"torch internals: {tried_versions()}"]
-    lines += [f"job: {count} ranks by {findings['launcher']}, backend {findings['backend']}"]
+    lines += [f"job: {size} ranks by {findings['launcher']}, backend {findings['backend']}"]
     lines += [f"  node {name}: {_listed([ranks])}" for name, ranks in findings["nodes"]]
     for route in findings["routes"]:
         lines.append(f"  {route['group']} ({_listed(route['ranks'])})")

@@ -237,7 +237,7 @@ class Recording:
     def __init__(self) -> None:
         self.log = EventLog(self._on_groups)
         self.clock, self._is_compared = ClockOffset(), False
-        self._depth, self._begin = 0, 0  # of optimizers that step inside of another's step
+        self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
 
     def result(self) -> RankRecord:
         """What was recorded until now."""
@@ -255,15 +255,13 @@ class Recording:
 
     def begin_step(self, *_: object) -> None:
         """An optimizer begins its step; one inside of another's step is a part of that."""
-        if self._depth == 0:
-            self._begin = perf_counter_ns()
-        self._depth += 1
+        self._steps.append(perf_counter_ns())
 
     def end_step(self, optimizer: object, *_: object) -> None:
         """An optimizer has ended its step."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            self.log.add("optimizer", type(optimizer).__name__, self._begin)
+        begin = self._steps.pop() if self._steps else perf_counter_ns()
+        if not self._steps:
+            self.log.add("optimizer", type(optimizer).__name__, begin)
 
 
 @contextmanager
