@@ -37,7 +37,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, dict[str, Any]], object]] = {
     "torch": _torch,
     "ppe_ddp": lambda model, tensors: DistModule(model).load_state_dict(tensors, assign=True),
 }
-"""How each loads from tensors that are on rank 0 only."""
+"""By name, a function that loads tensors which are on rank 0 only."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

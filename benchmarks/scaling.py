@@ -99,7 +99,7 @@ _UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
 
 @dataclass(frozen=True)
 class Constants:
-    """What is measured.
+    """The constants of the model, as measured.
 
     Attributes:
         node_latency: Seconds of the smallest all-reduce among the ranks of a node.
@@ -118,14 +118,14 @@ class Constants:
     algorithm: str = "ring"
 
     def rounds(self, nodes: int) -> int:
-        """How often an all-reduce waits for a message from another node."""
+        """The number of times that an all-reduce waits for a message from another node."""
         if self.algorithm == "ring":
             return 2 * (nodes - 1)
         powers = nodes.bit_length() - 1
         return powers if nodes == 1 << powers else powers + 2
 
     def volume(self, nodes: int) -> float:
-        """How often the bytes of an all-reduce go over the link of a node, in each direction."""
+        """The bytes on the link of a node, in each direction, by those of the all-reduce."""
         return 2 * (nodes - 1) / nodes if self.algorithm == "ring" else float(self.rounds(nodes))
 
 
@@ -165,7 +165,7 @@ class Load:
 
 
 class PredictedStep(NamedTuple):
-    """What comes out, in seconds.
+    """The predicted times of a step, in seconds.
 
     Attributes:
         step: From the begin of forward to the last average.
@@ -236,7 +236,7 @@ def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep
 
 
 def noticed(mask: float, load: Load) -> float:
-    """When a mask that takes so long is noticed, from the begin of backward: when the next gradient arrives."""
+    """The seconds from the begin of backward until a mask is noticed: when the next gradient arrives."""
     interval = load.backward / load.parameters
     return math.ceil(mask / interval) * interval if interval else mask
 
@@ -279,7 +279,7 @@ def _parts(nbytes: int, size: int) -> Iterator[int]:
 
 
 def _on_nodes(launcher: str, layout: tuple[int, int], mbit: float, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """What rank 0 has returned from each call: a function, and its arguments."""
+    """The results of rank 0 for each call: a function, and its arguments."""
     nodes, each = layout
     print(f"{launcher}: measuring on {nodes} x {each} ranks ...", file=sys.stderr, flush=True)
     with Nodes(nodes, mbit=mbit) as made:
@@ -333,7 +333,7 @@ def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -
 
 
 class MeasuredStep(NamedTuple):
-    """In seconds, of the rank that is slowest; the lower quartile, as other programs only make a step longer.
+    """Seconds of the slowest rank: the lower quartile, as other programs only make a step longer.
 
     Attributes:
         forward: Of the bare model.
@@ -460,7 +460,7 @@ class Curve(NamedTuple):
     is_flat: bool = False
 
     def at(self, nodes: int) -> PredictedStep:
-        """The times of a step on so many nodes."""
+        """The times of a step on ``nodes`` nodes."""
         return predict(self.load, Cluster(nodes, _RANKS_A_NODE, self.is_flat), self.constants)
 
     def first_late_mask(self) -> int | None:
@@ -470,7 +470,7 @@ class Curve(NamedTuple):
 
 
 def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
-    """What is drawn, by the constants of the transports that were measured, ``"ring"`` and ``"doubling"``.
+    """The lines of the picture, by the constants of the transports that were measured: ``"ring"``, ``"doubling"``.
 
     The load has a backward that takes as long as its gradients need on a link; so all of it could be hidden.
     """
@@ -521,7 +521,7 @@ def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
 
 
 def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
-    """Where the mask begins to show: beyond the time at which the first bucket is complete."""
+    """Mark where the mask begins to show: beyond the time at which the first bucket is complete."""
     seconds = load.backward * load.bucket_bytes / load.nbytes
     axis.axhline(seconds, color="#444444", linewidth=1, linestyle="--")
     where = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": _FONT}

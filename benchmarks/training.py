@@ -95,7 +95,7 @@ def _digits() -> Task:
 
 
 def _trees() -> Task:
-    """What kind of statement is it, by what is below it? Another network in every step and on every rank."""
+    """The kind of a statement from the syntax tree below it: another network in every step and on every rank."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]  # the same on every rank of one machine
     roots = [node for path in files for node in ast.walk(ast.parse(path.read_bytes()))]
     sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
@@ -139,7 +139,7 @@ TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
 
 @dataclass(frozen=True)
 class Method:
-    """How to synchronize.
+    """A way to synchronize.
 
     Attributes:
         hook: Makes the arguments of ``register_comm_hook``; nothing for no hook.
@@ -277,7 +277,7 @@ class _Run:
         self._nbytes = 0
 
     def take(self, steps: int) -> None:
-        """Take so many steps."""
+        """Take ``steps`` steps."""
         begun = self._first_step + len(self._losses)
         batches = [self._task.batch(dist.get_rank(), begun + k) for k in range(steps)]
         every = 1 if self._method.outer is None else _OUTER_EVERY

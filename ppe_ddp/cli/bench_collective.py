@@ -217,7 +217,7 @@ def _lines(
 
 
 def count_wrong(operation: str, whole: Tensor, part: Tensor, group: Any) -> int:
-    """How many elements of the result are wrong on this rank, where each rank gives its number plus one."""
+    """The number of wrong elements on this rank, where each rank gives its number plus one."""
     function, expected, _ = OPERATIONS[operation]
     whole.fill_(dist.get_rank() + 1)
     part.fill_(dist.get_rank() + 1)

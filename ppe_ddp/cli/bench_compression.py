@@ -54,7 +54,7 @@ METHODS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "PowerSGD(4)": lambda: (PowerSGD(4),),
     "PowerSGD(4), torch": lambda: (_torch_power_sgd(), powerSGD_hook),
 }
-"""What takes part: arguments of ``register_comm_hook``."""
+"""The contestants, as arguments of ``register_comm_hook``."""
 
 
 def _torch_power_sgd() -> PowerSGDState:
@@ -164,7 +164,7 @@ def _length(tensors: Sequence[Any]) -> float:
 
 
 def _link_seconds(nbytes: int, mbit: float) -> float:
-    """How long a rank's link takes for an all-reduce of so many bytes, one direction at a time."""
+    """The seconds that a rank's link takes for an all-reduce of ``nbytes``, one direction at a time."""
     world_size = dist.get_world_size()
     return 2 * (world_size - 1) / world_size * nbytes * 8 / (mbit * 1e6)
 

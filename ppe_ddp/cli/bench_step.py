@@ -80,7 +80,7 @@ class Workload:
     is_dynamic: bool = False
 
     def made(self, device: str = "cpu") -> tuple[nn.Module, Tensor]:
-        """The same model on every rank, and this rank's batch; made on the CPU, so that no kind of device matters."""
+        """A model that is the same on every rank and kind of device, and this rank's batch; both are made on the CPU."""
         torch.manual_seed(0)
         batch = self.batch(torch.Generator().manual_seed(dist.get_rank()))
         return self.build().to(device), batch.to(device)
@@ -272,7 +272,7 @@ Wrap = Callable[[nn.Module, "ProcessGroup | None", bool], nn.Module]
 
 
 def _torch(module: nn.Module, group: ProcessGroup | None, is_dynamic: bool) -> nn.Module:
-    """With the options that make it fast."""
+    """torch's wrapper, with the options that make it fast."""
     return TorchDDP(module, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=is_dynamic)
 
 
@@ -316,7 +316,7 @@ _IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
-    """Who takes part, in the order of results."""
+    """The contestants, in the order of results."""
     found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
     for text in also:
         name, _, value = text.partition("=")
@@ -490,7 +490,7 @@ def _check(contestants: Mapping[str, Contestant]) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two gradients of this type may be apart, as a part of the largest value."""
+    """The largest difference of two gradients of this type, as a part of the largest value."""
     return max(_TOLERANCE, _ROUNDINGS * torch.finfo(dtype).eps)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: the ranks, device and backend that they run on, turns of contestants, and tables."""
+"""Parts that benchmarks share: ranks, device and backend to run on, turns of contestants, and tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int | None = 11) 
 
 
 def over_mpi() -> bool:
-    """Whether the default process group is mpi4py's."""
+    """True where the default process group is mpi4py's."""
     return dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
 
 
@@ -131,7 +131,7 @@ class Platform:
         torch.set_num_threads(1)
         if self.device == "cpu":
             return None
-        job = init_process_group(quiet=True)  # which has been called before, and tells what there is
+        job = init_process_group(quiet=True)  # joined already: this only describes the job
         torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
         control: ProcessGroup = dist.new_group(backend="gloo")
         return control
@@ -173,7 +173,7 @@ def on_ranks(
 
     Args:
         measure: A function of a module, called as ``measure(*words)`` on every rank in a process group.
-        words: The same on every rank.
+        words: Its arguments, the same on every rank.
         publish: Prints what rank 0 has measured, on rank 0, given that and the number of ranks; returns the exit code.
         ranks: How many to start, None for two; where a launcher has started some, as many or None.
         platform: Where; by default the CPU.
@@ -215,7 +215,7 @@ def in_turn(
     since the one before.
 
     Args:
-        contestants: By name, what takes so many steps.
+        contestants: By name, a function that takes a number of steps.
         steps: By name, the steps of a block.
         repeats: Repetitions.
         platform: Whose clock counts.

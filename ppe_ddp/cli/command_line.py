@@ -1,4 +1,4 @@
-"""What commands have in common: types of arguments, texts in columns, and reports as JSON."""
+"""Parts that commands share: types of arguments, texts in columns, and reports as JSON."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def machine_facts() -> dict[str, str | int]:
 
 
 def told(arguments: argparse.Namespace) -> TextIO:
-    """Where text for people goes: stdout, or stderr where the report goes to stdout."""
+    """The file for text that people read: stdout, or stderr where the report goes to stdout."""
     return sys.stderr if arguments.json == "-" else sys.stdout
 
 

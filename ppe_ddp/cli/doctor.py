@@ -113,7 +113,7 @@ class Env:
 
 
 def launcher_here() -> str:
-    """Who started this process and with how many ranks, or what is wrong with its variables."""
+    """The launcher of this process and the number of ranks, or what is wrong with its variables."""
     try:
         place = detect(os.environ)
     except (ValueError, RuntimeError) as error:
@@ -122,7 +122,7 @@ def launcher_here() -> str:
 
 
 def many_ranks_a_device() -> bool:
-    """Whether torch's NCCL takes several ranks on one GPU, where it is told to."""
+    """True where torch's NCCL is new enough to let several ranks share a GPU."""
     return (torch_nccl() or 0) >= NCCL_OF_SHARED_DEVICES
 
 
@@ -156,7 +156,7 @@ def _mpi4py() -> Candidate:
 
 
 def _without_cuda() -> tuple[str, str]:
-    """What is missing, and the remedy; both empty for nothing."""
+    """The reason why no tensor can be on a CUDA device, and the remedy; both empty where one can."""
     if torch.version.cuda is None:
         return "this build of torch is without CUDA", "install a torch for CUDA, on a machine with an NVIDIA GPU"
     if not torch.cuda.is_available():
@@ -250,7 +250,7 @@ class Diagnosis:
     details: str = ""
 
     def row(self) -> tuple[str, str, str]:
-        """The cells of its row: name, outcome, and what there is to say."""
+        """The cells of its row: name, outcome, and the rest as text."""
         ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}, {self.seconds:.1f} s: " if self.ranks else ""
         texts = [ranks + self.reason, self.details, self.remedy and f"remedy: {self.remedy}"]
         return self.backend, self.outcome, "\n".join(filter(None, texts))
@@ -387,7 +387,7 @@ def _in_job(arguments: argparse.Namespace) -> int:
 
 
 def _examine_job(job: Job) -> dict[str, Any]:
-    """The same on every rank: nodes with their ranks, how messages travel in each kind of group, and problems."""
+    """The findings, equal on all ranks: nodes and their ranks, how messages travel in each kind of group, problems."""
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # tells apart machines of one name
     names = [tuple(name) for name in _gathered([socket.gethostname(), boot_id])]
     nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]

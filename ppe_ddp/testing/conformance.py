@@ -159,7 +159,7 @@ def check_backend(
 
 
 def examine_backend(dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """What :func:`check_backend` asks, of the default process group, whose ranks call this together.
+    """Ask the default process group what :func:`check_backend` asks; all ranks call this together.
 
     Returns:
         What is wrong, one sentence each, as this rank sees it.

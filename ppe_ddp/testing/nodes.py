@@ -198,7 +198,7 @@ class Nodes:
         return made
 
     def _remote_shell(self) -> str:
-        """What Hydra calls in the place of ssh: with -x, a host and a command line."""
+        """The script that Hydra calls in the place of ssh: with -x, a host and a command line."""
         cases = "\n".join(
             f'{name}) exec {" ".join(node.entering(["sh", "-c"]))} "$*";;'
             for name, node in zip(self.names, self._nodes, strict=True)
@@ -417,7 +417,7 @@ class NodeJob:
 
     @property
     def is_running(self) -> bool:
-        """Whether a command has not ended."""
+        """True while a command has not ended."""
         return self._result is None and any(process.poll() is None for process in self._processes)
 
     def wait(self, timeout: float) -> Finished:

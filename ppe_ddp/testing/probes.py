@@ -1,4 +1,4 @@
-"""What the conformance kit does on every rank: calls with known results, and training that must come out right.
+"""The conformance kit on one rank: calls with known results, and training that must come out right.
 
 Calls tell which promise is broken, where a model that trains wrongly only tells that one is. The trained model's graph
 differs on each rank and step. Each rank also takes the steps of all ranks, without communication, on copies of the

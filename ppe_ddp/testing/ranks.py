@@ -49,7 +49,7 @@ _RETURNED, _RAISED = b"\0", b"\1"
 
 
 class Outcome(enum.Enum):
-    """How a rank failed."""
+    """The ways in which a rank fails."""
 
     RAISED = "raised"
     DIED = "died"
@@ -125,7 +125,7 @@ class RankError(RuntimeError):
 
     @property
     def ranks(self) -> dict[int, Outcome]:
-        """How each failing rank failed, in the order in which they did."""
+        """The outcome of each failing rank, in the order in which they failed."""
         return {f.rank: f.outcome for f in self.failures}
 
 
@@ -176,7 +176,7 @@ class ForkStarter:
         """End what else was started for them; called when all of them have ended, also if there are none."""
 
     def errors(self) -> str:
-        """What there is to say about a process that has died, beyond its exit code."""
+        """More about a process that has died than its exit code."""
         return ""
 
 
@@ -242,7 +242,7 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        """Whether there are processes and the next run will use them, rather than start new ones."""
+        """True where the processes run, so that the next run uses them and starts none."""
         started = len(self._processes) == self.world_size
         return started and all(process.is_alive() for process in self._processes)
 
@@ -258,7 +258,7 @@ class Ranks:
 
         Args:
             function: A function that the ranks can import: one of a module, no lambda or closure.
-            *args: The same for every rank; copied by pickle.
+            *args: Its arguments, equal on all ranks; copied by pickle.
             timeout: Seconds until ranks that have not answered are killed.
             grace: Seconds that the other ranks get once one has failed. More is of use where they are expected to
                 fail too, later.

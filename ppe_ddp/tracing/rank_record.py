@@ -1,4 +1,4 @@
-"""What one rank records, by a clock that is compared with rank 0's, the JSON file that it leaves, and its numbers.
+"""The record of one rank, by a clock that is compared with rank 0's, its JSON file, and its numbers.
 
 Kinds of spans:
 
@@ -240,7 +240,7 @@ class Recording:
         self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
 
     def result(self) -> RankRecord:
-        """What was recorded until now."""
+        """The record until now."""
         return RankRecord.of(self.log, self.clock)
 
     def compare_clocks(self, group: ProcessGroup) -> None:
