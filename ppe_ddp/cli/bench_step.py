@@ -80,7 +80,7 @@ class Workload:
     is_dynamic: bool = False
 
     def made(self, device: str = "cpu") -> tuple[nn.Module, Tensor]:
-        """A model that is the same on every rank and kind of device, and this rank's batch; both are made on the CPU."""
+        """A model that is the same on every rank and kind of device, and this rank's batch, both made on the CPU."""
         torch.manual_seed(0)
         batch = self.batch(torch.Generator().manual_seed(dist.get_rank()))
         return self.build().to(device), batch.to(device)
@@ -272,7 +272,7 @@ Wrap = Callable[[nn.Module, "ProcessGroup | None", bool], nn.Module]
 
 
 def _torch(module: nn.Module, group: ProcessGroup | None, is_dynamic: bool) -> nn.Module:
-    """torch's wrapper, with the options that make it fast."""
+    """The wrapper of torch, with the options that make it fast."""
     return TorchDDP(module, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=is_dynamic)
 
 
