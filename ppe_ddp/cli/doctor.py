@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -266,8 +265,7 @@ class Doctor:
     that hangs is killed and reported.
 
     Under mpirun, torchrun or srun it examines the ranks of that job instead:
-    which share a node, and for the groups of all ranks, of a node, and of one
-    rank of each node, what goes through memory and what over the network.
+    which share a node, and what goes through memory and what over the network.
 
       python -m ppe_ddp doctor
       mpirun -hosts n0:2,n1:2 -n 4 python -m ppe_ddp doctor
@@ -387,23 +385,22 @@ def _in_job(arguments: argparse.Namespace) -> int:
 
 
 def _examine_job(job: Job) -> dict[str, Any]:
-    """The findings, equal on all ranks: nodes and their ranks, how messages travel in each kind of group, problems."""
+    """The findings, equal on all ranks: nodes and their ranks, how messages travel between all ranks, problems."""
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # tells apart machines of one name
-    names = [tuple(name) for name in _gathered([socket.gethostname(), boot_id])]
+    world = default_group()
+    names = [tuple(name) for name in all_gather_json([socket.gethostname(), boot_id], world)]
     nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]
-    by_node = [ranks for _, ranks in nodes]
-    # First: torch names groups that only their ranks make by how many a process has, and routes leave not equally many.
-    found = _gathered(examine_backend(_DTYPES, job.device.type))
-    routes = [_route("all ranks", [list(range(job.world_size))], by_node)]
-    if len(nodes) > 1:
-        routes.append(_route("of a node", by_node, by_node))
-        columns = [[rank for rank in ranks if rank is not None] for ranks in itertools.zip_longest(*by_node)]
-        routes.append(_route("one of each node", columns, by_node))
+    found = all_gather_json(examine_backend(_DTYPES, job.device.type), world)
+    groups = Groups.duplicate(world, shared_memory=True)
+    ways = {}
+    for what, group, nbytes in (("buckets", groups.buckets, _NBYTES), ("masks", groups.control, _SMALL_NBYTES)):
+        dist.all_reduce(torch.zeros(nbytes // 4), group=group)  # the first message decides
+        ways[what] = _way(group, spans=len(nodes) > 1, is_small=what == "masks")
     return {
         "launcher": job.launcher,
         "backend": job.backend,
         "nodes": [[name, ranks] for (name, _), ranks in nodes],
-        "routes": routes,
+        **ways,
         "problems": list(dict.fromkeys(problem for problems in found for problem in problems)),
     }
 
@@ -412,28 +409,10 @@ def _lines_of(findings: dict[str, Any]) -> list[str]:
     size = sum(len(ranks) for _, ranks in findings["nodes"])
     lines = [f"torch internals: {tried_versions()}"]
     lines += [f"job: {size} ranks by {findings['launcher']}, backend {findings['backend']}"]
-    lines += [f"  node {name}: {_listed([ranks])}" for name, ranks in findings["nodes"]]
-    for route in findings["routes"]:
-        lines.append(f"  {route['group']} ({_listed(route['ranks'])})")
-        lines += [f"    buckets: {route['buckets']}", f"    masks:   {route['masks']}"]
+    for name, ranks in findings["nodes"]:
+        lines.append(f"  node {name}: rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}")
+    lines += [f"  buckets: {findings['buckets']}", f"  masks:   {findings['masks']}"]
     return lines + ([f"  failed: {problem}" for problem in findings["problems"]] or ["  ok: collectives and training"])
-
-
-def _route(name: str, groups: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Ask every group of a kind, each by its own ranks, as a wrapper would have it: duplicated, and after a message."""
-    own: tuple[str, str] | None = None
-    for ranks in groups:
-        # Made by all ranks: those that make groups alone would have to make equally many.
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks and len(ranks) > 1:
-            made = Groups.duplicate(group, shared_memory=True)
-            for one, nbytes in ((made.buckets, _NBYTES), (made.control, _SMALL_NBYTES)):
-                dist.all_reduce(torch.zeros(nbytes // 4), group=one)
-            spans = sum(1 for node in nodes if set(node) & set(ranks)) > 1
-            own = _way(made.buckets, spans=spans, is_small=False), _way(made.control, spans=spans, is_small=True)
-    found = [ways for ways in _gathered(own) if ways is not None]
-    buckets, masks = (" or ".join(dict.fromkeys(ways[k] for ways in found)) or "nothing is sent" for k in (0, 1))
-    return {"group": name, "ranks": [list(ranks) for ranks in groups], "buckets": buckets, "masks": masks}
 
 
 def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
@@ -443,12 +422,3 @@ def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
     if not is_fit or not offers_memory(group, torch.device("cpu")):
         return f"{messages}, over the network between nodes" if spans else f"{messages}, within the node"
     return f"shared memory in a node, {messages} between nodes" if spans else "shared memory"
-
-
-def _gathered(own: Any) -> list[Any]:
-    return all_gather_json(own, default_group())
-
-
-def _listed(groups: Sequence[Sequence[int]]) -> str:
-    texts = [" ".join(map(str, ranks)) for ranks in groups]
-    return f"rank{'s' if len(groups) > 1 or len(groups[0]) > 1 else ''} {' | '.join(texts)}"
