@@ -53,17 +53,24 @@ _BLOCK_SECONDS = 0.05
 _DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
 
 
-def _reduce_scatter(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduce(whole: Tensor, _part: Tensor, group: Any) -> Tensor:
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _broadcast(whole: Tensor, _part: Tensor, group: Any) -> Tensor:
+    dist.broadcast(whole, 0, group=group)
+    return whole
+
+
+def _all_gather(whole: Tensor, part: Tensor, group: Any) -> Tensor:
+    dist.all_gather_into_tensor(whole, part, group=group)
+    return whole
+
+
+def _reduce_scatter(whole: Tensor, part: Tensor, group: Any) -> Tensor:
     dist.reduce_scatter_tensor(part, whole, group=group)
     return part
-
-
-def _into_whole(collective: Callable[..., object]) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    def run(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
-        collective(whole, part, group)
-        return whole
-
-    return run
 
 
 def _parts(result: Tensor, ranks: int) -> Tensor:
@@ -71,26 +78,13 @@ def _parts(result: Tensor, ranks: int) -> Tensor:
     return numbers.to(result.dtype).repeat_interleave(result.numel() // ranks)
 
 
+Function = Callable[[Tensor, Tensor, Any], Tensor]
+
 # What runs it, what its result should be where each rank gave rank + 1, and busbw / algbw by the number of ranks.
-OPERATIONS: dict[
-    str,
-    tuple[Callable[[Tensor, Tensor, Any], Tensor], Callable[[Tensor, int], Any], Callable[[int], float]],
-] = {
-    "all_reduce": (
-        _into_whole(lambda whole, _part, group: dist.all_reduce(whole, group=group)),
-        lambda _result, n: n * (n + 1) / 2,
-        lambda n: 2 * (n - 1) / n,
-    ),
-    "broadcast": (
-        _into_whole(lambda whole, _part, group: dist.broadcast(whole, 0, group=group)),
-        lambda _result, _n: 1,
-        lambda _n: 1,
-    ),
-    "all_gather": (
-        _into_whole(lambda whole, part, group: dist.all_gather_into_tensor(whole, part, group=group)),
-        _parts,
-        lambda n: (n - 1) / n,
-    ),
+OPERATIONS: dict[str, tuple[Function, Callable[[Tensor, int], Any], Callable[[int], float]]] = {
+    "all_reduce": (_all_reduce, lambda _result, n: n * (n + 1) / 2, lambda n: 2 * (n - 1) / n),
+    "broadcast": (_broadcast, lambda _result, _n: 1, lambda _n: 1),
+    "all_gather": (_all_gather, _parts, lambda n: (n - 1) / n),
     "reduce_scatter": (_reduce_scatter, lambda _result, n: n * (n + 1) / 2, lambda n: (n - 1) / n),
 }
 

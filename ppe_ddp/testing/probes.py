@@ -418,14 +418,6 @@ class _Actor(NamedTuple):
     def loss(self, forward: int = 0) -> Tensor:
         return torch.stack(self.losses(forward)).sum()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        model = self.model
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-
-    def finish(self) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.finish_grad_sync()
-
 
 # ---------------------------------------------------------------------- steps, which stop after each synchronization
 
@@ -436,14 +428,17 @@ def _one_backward(actor: _Actor) -> Iterator[None]:
 
 
 def _micro_batches(actor: _Actor) -> Iterator[None]:
-    with actor.no_sync():
+    with actor.model.no_sync() if isinstance(actor.model, DistributedDataParallel) else contextlib.nullcontext():
         actor.loss(1).backward()
     actor.loss().backward()
     yield
 
 
 def _absent(actor: _Actor) -> Iterator[None]:
-    actor.finish() if actor.is_absent else actor.loss().backward()
+    if not actor.is_absent:
+        actor.loss().backward()
+    elif isinstance(actor.model, DistributedDataParallel):
+        actor.model.finish_grad_sync()
     yield
 
 

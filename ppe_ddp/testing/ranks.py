@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 T = TypeVar("T")
+Call = tuple[list[str], bytes]
 
 # Importing torch on a busy machine of two cores takes some seconds a rank; ten times that is a hang.
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 _DUMP_SECONDS = 2.0
-# The first byte of an answer.
-_RETURNED, _RAISED = b"\0", b"\1"
 
 
 class Outcome(enum.Enum):
@@ -332,19 +331,19 @@ class Ranks:
         group = (self._backend, meeting, self.world_size, self._group_timeout)
         self._call_or_kill([_pickle_call(_join_group, (rank, *group)) for rank in range(self.world_size)])
 
-    def _call_or_kill(self, calls: list[bytes]) -> None:
+    def _call_or_kill(self, calls: list[Call]) -> None:
         try:
             self._call(calls, _START_SECONDS, _GRACE_SECONDS)
         except RankError:
             self._kill()
             raise
 
-    def _call(self, calls: list[bytes], timeout: float, grace: float) -> list[Any]:
+    def _call(self, calls: list[Call], timeout: float, grace: float) -> list[Any]:
         try:
             for pipe, call in zip(self._pipes, calls, strict=True):
                 # A rank that died since the last call is found by waiting for it.
                 with contextlib.suppress(OSError):
-                    pipe.send_bytes(call)
+                    pipe.send(call)
             answers, failures = self._collect(timeout, grace)
         except BaseException:
             # Also a KeyboardInterrupt: the answers to this call would be taken for those to the next.
@@ -387,9 +386,8 @@ class Ranks:
         ended = not process.is_alive()
         try:
             if pipe.poll():
-                answer = pipe.recv_bytes()
-                kind, content = answer[:1], answer[1:]
-                return (rank, content) if kind == _RETURNED else RankFailure.raised(rank, content)
+                has_returned, content = pipe.recv()
+                return (rank, content) if has_returned else RankFailure.raised(rank, content)
         except (EOFError, OSError):
             ended = True
         if not ended:
@@ -434,7 +432,7 @@ def run_ranks(
         return ranks.run(function, *args)
 
 
-def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
+def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> Call:
     try:
         content = pickle.dumps((function, tuple(args)))
     except Exception as error:
@@ -443,7 +441,7 @@ def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> byt
             "module, no lambda or closure, and arguments that can be pickled"
         ) from error
     # Paths that were added since the processes started, such as that of a test module, are needed there too.
-    return pickle.dumps((list(sys.path), content))
+    return list(sys.path), content
 
 
 def _settled_text(path: Path) -> str:
@@ -463,8 +461,8 @@ def _settled_text(path: Path) -> str:
 def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> None:
     """Answers calls from the pipe until its other end closes.
 
-    A call is a pickled `(sys.path, pickled (function, arguments))`. The answer is `_RETURNED` with a pickled
-    `(result, whether the default process group is the one joined last)`, or `_RAISED` with a pickled
+    A call is `(sys.path, pickled (function, arguments))`. The answer is True with a pickled
+    `(result, whether the default process group is the one joined last)`, or False with a pickled
     `(one-line summary, traceback, pickled exception or None)`.
 
     Args:
@@ -485,11 +483,11 @@ def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> Non
         joined: object = None
         while True:
             try:
-                call = pipe.recv_bytes()
+                call = pipe.recv()
             except (EOFError, OSError):
                 break
             answer, joined = _answer(call, joined)
-            pipe.send_bytes(answer)
+            pipe.send(answer)
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -532,17 +530,17 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _answer(call: bytes, joined: object) -> tuple[bytes, object]:
+def _answer(call: Call, joined: object) -> tuple[tuple[bool, bytes], object]:
     try:
-        sys.path[:], content = pickle.loads(call)
+        sys.path[:], content = call
         function, args = pickle.loads(content)
         result = function(*args)
         group = dist.group.WORLD if dist.is_initialized() else None
         joined = group if function is _join_group else joined
-        return _RETURNED + pickle.dumps((result, group is joined)), joined
+        return (True, pickle.dumps((result, group is joined))), joined
     except BaseException as error:
         # Also SystemExit and the like: the rank goes on to serve, and the test gets it.
-        return _RAISED + _describe(error), joined
+        return (False, _describe(error)), joined
 
 
 def _describe(error: BaseException) -> bytes:
