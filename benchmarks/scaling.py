@@ -218,20 +218,29 @@ def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep
     now = load.forward  # on the rank's own thread
     known = now + (noticed(mask, load) if mask < load.backward else mask)
     first_ready = now + load.backward * min(1.0, load.bucket_bytes / load.nbytes)
-    moves_during_backward = constants.algorithm == "ring"
-    wire = _Wire(cluster, constants, 0.0 if moves_during_backward else load.forward + load.backward)
-    waiting: list[int] = []
+    # The links between the nodes, which all carry the same: when they are free, and when each piece has arrived.
+    free = 0.0 if constants.algorithm == "ring" else load.forward + load.backward
+    arrivals: list[float] = []
+    ready, waiting = 0, 0  # bytes
     for nbytes in _parts(load.nbytes, load.bucket_bytes):
         now += load.backward * nbytes / load.nbytes
-        waiting.append(nbytes)
-        if now >= known:
-            now = _launch(waiting, now, load, wire)
-    if waiting:
-        now = _launch(waiting, max(now, known), load, wire)
-    last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
-    over = max(wire.arrivals, default=0.0)
-    arrived = over + _parts_of_sum(last, cluster, constants)[0] / 2 if over else now
-    end = max(now, arrived, now + mask)  # the vote is sent beside the last bucket
+        ready, waiting = ready + nbytes, waiting + nbytes
+        if now < known and ready < load.nbytes:
+            continue
+        now = max(now, known)
+        for bucket in _parts(waiting, load.bucket_bytes):
+            now += bucket * constants.pack_per_byte
+            for piece in _parts(bucket, load.piece_bytes):
+                in_node, latency, on_wire = _parts_of_sum(piece, cluster, constants)
+                now += in_node
+                earlier = sorted(arrivals)[-_UNDER_WAY] if len(arrivals) >= _UNDER_WAY else 0.0
+                free = max(now, earlier, free) + on_wire
+                arrivals.append(free + latency)
+        waiting = 0
+    end = now + mask  # the vote is sent beside the last bucket
+    if cluster.nodes > 1:
+        last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
+        end = max(end, max(arrivals) + _parts_of_sum(last, cluster, constants)[0] / 2)
     return PredictedStep(end, end - load.forward - load.backward, mask, max(0.0, known - first_ready))
 
 
@@ -239,35 +248,6 @@ def noticed(mask: float, load: Load) -> float:
     """The seconds from the begin of backward until a mask is noticed: when the next gradient arrives."""
     interval = load.backward / load.parameters
     return math.ceil(mask / interval) * interval if interval else mask
-
-
-class _Wire:
-    """The links between the nodes, which all carry the same: when the last byte has left, and what arrives when."""
-
-    def __init__(self, cluster: Cluster, constants: Constants, begin: float) -> None:
-        self.cluster, self.constants, self._free = cluster, constants, begin
-        self.arrivals: list[float] = []
-
-    def send(self, nbytes: int, now: float) -> None:
-        """One more piece may go from ``now`` on."""
-        if self.cluster.nodes == 1:
-            return
-        earlier = sorted(self.arrivals)[-_UNDER_WAY] if len(self.arrivals) >= _UNDER_WAY else 0.0
-        start = max(now, earlier)
-        _, latency, wire = _parts_of_sum(nbytes, self.cluster, self.constants)
-        self._free = max(start, self._free) + wire
-        self.arrivals.append(self._free + latency)
-
-
-def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
-    """Launch the buckets that wait; when the rank has done its part."""
-    for nbytes in waiting:
-        now += nbytes * wire.constants.pack_per_byte
-        for piece in _parts(nbytes, load.piece_bytes):
-            now += _parts_of_sum(piece, wire.cluster, wire.constants)[0]
-            wire.send(piece, now)
-    waiting.clear()
-    return now
 
 
 def _parts(nbytes: int, size: int) -> Iterator[int]:
