@@ -31,7 +31,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
 from ppe_ddp.launchers import find_mpirun
 from ppe_ddp.testing.ranks import ForeignProcess, ForkStarter
@@ -294,7 +293,7 @@ class Namespaces:
                 ["unshare", *[f"--{kind}" for kind in kinds], *own, *shell],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,  # a Ctrl-C is for this process, which then ends them
             )
@@ -340,7 +339,7 @@ class Namespaces:
 
     def close(self) -> None:
         """End them, and where there is a PID namespace every process in there; returns when they are gone."""
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
@@ -354,17 +353,13 @@ class Namespaces:
                 raise
 
     def _await_script(self) -> None:
-        output, errors = self._process.stdout, self._process.stderr
+        output = self._process.stdout
         assert output is not None
-        assert errors is not None
-        if not _is_readable(output) or output.readline().strip() != _READY:
+        first = output.readline() if select.select([output], [], [], _SECONDS)[0] else ""
+        if first.strip() != _READY:
             self._process.kill()
-            text = _one_line(errors.read()) if _is_readable(errors) else ""
+            text = _one_line(first + output.read()) if first else ""
             raise NodesError(text or f"unshare has not made {', '.join(self._kinds)} within {_SECONDS:g} s")
-
-
-def _is_readable(stream: IO[str]) -> bool:
-    return bool(select.select([stream], [], [], _SECONDS)[0])
 
 
 def _one_line(text: str) -> str:
