@@ -141,8 +141,7 @@ def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str,
     Returns:
         A line for each operation, size and backend, the same on every rank; as the report has it.
     """
-    platform.enter()
-    control = dist.new_group(backend="gloo")
+    control = platform.enter() or dist.new_group(backend="gloo")
     groups = _groups(platform, control)
     lines: list[dict[str, Any]] = []
     for operation in arguments.op or ["all_reduce"]:
