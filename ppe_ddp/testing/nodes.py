@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ppe_ddp.launchers import find_mpirun
-from ppe_ddp.testing.ranks import ForeignProcess, ForkStarter
+from ppe_ddp.testing.ranks import ForeignProcess, RankStarter
 
 LAUNCHERS = ("mpirun", "torchrun", "ranks")
 """MPICH's mpirun; torchrun on each node; every rank by itself, with torchrun's variables."""
@@ -475,7 +475,7 @@ _OF_OPEN_MPI = {
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "SLURM_")
 
 
-class JobStarter(ForkStarter):
+class JobStarter(RankStarter):
     """Starts ranks on nodes that are used like those on this machine, as ``starter=`` of :class:`Ranks`.
 
     Each connects to a socket in the file system, which all nodes have in common, and serves calls from there.

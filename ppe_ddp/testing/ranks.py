@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -154,11 +155,26 @@ class ForeignProcess:
         os.close(self.sentinel)
 
 
-class ForkStarter:
+class RankStarter(ABC):
+    """Starts the processes of a world, each of which answers calls by :func:`serve`."""
+
+    @abstractmethod
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
+        """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
+
+    def end(self) -> None:  # noqa: B027
+        """End what else was started for them; called when all of them have ended, also if there are none."""
+
+    def errors(self) -> str:
+        """More about a process that has died than its exit code."""
+        return ""
+
+
+class ForkStarter(RankStarter):
     """Starts ranks on this machine, in no time and as good as new: by forks of a process that has imported torch."""
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
-        """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
+        """Fork one process for each file."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         # OpenMP reads it while torch is imported, before any code of ours runs in the process.
@@ -170,13 +186,6 @@ class ForkStarter:
                 process.start()
                 theirs.close()
                 yield process, ours
-
-    def end(self) -> None:
-        """End what else was started for them; called when all of them have ended, also if there are none."""
-
-    def errors(self) -> str:
-        """More about a process that has died than its exit code."""
-        return ""
 
 
 class Ranks:
@@ -216,7 +225,7 @@ class Ranks:
         timeout: float = 60.0,
         group_timeout: float | None = None,
         prepare: Callable[[], object] | None = None,
-        starter: ForkStarter | None = None,
+        starter: RankStarter | None = None,
     ) -> None:
         group_timeout = timeout / 2 if group_timeout is None else group_timeout
         if world_size < 1 or timeout <= 0 or group_timeout <= 0:
