@@ -3,11 +3,9 @@
 from ppe_ddp.cli import Command
 
 COMMANDS = (
-    Command("nodes", "`ppe_ddp bench step` on nodes with a slow network that it makes", "benchmarks.nodes"),
     Command("scaling", "a model of a step: held to nodes, drawn to 10,000 ranks", "benchmarks.scaling"),
     Command("timeline", "draws a step of ppe_ddp below one of torch DDP", "benchmarks.timeline"),
     Command("training", "small tasks to a loss, by each compressor", "benchmarks.training"),
-    Command("load", "a checkpoint into shards, beside torch and accelerate", "benchmarks.load"),
-    Command("optimizer", "AdamW sharded, beside torch's ZeroRedundancyOptimizer", "benchmarks.optimizer"),
+    Command("load", "a checkpoint into shards, beside torch", "benchmarks.load"),
 )
 """All of them, in the order in which help lists them."""

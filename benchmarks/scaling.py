@@ -8,11 +8,9 @@ as there are cores measure the cores, not the network.
 
   python -m benchmarks scaling --out scaling.png
   python -m benchmarks scaling --launcher torchrun --json result.json
-  python -m benchmarks scaling --read result.json --out scaling.png
 """
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +26,8 @@ from torch import Tensor, nn
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.shm import ShmOptions
-from ppe_ddp.cli.bench_platform import over_mpi
-from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
+from ppe_ddp.cli.benchmarking import largest, over_mpi, print_table
+from ppe_ddp.cli.command_line import add_json, count, fail, output, told, write_report
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, RankError, Ranks
 from ppe_ddp.tracing.timeline import check_pictures
 
@@ -54,30 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", action="append", choices=_TRANSPORTS, help="only this one (default: both)")
     parser.add_argument("--repeats", type=count, default=7, metavar="N", help="default: 7")
     parser.add_argument("--out", type=output, metavar="FILE", help="the picture: .png, .svg or .pdf (matplotlib)")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
-    read = "measure nothing: take these results"
-    parser.add_argument("--read", type=Path, action="append", metavar="FILE", help=read)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, and draws.
 
     Returns:
-        0; 1 if a rank failed; 2 where nodes cannot be made, pictures not be drawn, or a file not be read.
+        0; 1 if a rank failed; 2 where nodes cannot be made, or pictures not be drawn.
     """
     constants: dict[str, Constants] = {}
     lines: list[dict[str, Any]] = []
     try:
         if arguments.out is not None:
             check_pictures()
-        for file in arguments.read or ():
-            report = json.loads(file.read_text())
-            constants |= {name: Constants(**one) for name, one in report["constants"].items()}
-            lines += report["lines"]
-        for launcher in () if arguments.read else dict.fromkeys(arguments.launcher or _TRANSPORTS):
+        for launcher in dict.fromkeys(arguments.launcher or _TRANSPORTS):
             constants[launcher] = _measured_constants(launcher, arguments)
             lines += _check(launcher, constants[launcher], arguments)
-    except (ImportError, KeyError, NodesError, OSError, TypeError, ValueError) as error:
+    except (ImportError, NodesError) as error:
         return fail(error, 2)
     except RankError as error:
         return fail(error, 1)
@@ -107,7 +99,7 @@ _UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
 
 @dataclass(frozen=True)
 class Constants:
-    """What is measured.
+    """The constants of the model, as measured.
 
     Attributes:
         node_latency: Seconds of the smallest all-reduce among the ranks of a node.
@@ -123,17 +115,17 @@ class Constants:
     wire_latency: float
     wire_per_byte: float
     pack_per_byte: float = 0.0
-    algorithm: Literal["ring", "doubling"] = "ring"
+    algorithm: str = "ring"
 
     def rounds(self, nodes: int) -> int:
-        """How often an all-reduce waits for a message from another node."""
+        """The number of times that an all-reduce waits for a message from another node."""
         if self.algorithm == "ring":
             return 2 * (nodes - 1)
         powers = nodes.bit_length() - 1
         return powers if nodes == 1 << powers else powers + 2
 
     def volume(self, nodes: int) -> float:
-        """How often the bytes of an all-reduce go over the link of a node, in each direction."""
+        """The bytes on the link of a node, in each direction, by those of the all-reduce."""
         return 2 * (nodes - 1) / nodes if self.algorithm == "ring" else float(self.rounds(nodes))
 
 
@@ -173,7 +165,7 @@ class Load:
 
 
 class PredictedStep(NamedTuple):
-    """What comes out, in seconds.
+    """The predicted times of a step, in seconds.
 
     Attributes:
         step: From the begin of forward to the last average.
@@ -206,7 +198,18 @@ def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, constants: Constants) -> float:
     """The time of one all-reduce that nothing else is beside."""
-    return _in_node(nbytes, cluster, constants) + _latency(cluster, constants) + _on_wire(nbytes, cluster, constants)
+    return sum(_parts_of_sum(nbytes, cluster, constants))
+
+
+def _parts_of_sum(nbytes: float, cluster: Cluster, constants: Constants) -> tuple[float, float, float]:
+    """The seconds of an all-reduce: in the memory of a node, in rounds between nodes, and on their links."""
+    in_node = 0.0
+    if cluster.ranks > 1 and not (cluster.is_flat and cluster.nodes > 1):
+        in_node = constants.node_latency + nbytes * constants.node_per_byte
+    # Volume and rounds of one alone are nothing.
+    members = 1 if cluster.nodes == 1 else cluster.world_size if cluster.is_flat else cluster.nodes
+    wire = constants.volume(members) * nbytes * constants.wire_per_byte
+    return in_node, constants.rounds(members) * constants.wire_latency, wire
 
 
 def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep:
@@ -215,55 +218,36 @@ def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep
     now = load.forward  # on the rank's own thread
     known = now + (noticed(mask, load) if mask < load.backward else mask)
     first_ready = now + load.backward * min(1.0, load.bucket_bytes / load.nbytes)
-    moves_during_backward = constants.algorithm == "ring"
-    wire = _Wire(cluster, constants, 0.0 if moves_during_backward else load.forward + load.backward)
-    waiting: list[int] = []
+    # The links between the nodes, which all carry the same: when they are free, and when each piece has arrived.
+    free = 0.0 if constants.algorithm == "ring" else load.forward + load.backward
+    arrivals: list[float] = []
+    ready, waiting = 0, 0  # bytes
     for nbytes in _parts(load.nbytes, load.bucket_bytes):
         now += load.backward * nbytes / load.nbytes
-        waiting.append(nbytes)
-        if now >= known:
-            now = _launch(waiting, now, load, wire)
-    if waiting:
-        now = _launch(waiting, max(now, known), load, wire)
-    last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
-    over = max(wire.arrivals, default=0.0)
-    arrived = over + _in_node(last, cluster, constants) / 2 if over else now
-    end = max(now, arrived, now + mask)  # the vote is sent beside the last bucket
+        ready, waiting = ready + nbytes, waiting + nbytes
+        if now < known and ready < load.nbytes:
+            continue
+        now = max(now, known)
+        for bucket in _parts(waiting, load.bucket_bytes):
+            now += bucket * constants.pack_per_byte
+            for piece in _parts(bucket, load.piece_bytes):
+                in_node, latency, on_wire = _parts_of_sum(piece, cluster, constants)
+                now += in_node
+                earlier = sorted(arrivals)[-_UNDER_WAY] if len(arrivals) >= _UNDER_WAY else 0.0
+                free = max(now, earlier, free) + on_wire
+                arrivals.append(free + latency)
+        waiting = 0
+    end = now + mask  # the vote is sent beside the last bucket
+    if cluster.nodes > 1:
+        last = min(load.bucket_bytes, load.piece_bytes, load.nbytes)
+        end = max(end, max(arrivals) + _parts_of_sum(last, cluster, constants)[0] / 2)
     return PredictedStep(end, end - load.forward - load.backward, mask, max(0.0, known - first_ready))
 
 
 def noticed(mask: float, load: Load) -> float:
-    """When a mask that takes so long is noticed, from the begin of backward: when the next gradient arrives."""
+    """The seconds from the begin of backward until a mask is noticed: when the next gradient arrives."""
     interval = load.backward / load.parameters
     return math.ceil(mask / interval) * interval if interval else mask
-
-
-class _Wire:
-    """The links between the nodes, which all carry the same: when the last byte has left, and what arrives when."""
-
-    def __init__(self, cluster: Cluster, constants: Constants, begin: float) -> None:
-        self.cluster, self.constants, self._free = cluster, constants, begin
-        self.arrivals: list[float] = []
-
-    def send(self, nbytes: int, now: float) -> None:
-        """One more piece may go from ``now`` on."""
-        if self.cluster.nodes == 1:
-            return
-        earlier = sorted(self.arrivals)[-_UNDER_WAY] if len(self.arrivals) >= _UNDER_WAY else 0.0
-        start = max(now, earlier)
-        self._free = max(start, self._free) + _on_wire(nbytes, self.cluster, self.constants)
-        self.arrivals.append(max(self._free, start) + _latency(self.cluster, self.constants))
-
-
-def _launch(waiting: list[int], now: float, load: Load, wire: _Wire) -> float:
-    """Launch the buckets that wait; when the rank has done its part."""
-    for nbytes in waiting:
-        now += nbytes * wire.constants.pack_per_byte
-        for piece in _parts(nbytes, load.piece_bytes):
-            now += _in_node(piece, wire.cluster, wire.constants)
-            wire.send(piece, now)
-    waiting.clear()
-    return now
 
 
 def _parts(nbytes: int, size: int) -> Iterator[int]:
@@ -271,30 +255,11 @@ def _parts(nbytes: int, size: int) -> Iterator[int]:
         yield min(size, nbytes - start)
 
 
-def _in_node(nbytes: float, cluster: Cluster, constants: Constants) -> float:
-    if cluster.ranks == 1 or (cluster.is_flat and cluster.nodes > 1):
-        return 0.0
-    return constants.node_latency + nbytes * constants.node_per_byte
-
-
-def _members(cluster: Cluster) -> int:
-    """How many take part between the nodes; volume and rounds of one alone are nothing."""
-    return 1 if cluster.nodes == 1 else cluster.world_size if cluster.is_flat else cluster.nodes
-
-
-def _latency(cluster: Cluster, constants: Constants) -> float:
-    return constants.rounds(_members(cluster)) * constants.wire_latency
-
-
-def _on_wire(nbytes: float, cluster: Cluster, constants: Constants) -> float:
-    return constants.volume(_members(cluster)) * nbytes * constants.wire_per_byte
-
-
 # ---------------------------------------------------------------------- on nodes
 
 
 def _on_nodes(launcher: str, layout: tuple[int, int], mbit: float, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """What rank 0 has returned from each call: a function, and its arguments."""
+    """The results of rank 0 for each call: a function, and its arguments."""
     nodes, each = layout
     print(f"{launcher}: measuring on {nodes} x {each} ranks ...", file=sys.stderr, flush=True)
     with Nodes(nodes, mbit=mbit) as made:
@@ -325,8 +290,7 @@ def constants_of(
     (small, short), (large, long) = sorted(node.items())
     (_, short_wire), (_, long_wire) = sorted(wire.items())
     rates = [max(0.0, more - less) / (large - small) for less, more in ((short, long), (short_wire, long_wire))]
-    name: Literal["ring", "doubling"] = "ring" if algorithm == "ring" else "doubling"
-    found = Constants(short, rates[0], short_wire, rates[1], pack_per_byte, name)
+    found = Constants(short, rates[0], short_wire, rates[1], pack_per_byte, algorithm)
     return replace(found, wire_latency=short_wire / found.rounds(2))
 
 
@@ -349,20 +313,18 @@ def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -
 
 
 class MeasuredStep(NamedTuple):
-    """In seconds, of the rank that is slowest; the lower quartile, as other programs only make a step longer.
+    """Seconds of the slowest rank: the lower quartile, as other programs only make a step longer.
 
     Attributes:
         forward: Of the bare model.
         backward: Of the bare model.
         step: With ppe_ddp.
-        mask: From the begin of backward until the mask was known, with ppe_ddp.
         pack_per_byte: Of copying gradients into a bucket.
     """
 
     forward: float
     backward: float
     step: float
-    mask: float
     pack_per_byte: float
 
 
@@ -409,7 +371,7 @@ def all_reduce_times(sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
             start = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             found[size].append(time.perf_counter() - start)
-    return {size: _slowest(min(times[_WARM_UP:]), control) for size, times in found.items()}
+    return {size: largest(min(times[_WARM_UP:]), control) for size, times in found.items()}
 
 
 def measure_step(
@@ -425,8 +387,8 @@ def measure_step(
         trace = model.trace()
         assert trace is not None
         packing = sum(bucket.packed_ns - bucket.launch_ns for bucket in trace.buckets)
-        found.append(MeasuredStep(*own, step, trace.agreed_ns / 1e9, packing / 1e9 / nbytes))
-    return MeasuredStep(*(_slowest(quantiles(times)[0], control) for times in zip(*found[_WARM_UP:], strict=True)))
+        found.append(MeasuredStep(*own, step, packing / 1e9 / nbytes))
+    return MeasuredStep(*largest([quantiles(times)[0] for times in zip(*found[_WARM_UP:], strict=True)], control))
 
 
 def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
@@ -441,18 +403,10 @@ def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def _slowest(seconds: float, group: Any) -> float:
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return float(found)
-
-
 # ---------------------------------------------------------------------- tables and picture
 
 
 def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    file = told(arguments)
-
     def of_transport(launcher: str, one: Constants) -> list[str]:
         rates = [1e-9 / max(seconds, 1e-15) for seconds in (one.node_per_byte, one.pack_per_byte)]
         link = 8e-6 / max(one.wire_per_byte, 1e-15)
@@ -466,14 +420,14 @@ def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], 
 
     headings = ["", "node us", "node GB/s", "round us", "link Mbit/s", "pack GB/s"]
     rows = (of_transport(*item) for item in constants.items())
-    print_table("Constants", f"links of {arguments.mbit} Mbit/s", headings, rows, file)
+    print_table(arguments, "Constants", f"links of {arguments.mbit} Mbit/s", headings, rows)
     largest = max((abs(line["error"]) for line in lines), default=0.0)
     headings = ["", "bucket", "backward", "predicted ms", "measured ms", "error"]
-    print_table("A step of 16 MiB", f"largest error {largest:.0%}", headings, map(of_step, lines), file)
+    print_table(arguments, "A step of 16 MiB", f"largest error {largest:.0%}", headings, map(of_step, lines))
     for curve in scaling_curves({one.algorithm: one for one in constants.values()}):
-        ranks = first_late_mask(curve)
+        ranks = curve.first_late_mask()
         where = "never shows up to 10,000 ranks" if ranks is None else f"shows from {ranks} ranks on"
-        print(f"{' '.join(curve.name.split())}: the mask {where}", file=file)
+        print(f"{' '.join(curve.name.split())}: the mask {where}", file=told(arguments))
 
 
 class Curve(NamedTuple):
@@ -486,12 +440,17 @@ class Curve(NamedTuple):
     is_flat: bool = False
 
     def at(self, nodes: int) -> PredictedStep:
-        """The times of a step on so many nodes."""
+        """The times of a step on ``nodes`` nodes."""
         return predict(self.load, Cluster(nodes, _RANKS_A_NODE, self.is_flat), self.constants)
+
+    def first_late_mask(self) -> int | None:
+        """The smallest number of ranks for which the first bucket waits for the mask; None where it never does."""
+        late = (nodes for nodes in range(2, _MOST_NODES + 1) if self.at(nodes).mask_delay > 0)
+        return next((nodes * _RANKS_A_NODE for nodes in late), None)
 
 
 def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
-    """What is drawn, by the constants of the transports that were measured, ``"ring"`` and ``"doubling"``.
+    """The lines of the picture, by the constants of the transports that were measured: ``"ring"``, ``"doubling"``.
 
     The load has a backward that takes as long as its gradients need on a link; so all of it could be hidden.
     """
@@ -508,61 +467,47 @@ def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
     return found
 
 
-def first_late_mask(curve: Curve) -> int | None:
-    """The smallest number of ranks for which the first bucket waits for the mask; None where it never does."""
-    late = (nodes for nodes in range(2, _MOST_NODES + 1) if curve.at(nodes).mask_delay > 0)
-    return next((nodes * _RANKS_A_NODE for nodes in late), None)
-
-
 def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
     """Draw what the model says of up to 10,000 ranks, and write it to ``path``: .png, .svg or .pdf."""
     from matplotlib.figure import Figure
 
     nodes = sorted({round(2 * 1.12**k) for k in range(58) if 2 * 1.12**k < _MOST_NODES} | {_MOST_NODES})
-    lines = [(curve, [curve.at(one) for one in nodes]) for curve in scaling_curves(constants)]
-    ranks = [one * _RANKS_A_NODE for one in nodes]
+    curves = scaling_curves(constants)
+    load = curves[0].load
+    masks = [curve for curve in curves if curve.load == load]
+    panels: list[tuple[str, list[Curve], Callable[[PredictedStep], float]]] = [
+        ("A step, as a multiple of forward and backward", curves, lambda it: it.step / (load.forward + load.backward)),
+        ("Communication that nothing hides, seconds", curves, lambda it: it.exposed),
+        ("The mask on its way, seconds", masks, lambda it: it.mask),
+    ]
     figure = Figure(figsize=(_INCHES, 8.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
-    load = lines[0][0].load
-    computing = load.forward + load.backward
-    masks = [line for line in lines if line[0].load == load]
-    _draw(axes[0], ranks, lines, lambda times: times.step / computing, "A step, as a multiple of forward and backward")
-    _draw(axes[1], ranks, lines, lambda times: times.exposed, "Communication that nothing hides, seconds")
-    _draw(axes[2], ranks, masks, lambda times: times.mask, "The mask on its way, seconds")
-    _mark_first_bucket(axes[2], load, [curve for curve, _ in masks])
+    for axis, (title, drawn, value) in zip(axes, panels, strict=True):
+        for curve in drawn:
+            times = [value(curve.at(one)) for one in nodes]
+            ranks = [one * _RANKS_A_NODE for one in nodes]
+            axis.plot(ranks, times, color=curve.colour, linewidth=2, label=curve.name)
+        axis.set(xscale="log", yscale="log", xlim=(2 * _RANKS_A_NODE, _MOST_NODES * _RANKS_A_NODE))
+        axis.set_title(title, fontsize=_FONT + 1, loc="left")
+        axis.set_xticks([100, 1000, 10000], ["100", "1000", "10,000"])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.tick_params(labelsize=_FONT)
+        axis.grid(which="major", color="#dddddd", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    _mark_first_bucket(axes[2], load, masks)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=_FONT)
     axes[2].set_xlabel(f"ranks, {_RANKS_A_NODE} on each node", fontsize=_FONT)
     figure.savefig(path)
 
 
-def _draw(
-    axis: Any,
-    ranks: list[int],
-    lines: Sequence[tuple[Curve, list[PredictedStep]]],
-    value: Callable[[PredictedStep], float],
-    title: str,
-) -> None:
-    axis.set_title(title, fontsize=_FONT + 1, loc="left")
-    for curve, times in lines:
-        axis.plot(ranks, [value(one) for one in times], color=curve.colour, linewidth=2, label=curve.name)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlim(2 * _RANKS_A_NODE, ranks[-1])
-    axis.set_xticks([100, 1000, 10000], ["100", "1000", "10,000"])
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.tick_params(labelsize=_FONT)
-    axis.grid(which="major", color="#dddddd", linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
-    """Where the mask begins to show: beyond the time at which the first bucket is complete."""
+    """Mark where the mask begins to show: beyond the time at which the first bucket is complete."""
     seconds = load.backward * load.bucket_bytes / load.nbytes
     axis.axhline(seconds, color="#444444", linewidth=1, linestyle="--")
     where = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": _FONT}
     axis.annotate("backward completes the first bucket", (0.01, seconds), color="#444444", **where)
     for curve in masks:
-        if ranks := first_late_mask(curve):
+        if ranks := curve.first_late_mask():
             axis.plot([ranks], [seconds], "o", color=curve.colour)
             style = {"textcoords": "offset points", "fontsize": _FONT, "color": curve.colour}
             axis.annotate(f"{ranks} ranks", (ranks, seconds), xytext=(6, -13), **style)

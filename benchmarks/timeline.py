@@ -9,8 +9,6 @@ torch's wrapper is seen by a hook around its own all-reduce. Needs matplotlib.
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -21,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.bench_step import WORKLOADS
+from ppe_ddp.cli.bench_step import WORKLOADS, Contestant
 from ppe_ddp.cli.command_line import count, fail, output
 from ppe_ddp.compression import BF16, FP16, Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.engine.record import EventLog, Recorder
@@ -82,32 +80,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
     """One rank's part: train, and record the last steps."""
-    rank, workload = dist.get_rank(), WORKLOADS[model]
-    torch.manual_seed(0)
-    module = workload.build()
-    batch = workload.batch(torch.Generator().manual_seed(rank))
+    workload = WORKLOADS[model]
+    module, batch = workload.made()
     wrapper: TorchDDP | DistributedDataParallel
     if contestant == "torch DDP":
         wrapper = TorchDDP(module, gradient_as_bucket_view=True, find_unused_parameters=workload.is_dynamic)
+        TorchSpans(wrapper)
     else:
         wrapper = DistributedDataParallel(module)
         if ", " in contestant:
             wrapper.register_comm_hook(_COMPRESSORS[contestant.split(", ")[1]])
-    spans = TorchSpans(wrapper) if isinstance(wrapper, TorchDDP) else None
-
-    def train(numbers: range) -> None:
-        for number in numbers:
-            wrapper.zero_grad()
-            workload.loss(wrapper(batch, *workload.route(number, rank)), batch).backward()
-
-    train(range(_LEAD_STEPS))
+    trained = Contestant(workload, batch, module, wrapper)
+    trained.take(_LEAD_STEPS)
     with record() as recording:
         dist.barrier()
-        if spans is None:
-            train(range(_LEAD_STEPS, _LEAD_STEPS + steps))
-        else:
-            with spans.into(recording.log):
-                train(range(_LEAD_STEPS, _LEAD_STEPS + steps))
+        trained.take(steps)
     return recording.result()
 
 
@@ -123,28 +110,18 @@ class TorchSpans:
 
     def __init__(self, wrapper: TorchDDP) -> None:
         self._name = type(wrapper.module).__name__
-        self._log: EventLog | None = None
         self._recorder = Recorder(())
         wrapper.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
         wrapper.register_forward_pre_hook(self._begin_forward)
         wrapper.register_forward_hook(self._end_forward)
 
-    @contextmanager
-    def into(self, log: EventLog) -> Iterator[None]:
-        """Write into ``log`` meanwhile."""
-        self._log = log
-        try:
-            yield
-        finally:
-            self._log = None
-
     def _begin_forward(self, *_: object) -> None:
-        if self._log is not None:
-            self._log.begin("forward", self)
+        if EventLog.current is not None:
+            EventLog.current.begin("forward", self)
 
     def _end_forward(self, _module: object, _arguments: object, output: torch.Tensor) -> None:
-        if self._log is not None:
-            self._log.end("forward", self, self._name)
+        if EventLog.current is not None:
+            EventLog.current.end("forward", self, self._name)
             output.register_hook(self._begin_backward)
 
     def _begin_backward(self, _gradient: torch.Tensor) -> None:
@@ -157,13 +134,13 @@ class TorchSpans:
 
     def _end(self) -> None:
         self._recorder.returned_at = self._recorder.done_at = perf_counter_ns()
-        if self._log is not None:
-            self._log.backwards.append(self._recorder)
+        if EventLog.current is not None:
+            EventLog.current.backwards.append(self._recorder)
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         begin = perf_counter_ns()
         tensor = bucket.buffer().div_(dist.get_world_size())
         work = dist.all_reduce(tensor, async_op=True)
-        if self._log is not None:
-            self._log.add_message("bucket", str(bucket.index()), begin, work, tensor.nbytes)
+        if EventLog.current is not None:
+            EventLog.current.add_message("bucket", str(bucket.index()), begin, work, tensor.nbytes)
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]

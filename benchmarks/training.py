@@ -12,7 +12,6 @@ import argparse
 import ast
 import logging
 import sysconfig
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +19,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median, stdev
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.command_line import count, fail, output, print_table, told, write_report
+from ppe_ddp.cli.benchmarking import largest, print_table
+from ppe_ddp.cli.command_line import add_json, count, fail, output, write_report
 from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
 from ppe_ddp.testing import NodesError, RankError
 
@@ -49,119 +49,71 @@ Line = dict[str, Any]
 # generator, data from rank and step, so that all contestants train the same thing.
 
 _HELD_OUT = 5  # one in so many is for the test
+_STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
 
 
-class Scorer(nn.Module):
-    """A model whose ``forward(inputs, labels)`` is the loss of one rank in one step."""
-
-    def scores(self, inputs: Any) -> Tensor:
-        """Of each class, for some inputs: classes are the last dimension."""
-        raise NotImplementedError
-
-    def forward(self, inputs: Any, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.scores(inputs).flatten(0, -2), labels.flatten())
-
-
-class Task(ABC):
+@dataclass(frozen=True)
+class Task:
     """A model, its data, and when it has learned enough.
 
     Attributes:
+        build: Makes a new model, which gives the scores of each class.
+        batch: Inputs and labels, by rank and step.
+        held_out: Inputs and labels for the test.
         steps: How many there are, unless the user says otherwise.
         target: The mean loss of the last steps to reach.
         lr: Of Adam, in the first half of the steps; then it goes down to nothing.
         is_dynamic: Whether a step leaves parameters out, other ones on each rank.
     """
 
-    steps: ClassVar[int]
-    target: ClassVar[float]
-    lr: ClassVar[float]
-    is_dynamic: ClassVar[bool] = False
-
-    @abstractmethod
-    def build(self) -> Scorer:
-        """A new model."""
-
-    @abstractmethod
-    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
-        """Inputs and labels of one step."""
-
-    @abstractmethod
-    def held_out(self) -> tuple[Any, Tensor]:
-        """Inputs and labels for the test."""
-
-    def accuracy(self, model: Scorer) -> float:
-        """The part of what was held out that the model gets right."""
-        inputs, labels = self.held_out()
-        return float((model.scores(inputs).argmax(-1) == labels).float().mean())
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Any, Tensor]]
+    held_out: tuple[Any, Tensor]
+    steps: int
+    target: float
+    lr: float
+    is_dynamic: bool = False
 
 
-class Digits(Task):
+def _digits() -> Task:
     """Handwritten digits by a perceptron."""
+    from sklearn.datasets import load_digits
 
-    steps, target, lr = 400, 0.1, 2e-3
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1, torch.tensor(labels)[order]
+    first = len(order) // _HELD_OUT
 
-    def __init__(self) -> None:
-        from sklearn.datasets import load_digits
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 
-        images, labels = load_digits(return_X_y=True)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        self._x, self._y = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1, torch.tensor(labels)[order]
-        self._first = len(order) // _HELD_OUT
+    def batch(rank: int, step: int) -> tuple[Any, Tensor]:
+        chosen = torch.randint(first, len(y), (32,), generator=torch.Generator().manual_seed(100_000 * rank + step))
+        return x[chosen], y[chosen]
 
-    def build(self) -> Scorer:
-        return _Classifier()
-
-    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
-        chosen = torch.randint(self._first, len(self._y), (32,), generator=_generator(rank, step))
-        return self._x[chosen], self._y[chosen]
-
-    def held_out(self) -> tuple[Any, Tensor]:
-        return self._x[: self._first], self._y[: self._first]
+    return Task(build, batch, (x[:first], y[:first]), steps=400, target=0.1, lr=2e-3)
 
 
-class _Classifier(Scorer):
-    def __init__(self) -> None:
-        super().__init__()
-        first, second, last = nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 10)
-        self._layers = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+def _trees() -> Task:
+    """The kind of a statement from the syntax tree below it: another network in every step and on every rank."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]  # the same on every rank of one machine
+    roots = [node for path in files for node in ast.walk(ast.parse(path.read_bytes()))]
+    sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
+    found = [root for root, size in zip(roots, sizes, strict=True) if 4 <= size <= 24]
+    Random(0).shuffle(found)
+    kinds = sorted({type(node).__name__ for root in found for node in ast.walk(root)})
 
-    def scores(self, inputs: Any) -> Tensor:
-        return self._layers(inputs)  # type: ignore[no-any-return]
+    def labelled(roots: list[ast.AST]) -> tuple[Any, Tensor]:
+        return roots, torch.tensor([_STATEMENTS.index(type(root).__name__) for root in roots])
 
+    def batch(rank: int, step: int) -> tuple[Any, Tensor]:
+        return labelled(Random(f"{rank} {step}").sample(found[400:], 24))
 
-_STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
-
-
-class Trees(Task):
-    """What kind of statement is it, by what is below it? Another network in every step and on every rank."""
-
-    steps, target, lr = 200, 0.45, 4e-3
-    is_dynamic = True
-    _smallest, _largest = 4, 24
-
-    def __init__(self) -> None:
-        roots = [node for path in _library(40) for node in ast.walk(ast.parse(path.read_bytes()))]
-        sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
-        found = [root for root, size in zip(roots, sizes, strict=True) if self._smallest <= size <= self._largest]
-        Random(0).shuffle(found)
-        self._test, self._train = found[:400], found[400:]
-        self._kinds = sorted({type(node).__name__ for root in found for node in ast.walk(root)})
-
-    def build(self) -> Scorer:
-        return _TreeNetwork(self._kinds, 64)
-
-    def batch(self, rank: int, step: int) -> tuple[Any, Tensor]:
-        return _labelled(Random(f"{rank} {step}").sample(self._train, 24))
-
-    def held_out(self) -> tuple[Any, Tensor]:
-        return _labelled(self._test)
+    held_out = labelled(found[:400])
+    return Task(lambda: _TreeNetwork(kinds, 64), batch, held_out, steps=200, target=0.45, lr=4e-3, is_dynamic=True)
 
 
-def _labelled(roots: list[ast.AST]) -> tuple[Any, Tensor]:
-    return roots, torch.tensor([_STATEMENTS.index(type(root).__name__) for root in roots])
-
-
-class _TreeNetwork(Scorer):
+class _TreeNetwork(nn.Module):
     """A cell for each kind of node, and a classifier of the sum of what is below a statement."""
 
     def __init__(self, kinds: list[str], width: int) -> None:
@@ -170,8 +122,8 @@ class _TreeNetwork(Scorer):
         self.leaf = nn.Parameter(torch.randn(width))
         self.head = nn.Linear(width, len(_STATEMENTS))
 
-    def scores(self, inputs: Any) -> Tensor:
-        return self.head(torch.stack([self._below(root) for root in inputs]))  # type: ignore[no-any-return]
+    def forward(self, roots: list[ast.AST]) -> Tensor:
+        return self.head(torch.stack([self._below(root) for root in roots]))  # type: ignore[no-any-return]
 
     def _below(self, node: ast.AST) -> Tensor:
         children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
@@ -179,16 +131,7 @@ class _TreeNetwork(Scorer):
         return torch.stack(states).sum(0) if states else self.leaf
 
 
-def _library(count: int) -> list[Path]:
-    """Some files of the standard library, the same on every rank of one machine."""
-    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
-
-
-def _generator(rank: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(100_000 * rank + step)
-
-
-TASKS: dict[str, type[Task]] = {"digits": Digits, "trees": Trees}
+TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
 """All of them; made when they are wanted, which reads their data."""
 
 # ---------------------------------------------------------------------- methods
@@ -196,7 +139,7 @@ TASKS: dict[str, type[Task]] = {"digits": Digits, "trees": Trees}
 
 @dataclass(frozen=True)
 class Method:
-    """How to synchronize.
+    """A way to synchronize.
 
     Attributes:
         hook: Makes the arguments of ``register_comm_hook``; nothing for no hook.
@@ -251,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, metavar="N", help="fewer than the task has: a first look")
     seeds = "train so often, from other weights: accuracies are means of them (default: 1)"
     parser.add_argument("--seeds", type=count, default=1, metavar="N", help=seeds)
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    add_json(parser)
     parser.add_argument("--out", type=output, metavar="FILE", help="draw losses over time: .png, .svg or .pdf")
 
 
@@ -273,7 +216,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = f"{arguments.nodes} nodes, {arguments.mbit:g} Mbit/s" if arguments.nodes else "one machine"
     caption = f"{lines[0]['ranks']} ranks on {where}; parts are those of the first; loss: of the last ten steps"
     headings = ["method", "MB a step", "ms a step", "part", "s to loss", "part", "loss", "right"]
-    print_table("Training to a loss", caption, headings, _rows(lines), told(arguments))
+    print_table(arguments, "Training to a loss", caption, headings, _rows(lines))
     write_report(arguments, "training", lines=lines)
     if arguments.out is not None:
         _draw(lines, Path(arguments.out), f"{lines[0]['ranks']} ranks on {where}")
@@ -334,15 +277,15 @@ class _Run:
         self._nbytes = 0
 
     def take(self, steps: int) -> None:
-        """Take so many steps."""
+        """Take ``steps`` steps."""
         begun = self._first_step + len(self._losses)
         batches = [self._task.batch(dist.get_rank(), begun + k) for k in range(steps)]
         every = 1 if self._method.outer is None else _OUTER_EVERY
         dist.barrier()
         start = perf_counter()
-        for batch in batches:
+        for inputs, labels in batches:
             self._optimizer.zero_grad()
-            loss = self._wrapper(*batch)
+            loss = functional.cross_entropy(self._wrapper(inputs), labels)
             loss.backward()
             self._optimizer.step()
             self._schedule.step()
@@ -355,23 +298,20 @@ class _Run:
     def line(self) -> Line:
         """The result, the same on every rank: losses are means over ranks, times those of the slowest."""
         size, steps = dist.get_world_size(), len(self._losses)
-        losses, seconds = torch.tensor(self._losses), torch.tensor(self._seconds)
-        sent = torch.tensor(float(self._nbytes))
+        losses = torch.tensor(self._losses)
         dist.all_reduce(losses)
-        for each in (seconds, sent):
-            dist.all_reduce(each, dist.ReduceOp.MAX)
-        means = (losses / size).tolist()
-        over = list(accumulate(_IN_TURN * step for step in seconds.tolist()))
+        means, seconds = (losses / size).tolist(), largest(self._seconds)
+        over = list(accumulate(_IN_TURN * step for step in seconds))
         reached = (end for end, loss in zip(over, of_turns(means), strict=True) if loss <= self._task.target)
+        inputs, labels = self._task.held_out
         with torch.no_grad():
-            accuracy = self._task.accuracy(self._module)
-        hook = self._method.hook()
-        is_known = not self._method.is_torchs and len(hook) < 2  # what torch's hooks send is not
+            accuracy = float((self._module(inputs).argmax(-1) == labels).float().mean())
+        is_known = not self._method.is_torchs and len(self._method.hook()) < 2  # what torch's hooks send is not
         return {
             "ranks": size,
-            "nbytes": float(sent) / steps if is_known else None,
+            "nbytes": largest(self._nbytes) / steps if is_known else None,
             "whole_nbytes": sum(parameter.nbytes for parameter in self._module.parameters()),
-            "step_seconds": median(seconds.tolist()),
+            "step_seconds": median(seconds),
             "target": self._task.target,
             "seconds_to_target": next(reached, None),
             "accuracies": [accuracy],
@@ -389,7 +329,7 @@ def _rows(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
     for task in dict.fromkeys(line["task"] for line in lines):
         own = [line for line in lines if line["task"] == task]
         first = own[0]
-        yield f"{task}, {first['whole_nbytes'] / 1e6:.1f} MB, to {first['target']:g}", "", "", "", "", "", "", ""
+        yield (f"{task}, {first['whole_nbytes'] / 1e6:.1f} MB, to {first['target']:g}",)
         for one in own:
             reached, right = one["seconds_to_target"], one["accuracies"]
             error = f" ±{100 * stdev(right) / len(right) ** 0.5:.1f}" if len(right) > 1 else ""

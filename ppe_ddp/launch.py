@@ -1,6 +1,7 @@
 """init_process_group(): joins the other ranks, whichever launcher started this process.
 
-Owns the choice of backend and device. The launchers themselves are in ``launchers.py``.
+Owns the choice of backend and device, and the stores at which ranks meet. The launchers themselves are in
+``launchers.py``.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import datetime
 import difflib
 import importlib.util
 import inspect
+import ipaddress
 import logging
 import os
+import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from ppe_ddp.backends.group_internals import HashStore, Store
+from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPStore
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.launchers import Rendezvous, detect
-from ppe_ddp.rendezvous_stores import loopback_store, restarted_store
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 
 logger = logging.getLogger("ppe_ddp")
+
+Timeout = datetime.timedelta | None
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,7 @@ def check_backend(backend: str) -> None:
             )
 
 
-def _timedelta(timeout: object) -> datetime.timedelta | None:
+def _timedelta(timeout: object) -> Timeout:
     if timeout is None or isinstance(timeout, datetime.timedelta):
         return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -225,7 +231,7 @@ def _shorten_interrupts(rank: int) -> None:
     sys.excepthook = report_briefly
 
 
-def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, pg_options: Any) -> None:
+def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) -> None:
     where = place.init_method
     try:
         store = _store(place, timeout)
@@ -245,7 +251,7 @@ def _join(place: Rendezvous, backend: str, timeout: datetime.timedelta | None, p
         ) from error
 
 
-def _store(place: Rendezvous, timeout: datetime.timedelta | None) -> Store | None:
+def _store(place: Rendezvous, timeout: Timeout) -> Store | None:
     """The store to meet at, where it is not the one that torch makes by itself for ``place.init_method``."""
     if place.init_method is None:
         return HashStore()
@@ -277,3 +283,82 @@ def _describe(job: Job, note: str) -> str:
         ranks = f"{job.world_size} rank{'s' if job.world_size != 1 else ''} by {job.launcher}"
     line = f"ppe_ddp: {ranks}, backend {job.backend}, device {job.device}"
     return f"{line} ({note})" if note else line
+
+
+# ---------------------------------------------------------------------- stores, where torch's own is not the right one
+#
+# torch's server listens on all interfaces of the machine, whatever address the ranks use, and serves whoever comes:
+# ranks that meet on the loopback interface get a server that listens there alone.
+#
+# torchrun's agent keeps its store while it starts ranks anew (``--max-restarts``), with all that they have written. A
+# rank that comes first then finds the addresses of the others' predecessors, and waits for them until its timeout: the
+# ranks of each start get names of their own.
+
+
+def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
+    """The agent's store, under names that only this start of the ranks has; None where torch's will do.
+
+    On several nodes it is None: each agent counts its own starts, and nothing that ranks are told is the same on all
+    nodes and new with each start.
+    """
+    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_one_node = environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
+    if place.init_method != "env://" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if start == "0" or not is_one_node:
+        return None
+    store = _tcp_store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), place, timeout)
+    return PrefixStore(f"ppe_ddp/start_{start}", store)
+
+
+def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
+    """The store for ranks that meet at a loopback address, which all of them must then make; None for all others.
+
+    Args:
+        place: Where they meet, and which of them this is; rank 0 serves.
+        timeout: The store's; None for torch's default.
+        environment: Where ``env://`` finds the address.
+
+    Returns:
+        None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server
+        that this process has made before, and says what is wrong in other cases.
+    """
+    found = _address(place.init_method or "", environment)
+    if found is None:
+        return None
+    if place.rank > 0:
+        served = _tcp_store(*found, place, timeout)
+    else:
+        family = socket.AF_INET6 if ":" in found[0] else socket.AF_INET
+        try:
+            listener = socket.create_server(found, family=family, backlog=max(place.world_size, 16))
+        except OSError:
+            return None
+        served = _tcp_store(*found, place, timeout, listener.detach())
+    # As torch has it, which rank 0 may leave it to: the keys of the others must be the same.
+    return PrefixStore("default_pg", served)
+
+
+def _tcp_store(host: str, port: int, place: Rendezvous, timeout: Timeout, listener: int | None = None) -> TCPStore:
+    """A client, or the server where a socket listens already."""
+    is_client, size = listener is None, place.world_size
+    limit = dist.default_pg_timeout if timeout is None else timeout
+    return TCPStore(host, port, size, not is_client, limit, wait_for_workers=is_client, master_listen_fd=listener)
+
+
+def _address(init_method: str, environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """The loopback address and port that ``init_method`` names, where rank 0 is to serve there."""
+    parts = urlsplit(init_method)
+    if parts.scheme == "tcp":
+        host, port = parts.hostname, parts.port
+    elif parts.scheme == "env" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        host, port = environment.get("MASTER_ADDR"), int(environment.get("MASTER_PORT", 0))
+    else:
+        return None
+    if host == "localhost":
+        host = "127.0.0.1"
+    try:
+        is_loopback = ipaddress.ip_address(host or "").is_loopback
+    except ValueError:  # a name
+        return None
+    return (host or "", port) if is_loopback and port else None

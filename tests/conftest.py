@@ -133,7 +133,7 @@ def _fork_server(request):
     if any("Ranks" in vars(item.module) or _needs_ranks(item) for item in request.session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # as Ranks does
-            forkserver.set_forkserver_preload(["ppe_ddp.testing.rank_process", *IMPORTED_BY_TESTS])
+            forkserver.set_forkserver_preload(["ppe_ddp.testing.ranks", *IMPORTED_BY_TESTS])
             forkserver.ensure_running()
 
 

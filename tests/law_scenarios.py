@@ -9,7 +9,7 @@ from law_models import Recipe
 from law_steps import StepKind, TrainingStep, Zeroing
 from laws import Case, Variant, breaches, observe
 from ppe_ddp.testing import ConformanceError
-from ppe_ddp.testing.training import Plugs
+from ppe_ddp.testing.probes import Plugs
 
 KINDS = list(StepKind)
 ZEROINGS = list(Zeroing)

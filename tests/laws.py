@@ -27,7 +27,7 @@ from torch import nn
 
 from law_steps import Expectation, Reference, StepKind, TrainingStep, Zeroing, perform
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.testing.training import Plugs
+from ppe_ddp.testing.probes import Plugs
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,7 +28,6 @@ LAYERS = [
     "functions",
     "backends",
     "launchers",
-    "rendezvous_stores",
     "launch",
     "options",
     "engine",

@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 from ppe_ddp import cli
 from ppe_ddp.backends.cupy_nccl import nccl_library
-from ppe_ddp.cli import bench_platform, bench_step
+from ppe_ddp.cli import bench_step, benchmarking
 from ppe_ddp.cli.bench_collective import OPERATIONS, count_wrong
 from ppe_ddp.cli.bench_collective import measure as measure_collectives
 from ppe_ddp.cli.bench_compression import METHODS
-from ppe_ddp.cli.bench_platform import BACKENDS, Platform
-from ppe_ddp.cli.bench_step import WORKLOADS, GradientMismatchError, RankResult, combine, measure, tolerance
-from ppe_ddp.cli.command_line import Spread
+from ppe_ddp.cli.bench_step import WORKLOADS, GradientMismatchError, compare, measure, tolerance
+from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn
 from ppe_ddp.testing import RankError
 from subprocesses import MPIRUN, needs_mpirun, run
 
@@ -106,33 +105,46 @@ def test_what_is_sent_is_what_exists_and_presence_costs_less_than_ppes(report):
         assert 0 < control["ppe_ddp"] < max(control["ppe"], 600)
 
 
-def rank_result(seconds, present=(1, 0, 0), skipped=()):
-    traffic = {name: [8, 1] for name in seconds}
-    return RankResult(seconds, traffic, list(map(bool, present)), [4, 40, 400], dict(skipped))
+def take_turns():
+    """Rank 1 is slow in the first contestant alone, and counts what each takes."""
+    taken, now = {"a": [], "b": []}, [0.0]
+
+    class Clock(Platform):
+        def clock(self):
+            return now[0]
+
+    def take(name, steps):
+        taken[name].append(steps)
+        now[0] += steps * (1 + dist.get_rank() if name == "a" else 1)
+
+    takes = {name: lambda steps, name=name: take(name, steps) for name in taken}
+    return in_turn(takes, {"a": 2, "b": 3}, 4, Clock(), None), taken
 
 
-def test_a_step_takes_as_long_as_on_the_slowest_rank_and_ratios_are_taken_within_a_repetition():
-    first = {"ppe_ddp": [1.0, 8.0, 3.0], "torch": [2.0, 2.0, 1.0], "bare": [1.0, 1.0, 1.0]}
-    second = {"ppe_ddp": [2.0, 1.0, 1.0], "torch": [1.0, 4.0, 2.0], "bare": [1.0, 1.0, 1.0]}
-    away = {"ppe": "away"}
-    model = combine("mlp", [rank_result(first, (1, 0, 0), away), rank_result(second, (1, 0, 1), away)])
-    ours = model["contestants"][0]
+def test_a_step_takes_as_long_as_on_the_slowest_rank_behind_one_that_warms_caches(two_ranks):
+    taken = {"a": [1, 2] * 4, "b": [1, 3] * 4}
+    assert two_ranks.run(take_turns) == [({"a": [2.0] * 4, "b": [1.0] * 4}, taken)] * 2
+
+
+def compared(seconds, ranks=2):
+    found = compare(seconds, {name: (8, 1) for name in seconds}, ranks)
+    assert found["reference"] == ("torch" if ranks > 1 else "bare")
+    return {result["name"]: result for result in found["contestants"]}
+
+
+def test_ratios_are_taken_within_a_repetition():
+    ours = compared({"ppe_ddp": [2.0, 8.0, 3.0], "torch": [2.0, 4.0, 2.0], "bare": [1.0, 1.0, 1.0]})["ppe_ddp"]
     assert ours["steps_ms"] == [2000.0, 8000.0, 3000.0]
     assert ours["ratio"] == Spread(median=1.5, lower=1.25, upper=1.75)
-    assert (model["parameter_nbytes"], model["existing_nbytes"], model["skipped"]) == (444, 404, away)
+    assert (ours["gradient_nbytes"], ours["control_nbytes"]) == (8, 1)
 
 
 def test_exposed_is_what_a_step_takes_beyond_the_bare_one_by_medians():
     seconds = {"ppe_ddp": [2.0, 9.0, 1.5], "torch": [5.0, 4.0, 5.0], "bare": [1.0, 1.0, 1.0], "ppe": [9.0, 8.0, 9.0]}
-
-    def exposed(seconds, ranks=2):
-        model = combine("mlp", [rank_result(seconds)] * ranks)
-        assert model["reference"] == ("torch" if ranks > 1 else "bare")
-        return {result["name"]: result["exposed"] for result in model["contestants"]}
-
-    assert exposed(seconds) == {"ppe_ddp": 0.25, "torch": 1.0, "bare": 0.0, "ppe": 2.0}
-    assert exposed({**seconds, "torch": [1.0] * 3})["ppe_ddp"] is None
-    assert exposed(seconds, ranks=1)["ppe_ddp"] is None
+    exposed = {name: result["exposed"] for name, result in compared(seconds).items()}
+    assert exposed == {"ppe_ddp": 0.25, "torch": 1.0, "bare": 0.0, "ppe": 2.0}
+    assert compared({**seconds, "torch": [1.0] * 3})["ppe_ddp"]["exposed"] is None
+    assert compared(seconds, ranks=1)["ppe_ddp"]["exposed"] is None
 
 
 def measure_wrongly(settings):
@@ -146,7 +158,7 @@ def measure_wrongly(settings):
 
 
 def test_contestants_that_compute_something_else_are_not_timed(two_ranks):
-    settings = {"models": ["supernet-common"], "steps": 1, "repeats": 1, "also": []}
+    settings = {"models": ["supernet-common"], "steps": 1, "repeats": 1, "also": [], "adamw": False}
     with pytest.raises(RankError) as caught:
         two_ranks.run(measure_wrongly, settings)
     for error in caught.value.exceptions.values():
@@ -190,6 +202,19 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     assert max(map(len, errors.splitlines())) <= 80
 
 
+def test_optimizers_are_measured_and_their_state_counted(two_ranks, tmp_path, capsys):
+    words = ["--model", "small", "--steps", "1", "--repeats", "1", "--adamw"]
+    (model,) = reported(two_ranks, tmp_path, "step", *words)["models"]
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "state MB" in out
+    state = {result["name"]: result["state_nbytes"] for result in model["contestants"]}
+    assert list(state) == ["ppe_ddp", "ppe_ddp, sharded", "ppe_ddp, overlap", "torch, zero", "torch", "ppe", "bare"]
+    whole, sharded = state["torch"], state["ppe_ddp, sharded"]
+    assert list(state.values()) == [whole, sharded, sharded, sharded, whole, whole, whole]
+    assert whole == 2 * sharded == 2 * model["parameter_nbytes"]
+
+
 # --- what is refused
 
 
@@ -223,7 +248,7 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(gpus, capsys):
         gpus(1, (2, 29, 1))
         for command in ("step", "collective"):
             assert cli.main(["bench", command, "--device", "cuda"]) == 2
-            assert "2 ranks would share a GPU" in capsys.readouterr().err
+            assert "2 ranks would share 1 GPUs" in capsys.readouterr().err
 
 
 def test_a_launchers_environment_that_is_wrong_is_named(monkeypatch, capsys):
@@ -252,7 +277,7 @@ def test_more_ranks_than_gpus_need_an_nccl_that_shares_them(gpus, backend):
     if backend == "gloo":
         platform.start(3)
         return
-    with pytest.raises(ValueError, match=r"2 ranks would share a GPU, which NCCL 2\.29\.1 .* take --backend gloo"):
+    with pytest.raises(ValueError, match=r"3 ranks would share 2 GPUs, which NCCL 2\.29\.1 .* take --backend gloo"):
         platform.start(3)
     gpus(2, (2, 30, 0))
     platform.start(3)
@@ -263,7 +288,7 @@ def test_the_clock_is_read_when_the_device_is_at_rest_and_a_caption_says_on_what
     gpus(2, (2, 30, 3))
     order = mock.Mock()
     monkeypatch.setattr(torch.cuda, "synchronize", order.synchronize)
-    monkeypatch.setattr(bench_platform, "perf_counter", order.perf_counter)
+    monkeypatch.setattr(benchmarking, "perf_counter", order.perf_counter)
     Platform("cuda", NCCL).clock()
     assert order.mock_calls == [mock.call.synchronize(), mock.call.perf_counter()]
     assert str(Platform()) == "cpu over gloo"

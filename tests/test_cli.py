@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import sys
@@ -15,8 +14,9 @@ from ppe_ddp import cli, torch_internals
 from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_library import version_text
 from ppe_ddp.cli import doctor
-from ppe_ddp.cli.command_line import Spread, folder, positive, print_table, size_of
-from ppe_ddp.cli.doctor import Libraries, candidates, find_libraries, many_ranks_a_device
+from ppe_ddp.cli.benchmarking import Spread, print_table
+from ppe_ddp.cli.command_line import count, size_of
+from ppe_ddp.cli.doctor import candidates, many_ranks_a_device
 from subprocesses import run
 
 # --- finding a command
@@ -38,7 +38,11 @@ def test_half_a_command_lists_what_could_follow(words, capsys):
 
 @pytest.mark.parametrize(
     ("words", "wrong", "right"),
-    [(["bnch"], "bnch", "bench"), (["bench", "steps"], "steps", "step"), (["bench", "--quick"], "--quick", "")],
+    [
+        (["doctr"], "doctr", "doctor"),
+        (["bench", "steps"], "bench steps", "bench step"),
+        (["bench", "--quick"], "bench --quick", ""),
+    ],
 )
 def test_an_unknown_command_is_named_with_the_nearest(words, wrong, right, capsys):
     assert cli.main(words) == 2
@@ -85,39 +89,32 @@ def test_a_wrong_argument_is_named_before_anything_runs(words, capsys):
     assert words[1] in capsys.readouterr().err
 
 
-def test_values_of_arguments(tmp_path):
+def test_values_of_arguments():
     sizes = {"4": 4, "64K": 65536, "32m": 32 << 20, "1G": 1 << 30}
     assert {text: size_of(text) for text in sizes} == sizes
-    assert positive("0.5") == 0.5
-    for read, texts in ((size_of, ["0", "-1", "1.5M", ""]), (positive, ["0", "inf", "much"])):
+    assert count("12") == 12
+    for read, texts in ((size_of, ["0", "-1", "1.5M", ""]), (count, ["0", "1.5", "²", "much"])):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError, match="should be"):
                 read(text)
-    assert folder(str(tmp_path / "a" / "b")).is_dir()
-    (tmp_path / "file").write_text("kept")
-    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(argparse.ArgumentTypeError, match="not a folder that can be written to"):
-            folder(str(wrong))
-    assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_table_fits_a_terminal_and_cuts_nothing_off():
-    file, time = io.StringIO(), Spread(1234.5, 1198.7, 1301.2)
-    rows = [("transformer-bf16, 2 ranks", time.text(1), time.text(2), "12.35", "1234.56"), (), ("a[mpi]",) + ("",) * 4]
+def test_a_table_fits_a_terminal_and_cuts_nothing_off(capsys):
+    time = Spread(1234.5, 1198.7, 1301.2)
+    rows = [("transformer-bf16, 2 ranks", time.text(1), time.text(2), "12.35", "1234.56"), (), ("a[mpi]",)]
     headings = ["", "ms a step", "ratio", "exposed", "MB sent"]
-    print_table("Of [what]", "a caption of many words, " * 5, headings, iter(rows), file)
-    assert max(map(len, file.getvalue().splitlines())) <= 80
-    for text in ("1234 (1199-1301)", "1234.56", "a[mpi]", "Of [what]", torch.__version__):
-        assert text in file.getvalue()
-    assert "…" not in file.getvalue()
+    print_table(argparse.Namespace(json="-"), "Of [what]", "a caption of many words, " * 5, headings, iter(rows))
+    text = capsys.readouterr().err
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("1234 (1199-1301)", "1234.56", "a[mpi]", "Of [what]", torch.__version__):
+        assert part in text
+    assert "…" not in text
     assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([2.0, 9.0], beside=[1.0, 3.0]) == Spread(2.5, 2.25, 2.75)
 
 
 # --- env
-
-MPI = {"mpi4py": "4.1", "mpi": "MPICH Version: 5.0", "mpirun": "/mpirun"}
-CUPY = {"cupy": "14.2", "cupy_nccl": "2.27.7", "nccl_files": 1}
 
 
 def test_env_tells_people_and_programs_the_same():
@@ -140,36 +137,49 @@ def test_env_tells_people_and_programs_the_same():
     assert os.path.dirname(sys.executable) not in output + text
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "missing", "remedy"),
-    [
-        ("mpi4py", {}, "", ""),
-        ("mpi4py", {"mpi4py": None}, "mpi4py is not installed", "[mpi]"),
-        ("mpi4py", {"mpi": None, "mpi_problem": "no libmpi.so"}, "no libmpi.so", "[mpi]"),
-        ("mpi4py", {"mpirun": None}, "no mpirun", "mpirun of MPICH"),
-        ("cupy_nccl", {}, "", ""),
-        ("cupy_nccl", {"cupy": None, "cupy_problem": "No module named 'cupy'"}, "not installed", "[cupy12]"),
-        ("cupy_nccl", {"cupy": None, "cupy_problem": "no libcuda"}, "cannot be imported (no libcuda)", "[cupy12]"),
-        ("cupy_nccl", {"cupy_nccl": None}, "CuPy 14.2 finds no NCCL", "before CuPy"),
-        ("cupy_nccl", {"nccl_files": 2}, "two different NCCLs", "[cupy12]"),
-        ("nccl", {}, "no NCCL", "torch for CUDA"),
-    ],
-)
-def test_why_a_backend_cannot_be_made_on_a_machine_with_cuda(monkeypatch, name, changes, missing, remedy):
+@pytest.fixture
+def here(monkeypatch):
+    """Candidates by name, on a machine with CUDA 12 and these packages, whose libraries answer so."""
+
+    def found(*packages, mpi=("MPICH 5", ""), cupy=("CuPy 14.2, NCCL 2.27.7", ""), mpirun="/mpirun"):
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name if name in packages else None)
+        monkeypatch.setattr(doctor, "_ask", {doctor._ASK_MPI: mpi, doctor._ASK_CUPY: cupy}.get)
+        monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
+        return {one.name: one for one in candidates()}
+
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    (found,) = (one for one in candidates(Libraries(**{**MPI, **CUPY, **changes})) if one.name == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "packages", "changes", "missing", "remedy"),
+    [
+        ("mpi4py", ["mpi4py"], {}, "", ""),
+        ("mpi4py", [], {}, "mpi4py is not installed", "[mpi]"),
+        ("mpi4py", ["mpi4py"], {"mpi": ("", "no libmpi.so")}, "finds no MPI library (no libmpi.so)", "[mpi]"),
+        ("mpi4py", ["mpi4py"], {"mpirun": None}, "no mpirun", "mpirun of MPICH 5"),
+        ("cupy_nccl", ["cupy"], {}, "", ""),
+        ("cupy_nccl", [], {}, "CuPy is not installed", "[cupy12]"),
+        ("cupy_nccl", ["cupy"], {"cupy": ("", "no libcuda")}, "CuPy finds no NCCL (no libcuda)", "[cupy12]"),
+        ("cupy_nccl", ["cupy"], {"cupy": ("CuPy 14.2, NCCL 2.27.7!", "")}, "two different NCCLs", "[cupy12]"),
+        ("nccl", [], {}, "no NCCL", "torch for CUDA"),
+    ],
+)
+def test_why_a_backend_cannot_be_made_on_a_machine_with_cuda(here, name, packages, changes, missing, remedy):
+    found = here(*packages, **changes)[name]
     assert missing in found.missing
     assert remedy in found.remedy
     assert bool(found.missing) == bool(missing)
+    assert bool(found.library) == (not missing)
 
 
 @pytest.mark.parametrize(("cuda", "reason"), [(None, "without CUDA"), ("13.0", "no CUDA device is visible")])
-def test_without_a_device_both_reasons_are_told(monkeypatch, cuda, reason):
+def test_without_a_device_both_reasons_are_told(here, monkeypatch, cuda, reason):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = candidates(Libraries(**MPI, cupy_problem="No module named 'cupy'"))[-1]
+    found = here()["cupy_nccl"]
     assert reason in found.missing
     assert "CuPy is not installed" in found.missing
     assert "[cupy13]" in found.remedy
@@ -204,64 +214,22 @@ def test_it_is_the_nccl_version_that_counts(monkeypatch, files, number):
     assert many_ranks_a_device() == (number >= 23000)
 
 
-@pytest.mark.parametrize(
-    ("torch_nccl", "libraries", "clash"),
-    [
-        ("2.27.7", CUPY, ""),
-        (None, {}, ""),
-        ("2.26.2", CUPY, "torch calls NCCL 2.26.2, and CuPy calls 2.27.7"),
-        ("2.27.7", {**CUPY, "nccl_files": 2}, "2 different libnccl files"),
-    ],
-)
-def test_two_nccls_clash(torch_nccl, libraries, clash):
-    found = doctor.clash_of(torch_nccl, Libraries(**libraries))
-    assert clash in found
-    assert bool(clash) == bool(found)
-
-
 def test_wrong_variables_of_a_launcher_are_told(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert doctor.launcher_here().startswith("its variables are wrong: WORLD_SIZE")
 
 
-WORKS = "Get_library_version = lambda: 'Open  MPI v5\\nmore\\0'"
-NCCL = "available = True\nget_version = lambda: 22707"
-MPI4PY = "__version__ = '4.0'\nclass rc: pass\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"mpi4py/__init__.py": MPI4PY, "mpi4py/MPI.py": WORKS}, {"mpi4py": "4.0", "mpi": "Open MPI v5"}),
-        (
-            {"mpi4py/__init__.py": MPI4PY, "mpi4py/MPI.py": "raise RuntimeError('cannot load MPI library')"},
-            {"mpi4py": "4.0", "mpi": None, "mpi_problem": "RuntimeError: cannot load MPI library"},
-        ),
-        (
-            {"mpi4py/__init__.py": MPI4PY, "mpi4py/MPI.py": "import os, signal\nos.kill(os.getpid(), signal.SIGABRT)"},
-            {"mpi4py": None, "mpi_problem": "its process ended with exit code -6"},
-        ),
-        (
-            {"mpi4py.py": "import threading\nthreading.Event().wait()"},
-            {"mpi4py": None, "mpi_problem": "it has not answered within 5 s"},
-        ),
-        (
-            {"cupy/__init__.py": "__version__ = '14'", "cupy/cuda/__init__.py": "", "cupy/cuda/nccl.py": NCCL},
-            {"cupy": "14", "cupy_nccl": "2.27.7", "nccl_files": len(nccl_library.loaded_files())},
-        ),
-    ],
-    ids=["works", "fails", "crashes", "hangs", "CuPy"],
-)
-def test_a_library_is_asked_apart_from_this_process(tmp_path, monkeypatch, files, expected):
-    for name, content in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    monkeypatch.setattr(doctor, "_ASK_SECONDS", 5.0 if "it has not answered" in str(expected) else 100.0)
-    found = find_libraries()
-    assert {name: getattr(found, name) for name in expected} == expected
+def test_a_library_is_asked_apart_from_this_process(tmp_path, monkeypatch):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("Get_library_version = lambda: 'Open  MPI v5\\nmore\\0'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._ask(doctor._ASK_MPI) == ("Open MPI v5", "")
+    assert doctor._ask("raise RuntimeError('cannot load it')") == ("", "RuntimeError: cannot load it")
+    assert doctor._ask("import os, signal; os.kill(os.getpid(), signal.SIGABRT)")[1].endswith("exit code -6")
+    monkeypatch.setattr(doctor, "_ASK_SECONDS", 0.5)
+    assert doctor._ask("import threading; threading.Event().wait()") == ("", "it has not answered within 0.5 s")
 
 
 def test_a_torch_that_was_not_tried_is_told_of(monkeypatch):

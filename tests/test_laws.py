@@ -24,7 +24,7 @@ from library_warnings import without_warnings
 from ppe_ddp.engine import negotiation
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.testing import ConformanceError, RankError, Ranks
-from ppe_ddp.testing.training import Plugs
+from ppe_ddp.testing.probes import Plugs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 LAYERS = st.builds(LayerRecipe, st.sampled_from(Kind), st.sampled_from(DTYPES))

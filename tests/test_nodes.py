@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ppe_ddp.testing import JobStarter, Nodes, NodesError, Outcome, RankError, Ranks, node_job, nodes_missing
-from ppe_ddp.testing.nodes import LAUNCHERS, Place, commands
+from ppe_ddp.testing import JobStarter, Nodes, NodesError, Outcome, RankError, Ranks, nodes_missing
+from ppe_ddp.testing import nodes as nodes_module
+from ppe_ddp.testing.nodes import LAUNCHERS
 from subprocesses import needs_mpirun
 from test_ranks import all_end
 
@@ -121,7 +122,7 @@ def test_a_job_on_nodes_has_its_ranks_output_and_exit_code(nodes, launcher):
 
 
 def test_the_others_get_a_little_time_when_one_has_failed(nodes, monkeypatch):
-    monkeypatch.setattr(node_job, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(nodes_module, "_GRACE_SECONDS", 0.3)
     script = "[ $RANK = 0 ] || exit 6; sleep 0.1; echo well; exec sleep 1000"
     done = nodes.launch("ranks", ["/bin/sh", "-c", script], ranks=(1, 1), timeout=30)
     assert (done.code, done.output) == (6, "well\n")
@@ -264,11 +265,11 @@ def test_impossible_numbers_are_refused(numbers):
         Nodes(**numbers)
 
 
-def test_commands_that_make_no_sense_are_refused():
-    place = Place(("n0", "n1"), "10.0.0.1", 1)
-    with pytest.raises(ValueError, match="2 nodes need as many positive numbers"):
-        commands("torchrun", ["true"], (1,), place)
-    with pytest.raises(ValueError, match=r"2 nodes need .* \(1, 0\)"):
-        commands("torchrun", ["true"], (1, 0), place)
-    with pytest.raises(ValueError, match="mpirun, torchrun, ranks, but it is 'srun'"):
-        commands("srun", ["true"], (1, 1), place)
+def test_jobs_that_make_no_sense_are_refused(nodes):
+    for launcher, ranks, message in (
+        ("torchrun", (1,), "2 nodes need as many positive numbers"),
+        ("torchrun", (1, 0), r"2 nodes need .* \(1, 0\)"),
+        ("srun", (1, 1), "mpirun, torchrun, ranks, but it is 'srun'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nodes.start(launcher, ["true"], ranks=ranks)

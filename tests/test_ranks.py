@@ -125,7 +125,7 @@ def test_an_exception_carries_its_rank_traceback_and_type(two_ranks, pids):
     assert error.ranks == {1: Outcome.RAISED}
     assert "1 of 2 ranks failed: rank 1 raised: KeyError: 'lost'" in str(error)
     assert "in raise_on" in str(error)
-    assert "rank_process.py" not in str(error)
+    assert "testing/ranks.py" not in str(error)
     assert two_ranks.alive
     assert two_ranks.pids == pids
 

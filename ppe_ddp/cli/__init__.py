@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 __all__ = ["COMMANDS", "Command", "main"]
 
-_USAGE_ERROR = 2
-
 
 class Command(NamedTuple):
     """One command: the words that call it, what it does in one line, and ``module`` or ``module:class``."""
@@ -59,22 +57,23 @@ def main(
         SystemExit: From argparse, for a command's ``--help`` (0) and for wrong arguments (2).
     """
     words = list(sys.argv[1:] if words is None else words)
-    group: list[str] = []
-    below = list(commands)
-    for count, word in enumerate(words, 1):
-        if word in ("-h", "--help"):
-            print(_listing(" ".join([program, *group]), below))
-            return 0
-        known = sorted({command.words.split()[len(group)] for command in below})
-        if word not in known:
-            print(_complaint(" ".join([program, *group]), word, known, below), file=sys.stderr)
-            return _USAGE_ERROR
-        group.append(word)
-        below = [command for command in below if command.words.split()[:count] == group]
-        if below[0].words == " ".join(group):
-            return _call(below[0], program, words[count:])
-    print(_listing(" ".join([program, *group]), below), file=sys.stderr)
-    return _USAGE_ERROR
+    for command in commands:
+        own = command.words.split()
+        if words[: len(own)] == own:
+            return _call(command, program, words[len(own) :])
+    width = max(len(command.words) for command in commands)
+    lines = [f"  {command.words:<{width}}  {command.summary}" for command in commands]
+    listing = "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", "--help after a COMMAND tells more of it."])
+    if {"-h", "--help"} & set(words):
+        print(listing)
+        return 0
+    begun = " ".join(words[:2])
+    if begun and not any(command.words.startswith(f"{begun} ") for command in commands):
+        near = difflib.get_close_matches(begun, [command.words for command in commands], n=1, cutoff=0.5)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"{program}: unknown command {begun!r}{meant}\n", file=sys.stderr)
+    print(listing, file=sys.stderr)
+    return 2
 
 
 def _call(command: Command, program: str, words: Sequence[str]) -> int:
@@ -89,16 +88,3 @@ def _call(command: Command, program: str, words: Sequence[str]) -> int:
     target.add_arguments(parser)
     code: int = target.run(parser.parse_args(words))
     return code
-
-
-def _listing(title: str, commands: Sequence[Command]) -> str:
-    width = max(len(command.words) for command in commands)
-    lines = [f"  {command.words:<{width}}  {command.summary}" for command in commands]
-    return "\n".join([f"usage: {title} COMMAND ...", "", *lines, "", "--help after a COMMAND tells more of it."])
-
-
-def _complaint(title: str, word: str, known: Sequence[str], commands: Sequence[Command]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    what = "option" if word.startswith("-") else "command"
-    return f"{title}: unknown {what} {word!r}{meant}\n\n{_listing(title, commands)}"

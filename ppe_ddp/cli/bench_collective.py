@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +31,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
-from ppe_ddp.cli.bench_platform import BACKENDS, DEFAULT_RANKS, Platform, measure_on_ranks, over_mpi
-from ppe_ddp.cli.command_line import count, fail, output, print_table, size_of, told, write_report
-from ppe_ddp.launchers import detect, find_mpirun
+from ppe_ddp.cli import benchmarking
+from ppe_ddp.cli.benchmarking import (
+    BACKENDS,
+    Platform,
+    in_turn,
+    largest,
+    on_ranks,
+    print_table,
+)
+from ppe_ddp.cli.command_line import fail, size_of, write_report
+from ppe_ddp.launchers import detect
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,17 +53,24 @@ _BLOCK_SECONDS = 0.05
 _DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
 
 
-def _reduce_scatter(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduce(whole: Tensor, _part: Tensor, group: Any) -> Tensor:
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _broadcast(whole: Tensor, _part: Tensor, group: Any) -> Tensor:
+    dist.broadcast(whole, 0, group=group)
+    return whole
+
+
+def _all_gather(whole: Tensor, part: Tensor, group: Any) -> Tensor:
+    dist.all_gather_into_tensor(whole, part, group=group)
+    return whole
+
+
+def _reduce_scatter(whole: Tensor, part: Tensor, group: Any) -> Tensor:
     dist.reduce_scatter_tensor(part, whole, group=group)
     return part
-
-
-def _into_whole(collective: Callable[..., object]) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    def run(whole: Tensor, part: Tensor, group: ProcessGroup) -> Tensor:
-        collective(whole, part, group)
-        return whole
-
-    return run
 
 
 def _parts(result: Tensor, ranks: int) -> Tensor:
@@ -64,33 +78,19 @@ def _parts(result: Tensor, ranks: int) -> Tensor:
     return numbers.to(result.dtype).repeat_interleave(result.numel() // ranks)
 
 
+Function = Callable[[Tensor, Tensor, Any], Tensor]
+
 # What runs it, what its result should be where each rank gave rank + 1, and busbw / algbw by the number of ranks.
-OPERATIONS: dict[
-    str,
-    tuple[Callable[[Tensor, Tensor, Any], Tensor], Callable[[Tensor, int], Any], Callable[[int], float]],
-] = {
-    "all_reduce": (
-        _into_whole(lambda whole, _part, group: dist.all_reduce(whole, group=group)),
-        lambda _result, n: n * (n + 1) / 2,
-        lambda n: 2 * (n - 1) / n,
-    ),
-    "broadcast": (
-        _into_whole(lambda whole, _part, group: dist.broadcast(whole, 0, group=group)),
-        lambda _result, _n: 1,
-        lambda _n: 1,
-    ),
-    "all_gather": (
-        _into_whole(lambda whole, part, group: dist.all_gather_into_tensor(whole, part, group=group)),
-        _parts,
-        lambda n: (n - 1) / n,
-    ),
+OPERATIONS: dict[str, tuple[Function, Callable[[Tensor, int], Any], Callable[[int], float]]] = {
+    "all_reduce": (_all_reduce, lambda _result, n: n * (n + 1) / 2, lambda n: 2 * (n - 1) / n),
+    "broadcast": (_broadcast, lambda _result, _n: 1, lambda _n: 1),
+    "all_gather": (_all_gather, _parts, lambda n: (n - 1) / n),
     "reduce_scatter": (_reduce_scatter, lambda _result, n: n * (n + 1) / 2, lambda n: (n - 1) / n),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
-    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {DEFAULT_RANKS})")
     names = list(OPERATIONS)
     parser.add_argument("--op", action="append", choices=names, metavar="NAME", help=f"{', '.join(names)}")
     parser.add_argument("--device", choices=list(BACKENDS), default="cpu", help="of the tensors (default: cpu)")
@@ -98,30 +98,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", metavar="TYPE", help=kinds)
     parser.add_argument("--min-size", type=size_of, default=4, metavar="BYTES", help="smallest message (default: 4)")
     parser.add_argument("--max-size", type=size_of, default=32 << 20, metavar="BYTES", help="largest (default: 32M)")
-    parser.add_argument("--repeats", type=count, default=11, metavar="N", help="repetitions (default: 11)")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    benchmarking.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints what came out on rank 0.
 
     Returns:
-        0, or 1 if a result was wrong or a rank failed, or the code with which mpirun ended; 2 if what is needed is not
-        here.
+        0, or 1 if a result was wrong or a rank failed; 2 if what is needed is not here.
     """
     try:
         platform = Platform.of(arguments.device)
         if platform.device == "cpu" and detect(os.environ).launcher == "alone":
-            mpirun = find_mpirun()
-            if mpirun is None:
-                return fail("there is no mpirun: pip install 'ppe_ddp[mpi]', or start with torchrun", 2)
-            ranks = str(arguments.ranks or DEFAULT_RANKS)
-            command = [mpirun, "-n", ranks, sys.executable, "-m", "ppe_ddp", *sys.argv[1:]]
-            return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+            platform = Platform("cpu", "mpi4py")
     except (ImportError, RuntimeError, ValueError) as error:
         return fail(error, 2)
-    words, publish = (arguments, platform), partial(_publish, arguments, platform)
-    return measure_on_ranks(measure, words, publish, ranks=arguments.ranks, platform=platform)
+
+    def publish(lines: list[dict[str, Any]], ranks: int) -> int:
+        title = f"Collectives of {arguments.dtype}; bandwidths in GB/s"
+        headings = ["operation", "<backend", "bytes", "us", "algbw", "busbw", "wrong", f"x {lines[0]['backend']}"]
+        print_table(arguments, title, f"{ranks} ranks on {platform.device}", headings, _rows(lines))
+        used = {"ranks": ranks, "repeats": arguments.repeats, "threads": 1, "platform": platform.facts()}
+        write_report(arguments, "bench collective", settings=used, lines=lines)
+        return int(any(line["wrong"] for line in lines))
+
+    return on_ranks(measure, (arguments, platform), publish, ranks=arguments.ranks, platform=platform)
+
+
+def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    first = lines[0]["backend"]
+    base = {(one["operation"], one["nbytes"]): one["microseconds"] for one in lines if one["backend"] == first}
+    for one in lines:
+        ratio = one["microseconds"] / base[one["operation"], one["nbytes"]]
+        speeds = [f"{one[name]:.3f}" for name in ("algbw", "busbw")]
+        numbers = [str(one["nbytes"]), f"{one['microseconds']:.1f}", *speeds, str(one["wrong"])]
+        yield [one["operation"], one["backend"], *numbers, "" if one["backend"] == first else f"{ratio:.3f}"]
 
 
 def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str, Any]]:
@@ -130,109 +141,78 @@ def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str,
     Returns:
         A line for each operation, size and backend, the same on every rank; as the report has it.
     """
-    platform.enter()
-    comparison = _Comparison(platform, arguments.repeats)
+    control = platform.enter() or dist.new_group(backend="gloo")
+    groups = _groups(platform, control)
     lines: list[dict[str, Any]] = []
     for operation in arguments.op or ["all_reduce"]:
         nbytes = arguments.min_size
         while nbytes <= arguments.max_size:
-            lines += comparison.lines(operation, nbytes, _DTYPES[arguments.dtype])
+            lines += _lines(operation, nbytes, _DTYPES[arguments.dtype], groups, arguments.repeats, platform, control)
             nbytes = arguments.max_size if nbytes < arguments.max_size < nbytes * _FACTOR else nbytes * _FACTOR
     return lines
 
 
-class _Comparison:
-    """The groups that are compared, one a backend, and how."""
+def _groups(platform: Platform, control: ProcessGroup) -> dict[str, Any]:
+    """The groups that are compared, one a backend."""
+    if platform.device == "cpu":
+        return {"gloo": control, **({"mpi4py": dist.group.WORLD} if benchmarking.over_mpi() else {})}
+    groups = {"nccl": dist.new_group(backend="nccl")}
+    try:
+        load_nccl()
+    except ImportError as error:
+        if dist.get_rank() == 0:
+            print(f"ppe_ddp: cupy_nccl skipped: {error}", file=sys.stderr)
+    else:
+        groups["cupy_nccl"] = dist.new_group(backend="cupy_nccl")
+    return groups
 
-    def __init__(self, platform: Platform, repeats: int) -> None:
-        self._platform, self._repeats = platform, repeats
-        self._control = dist.new_group(backend="gloo")
-        self._groups: dict[str, Any] = {"gloo": self._control}
-        if platform.device == "cpu":
-            self._groups |= {"mpi4py": dist.group.WORLD} if over_mpi() else {}
-            return
-        self._groups = {"nccl": dist.new_group(backend="nccl")}
-        try:
-            load_nccl()
-        except ImportError as error:
-            if dist.get_rank() == 0:
-                print(f"ppe_ddp: cupy_nccl skipped: {error}", file=sys.stderr)
-        else:
-            self._groups["cupy_nccl"] = dist.new_group(backend="cupy_nccl")
 
-    def lines(self, operation: str, nbytes: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-        """Measure one size over all backends in turn, so that noise meets them all."""
-        ranks = dist.get_world_size()
-        function, _, factor = OPERATIONS[operation]
-        per_rank = max(1, nbytes // dtype.itemsize // ranks)
-        elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
-        whole, part = (torch.zeros(n, dtype=dtype, device=self._platform.device) for n in (elements, per_rank))
-        wrong = {name: count_wrong(operation, whole, part, group) for name, group in self._groups.items()}
-        whole.zero_()
-        part.zero_()
-        calls = {name: partial(function, whole, part, group) for name, group in self._groups.items()}
-        numbers = {name: self._number(call, self._groups[name]) for name, call in calls.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(self._repeats):
-            for name, call in calls.items():
-                seconds[name].append(self._block(call, self._groups[name], numbers[name]))
-        for name in calls:
-            slowest = torch.tensor([statistics.median(seconds[name]), float(wrong[name])], dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._control)
-            time, worst = slowest.tolist()
-            speed = whole.nbytes / time / 1e9
-            yield {
-                "operation": operation,
-                "backend": name,
-                "nbytes": whole.nbytes,
-                "dtype": str(dtype)[6:],
-                "microseconds": time * 1e6,
-                "algbw": speed,
-                "busbw": speed * factor(ranks),
-                "wrong": int(worst),
-            }
+def _lines(
+    operation: str,
+    nbytes: int,
+    dtype: torch.dtype,
+    groups: dict[str, Any],
+    repeats: int,
+    platform: Platform,
+    control: ProcessGroup,
+) -> Iterator[dict[str, Any]]:
+    """Measure one size over all backends."""
+    ranks = dist.get_world_size()
+    function, _, factor = OPERATIONS[operation]
+    per_rank = max(1, nbytes // dtype.itemsize // ranks)
+    elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
+    whole, part = (torch.zeros(n, dtype=dtype, device=platform.device) for n in (elements, per_rank))
+    wrong = largest([count_wrong(operation, whole, part, group) for group in groups.values()], control)
+    whole.zero_()
+    part.zero_()
 
-    def _block(self, function: Callable[[], Any], group: Any, calls: int) -> float:
-        """Seconds a call."""
-        self._platform.clock()
-        dist.barrier(group)
-        start = self._platform.clock()
+    def take(group: ProcessGroup, calls: int) -> None:
         for _ in range(calls):
-            function()
-        return (self._platform.clock() - start) / calls
+            function(whole, part, group)
 
-    def _number(self, function: Callable[[], Any], group: Any) -> int:
-        """How many calls make up a block; the same on all ranks."""
-        function()
-        number = torch.tensor([_BLOCK_SECONDS / max(self._block(function, group, 3), 1e-9)])
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._control)
-        return max(1, min(2000, int(number)))
+    takes = {name: partial(take, group) for name, group in groups.items()}
+    first = in_turn(takes, dict.fromkeys(takes, 3), 1, platform, control)
+    calls = {name: max(1, min(2000, int(_BLOCK_SECONDS / max(first[name][0], 1e-9)))) for name in takes}
+    seconds = in_turn(takes, calls, repeats, platform, control)
+    for name, count in zip(takes, wrong, strict=True):
+        time = median(seconds[name])
+        speed = whole.nbytes / time / 1e9
+        yield {
+            "operation": operation,
+            "backend": name,
+            "nbytes": whole.nbytes,
+            "dtype": str(dtype)[6:],
+            "microseconds": time * 1e6,
+            "algbw": speed,
+            "busbw": speed * factor(ranks),
+            "wrong": int(count),
+        }
 
 
 def count_wrong(operation: str, whole: Tensor, part: Tensor, group: Any) -> int:
-    """How many elements of the result are wrong on this rank, where each rank gives its number plus one."""
+    """The number of wrong elements on this rank, where each rank gives its number plus one."""
     function, expected, _ = OPERATIONS[operation]
     whole.fill_(dist.get_rank() + 1)
     part.fill_(dist.get_rank() + 1)
     result = function(whole, part, group)
     return int((result != expected(result, dist.get_world_size())).sum())
-
-
-def _publish(arguments: argparse.Namespace, platform: Platform, ranks: list[list[dict[str, Any]]]) -> int:
-    lines = ranks[0]
-    headings = ["operation", "<backend", "bytes", "us", "algbw", "busbw", "wrong", f"x {lines[0]['backend']}"]
-    title = f"Collectives of {arguments.dtype}; bandwidths in GB/s"
-    print_table(title, f"{len(ranks)} ranks on {platform.device}", headings, _rows(lines), told(arguments))
-    used = {"ranks": len(ranks), "repeats": arguments.repeats, "threads": 1, "platform": platform.facts()}
-    write_report(arguments, "bench collective", settings=used, lines=lines)
-    return int(any(line["wrong"] for line in lines))
-
-
-def _rows(lines: list[dict[str, Any]]) -> Iterator[list[str]]:
-    first = lines[0]["backend"]
-    base = {(one["operation"], one["nbytes"]): one["microseconds"] for one in lines if one["backend"] == first}
-    for one in lines:
-        ratio = one["microseconds"] / base[one["operation"], one["nbytes"]]
-        speeds = [f"{one[name]:.3f}" for name in ("algbw", "busbw")]
-        numbers = [str(one["nbytes"]), f"{one['microseconds']:.1f}", *speeds, str(one["wrong"])]
-        yield [one["operation"], one["backend"], *numbers, "" if one["backend"] == first else f"{ratio:.3f}"]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from statistics import median
 from time import process_time
 from typing import Any
@@ -30,8 +29,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.bench_platform import DEFAULT_RANKS, measure_on_ranks
-from ppe_ddp.cli.command_line import count, output, print_table, told, write_report
+from ppe_ddp.cli import benchmarking
+from ppe_ddp.cli.benchmarking import largest, on_ranks, print_table
+from ppe_ddp.cli.command_line import count, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
 
 __all__ = ["METHODS", "add_arguments", "measure", "run"]
@@ -54,7 +54,7 @@ METHODS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "PowerSGD(4)": lambda: (PowerSGD(4),),
     "PowerSGD(4), torch": lambda: (_torch_power_sgd(), powerSGD_hook),
 }
-"""What takes part: arguments of ``register_comm_hook``."""
+"""The contestants, as arguments of ``register_comm_hook``."""
 
 
 def _torch_power_sgd() -> PowerSGDState:
@@ -63,11 +63,9 @@ def _torch_power_sgd() -> PowerSGDState:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
-    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {DEFAULT_RANKS})")
     parser.add_argument("--width", type=count, default=1024, metavar="N", help="of the model (default: 1024)")
     parser.add_argument("--mbit", type=count, default=100, metavar="N", help="speed of the link (default: 100)")
-    parser.add_argument("--repeats", type=count, default=11, metavar="N", help="steps of each (default: 11)")
-    parser.add_argument("--json", type=output, metavar="FILE", help="write all numbers there; - for stdout")
+    benchmarking.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,8 +74,18 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0; 1 if a rank failed; 2 if the ranks that there are, are not as many as were asked for.
     """
-    asked = (arguments.width, arguments.mbit, arguments.repeats)
-    return measure_on_ranks(measure, asked, partial(_publish, arguments), ranks=arguments.ranks)
+    asked = {name: getattr(arguments, name) for name in ("width", "mbit", "repeats")}
+
+    def publish(lines: list[dict[str, Any]], ranks: int) -> int:
+        caption = f"{ranks} ranks; a step at {arguments.mbit:g} Mbit/s, as a part of one without compression; pays "
+        caption += "below so many Mbit/s"
+        title = f"{lines[0]['whole_nbytes'] / 1e6:.1f} MB of gradients"
+        headings = ["method", "MB sent", "of all", "CPU ms", "error", "pays below", "a step"]
+        print_table(arguments, title, caption, headings, _rows(lines))
+        write_report(arguments, "bench compression", settings={"ranks": ranks, **asked}, lines=lines)
+        return 0
+
+    return on_ranks(measure, tuple(asked.values()), publish, ranks=arguments.ranks)
 
 
 def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
@@ -133,9 +141,8 @@ def _measured(arguments: tuple[Any, ...], width: int, repeats: int) -> tuple[int
     exact = [sum(parts) / len(everyone) for parts in zip(*everyone, strict=True)]
     found = [parameter.grad for parameter in module.parameters()]
     error = _length([a - b for a, b in zip(found, exact, strict=True) if a is not None]) / _length(exact)
-    slowest = torch.tensor(median(seconds[_WARM_UP:]))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return sent, sum(parameter.nbytes for parameter in module.parameters()), float(slowest), error
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    return sent, whole, largest(median(seconds[_WARM_UP:])), error
 
 
 def _gradients(module: nn.Module, rank: int) -> list[Tensor]:
@@ -157,7 +164,7 @@ def _length(tensors: Sequence[Any]) -> float:
 
 
 def _link_seconds(nbytes: int, mbit: float) -> float:
-    """How long a rank's link takes for an all-reduce of so many bytes, one direction at a time."""
+    """The seconds that a rank's link takes for an all-reduce of ``nbytes``, one direction at a time."""
     world_size = dist.get_world_size()
     return 2 * (world_size - 1) / world_size * nbytes * 8 / (mbit * 1e6)
 
@@ -169,26 +176,11 @@ def _pays_below(saved_nbytes: int, lost_seconds: float) -> float | None:
     return min(_link_seconds(saved_nbytes, 1.0) / max(lost_seconds, 1e-9), _FASTEST)
 
 
-def _publish(arguments: argparse.Namespace, ranks: list[list[dict[str, Any]]]) -> int:
-    lines, whole = ranks[0], ranks[0][0]["whole_nbytes"]
-    caption = f"{len(ranks)} ranks; a step at {arguments.mbit:g} Mbit/s, as a part of one without compression; pays "
-    caption += "below so many Mbit/s"
-    headings = ["method", "MB sent", "of all", "CPU ms", "error", "pays below", "a step"]
-    print_table(f"{whole / 1e6:.1f} MB of gradients", caption, headings, _rows(lines), told(arguments))
-    used = {name: getattr(arguments, name) for name in ("width", "mbit", "repeats")}
-    write_report(arguments, "bench compression", settings={"ranks": len(ranks), **used}, lines=lines)
-    return 0
-
-
 def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     for one in lines:
-        sent = one["nbytes"]
-        yield (
-            one["name"],
-            "-" if sent is None else f"{sent / 1e6:.3f}",
-            "-" if sent is None else f"{sent / one['whole_nbytes']:.3f}",
-            f"{one['cpu_seconds'] * 1e3:.1f}",
-            f"{one['error']:.1e}",
-            "-" if one["pays_below"] is None else f"{one['pays_below']:.0f}",
-            "-" if one["ratio"] is None else f"{one['ratio']:.3f}",
-        )
+        sent = ["-", "-"]
+        if one["nbytes"] is not None:
+            sent = [f"{one['nbytes'] / 1e6:.3f}", f"{one['nbytes'] / one['whole_nbytes']:.3f}"]
+        pays = "-" if one["pays_below"] is None else f"{one['pays_below']:.0f}"
+        ratio = "-" if one["ratio"] is None else f"{one['ratio']:.3f}"
+        yield one["name"], *sent, f"{one['cpu_seconds'] * 1e3:.1f}", f"{one['error']:.1e}", pays, ratio

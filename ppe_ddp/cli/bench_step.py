@@ -1,10 +1,13 @@
-"""Measures one training step: forward, backward, exchange; no optimizer.
+"""Measures one training step: forward, backward, exchange; no optimizer, or AdamW.
 
 ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
 the same data, in turn, within one run over one backend, one thread a rank.
 Look at the ratios: times on a shared machine mean little by themselves.
 "exposed" is what a step takes beyond the bare model's, where torch DDP's is 1.
---json has all numbers, bytes of masks among them.
+--json has all numbers, bytes of masks among them. With --adamw each contestant
+steps AdamW as well; DistributedOptimizer, with and without overlap, and torch's
+ZeroRedundancyOptimizer ("zero") take part, and "state" is what the optimizer of
+one rank keeps.
 
 Started alone it starts its own ranks; under torchrun, srun or mpirun it uses
 those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
@@ -12,6 +15,7 @@ those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json
   mpirun -n 2 python -m ppe_ddp bench step --also shared_memory=False
+  python -m ppe_ddp bench step --model transformer --adamw
   python -m ppe_ddp bench step --device cuda
 """
 
@@ -20,7 +24,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import gc
 import importlib
 import random
 import statistics
@@ -28,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +39,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp import DistributedDataParallel, Options
-from ppe_ddp.cli.bench_platform import Platform, add_platform_arguments, measure_on_ranks, over_mpi
-from ppe_ddp.cli.command_line import Spread, count, fail, output, print_table, told, write_report
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, Options
+from ppe_ddp.cli import benchmarking
+from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn, largest, on_ranks, over_mpi, print_table
+from ppe_ddp.cli.command_line import count, fail, told, write_report
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WORKLOADS", "GradientMismatchError", "Workload", "add_arguments", "combine", "measure", "run", "tolerance"]
+__all__ = ["WORKLOADS", "Contestant", "GradientMismatchError", "Workload", "add_arguments", "compare", "measure", "run"]
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
 # The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.
@@ -74,6 +78,12 @@ class Workload:
     route: Callable[[int, int], tuple[object, ...]] = lambda _step, _rank: ()
     steps: int = 3
     is_dynamic: bool = False
+
+    def made(self, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+        """A model that is the same on every rank and kind of device, and this rank's batch, both made on the CPU."""
+        torch.manual_seed(0)
+        batch = self.batch(torch.Generator().manual_seed(dist.get_rank()))
+        return self.build().to(device), batch.to(device)
 
 
 def _random(*shape: int) -> Callable[[torch.Generator], Tensor]:
@@ -177,15 +187,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
     names = f"{', '.join(WORKLOADS)} (default: all but tiny; transformer-bf16 on cuda only)"
     parser.add_argument("--model", action="append", choices=WORKLOADS, metavar="NAME", help=names)
-    add_platform_arguments(parser)
+    parser.add_argument("--device", choices=list(BACKENDS), default="cpu", help="to run on (default: cpu)")
+    backends = list(dict.fromkeys(name for fitting in BACKENDS.values() for name in fitting))
+    defaults = f"{', '.join(backends)} (default: {BACKENDS['cpu'][0]}, on cuda {BACKENDS['cuda'][0]})"
+    parser.add_argument("--backend", choices=backends, metavar="NAME", help=defaults)
     steps = "steps in a block (default: 3, or 8 where a step is short)"
     parser.add_argument("--steps", type=count, metavar="N", help=steps)
-    parser.add_argument("--repeats", type=count, metavar="N", help=f"repetitions (default: {_REPEATS})")
+    benchmarking.add_arguments(parser, repeats=_REPEATS)
+    parser.set_defaults(repeats=None)  # which --quick decides upon
     quick = f"{_QUICK_STEPS} steps, {_QUICK_REPEATS} repetitions: a first look"
     parser.add_argument("--quick", action="store_true", help=quick)
-    to_json = "write all numbers there; - for stdout, with the table on stderr"
-    parser.add_argument("--json", type=output, metavar="FILE", help=to_json)
     also = "ppe_ddp once more with this keyword of the wrapper, such as bucket_cap_mb=1 or shared_memory=False"
+    parser.add_argument("--adamw", action="store_true", help="with AdamW, whole and in shards")
     parser.add_argument("--also", type=keyword, action="append", default=[], metavar="NAME=VALUE", help=also)
 
 
@@ -219,9 +232,38 @@ def run(arguments: argparse.Namespace) -> int:
         "steps": arguments.steps or (_QUICK_STEPS if arguments.quick else None),
         "repeats": arguments.repeats or (_QUICK_REPEATS if arguments.quick else _REPEATS),
         "also": arguments.also,
+        "adamw": arguments.adamw,
     }
-    publish = partial(_publish, arguments, settings, platform)
-    return measure_on_ranks(measure, (settings, platform), publish, ranks=arguments.ranks, platform=platform)
+
+    def publish(models: list[dict[str, Any]], _ranks: int) -> int:
+        title = "One training step: medians (middle half)"
+        headings = ["", "ms a step", "ratio", "exposed", "state MB" if arguments.adamw else "MB sent"]
+        print_table(arguments, title, str(platform), headings, _rows(models))
+        for name, reason in models[0]["skipped"].items():
+            print(f"{name} skipped: {reason}", file=told(arguments))
+        used = {**settings, "platform": platform.facts(), "threads": 1}
+        write_report(arguments, "bench step", settings=used, models=models)
+        return 0
+
+    return on_ranks(measure, (settings, platform), publish, ranks=arguments.ranks, platform=platform)
+
+
+def _rows(models: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
+    for model in models:
+        size, reference = model["world_size"], model["reference"]
+        yield f"{model['name']}, {size} rank{'s' if size != 1 else ''}", "", f"to {reference}"
+        for one in model["contestants"]:
+            has_exposed = one["exposed"] is not None and one["name"] not in (reference, "bare")
+            ratio = "" if one["name"] == reference else one["ratio"].text(2)
+            nbytes = one.get("state_nbytes", one["gradient_nbytes"])
+            yield (
+                f"  {one['name']}",
+                one["milliseconds"].text(1),
+                ratio,
+                f"{one['exposed']:.2f}" if has_exposed else "",
+                f"{nbytes / 1e6:.2f}" if nbytes else "-",
+            )
+        yield ()
 
 
 # ---------------------------------------------------------------------- contestants
@@ -230,7 +272,7 @@ Wrap = Callable[[nn.Module, "ProcessGroup | None", bool], nn.Module]
 
 
 def _torch(module: nn.Module, group: ProcessGroup | None, is_dynamic: bool) -> nn.Module:
-    """With the options that make it fast."""
+    """The wrapper of torch, with the options that make it fast."""
     return TorchDDP(module, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=is_dynamic)
 
 
@@ -249,153 +291,206 @@ def _ours(options: Mapping[str, Any], module: nn.Module, group: ProcessGroup | N
     return DistributedDataParallel(module, process_group=group, **options)
 
 
-def _contestants(also: Sequence[str]) -> dict[str, Wrap]:
-    """Who takes part, in the order of results."""
+def _adamw(wrapper: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(wrapper.parameters(), lr=1e-4)
+
+
+def _zero(wrapper: nn.Module) -> torch.optim.Optimizer:
+    # Imported here, since torch then warns of things of its own.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    group = wrapper.process_group  # of torch's wrapper
+    return ZeroRedundancyOptimizer(wrapper.parameters(), torch.optim.AdamW, process_group=group, lr=1e-4)
+
+
+def _sharded(options: Mapping[str, Any], wrapper: Any) -> torch.optim.Optimizer:
+    return DistributedOptimizer(_adamw(wrapper), wrapper, **options)
+
+
+# In the wrapper of the contestant before the comma.
+_IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ppe_ddp, sharded": partial(_sharded, {}),
+    "ppe_ddp, overlap": partial(_sharded, {"overlap": True}),
+    "torch, zero": _zero,
+}
+
+
+def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
+    """The contestants, in the order of results."""
     found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
     for text in also:
         name, _, value = text.partition("=")
         found[text] = partial(_ours, {name: ast.literal_eval(value)})
+    if adamw:
+        found |= {name: _torch if "torch" in name else partial(_ours, {}) for name in _IN_SHARDS}
     if over_mpi():
         found["over mpi4py"] = lambda module, _group, is_dynamic: _ours({}, module, None, is_dynamic)
     return {**found, "torch": _torch, "ppe": _ppe, "bare": lambda module, _group, _is_dynamic: module}
 
 
-def _traffic(trained: nn.Module, module: nn.Module, *, is_dynamic: bool) -> list[int]:
-    """The bytes of gradients, and those that show which exist, that one rank has sent in the last step."""
-    parameters = list(module.parameters())
-    if isinstance(trained, DistributedDataParallel):  # as the engine has recorded it
-        trace = trained.trace()
-        return [0, 0] if trace is None else [trace.gradient_nbytes, trace.control_nbytes]
-    if isinstance(trained, TorchDDP):  # all gradients; an int32 for each parameter where some may be unused
-        return [sum(parameter.nbytes for parameter in parameters), 4 * len(parameters) if is_dynamic else 0]
-    if trained is module:
-        return [0, 0]
-    # ppe's: those that exist on some rank, which it fills in here, and an int64 for each parameter
-    return [sum(one.grad.nbytes for one in parameters if one.grad is not None), 8 * len(parameters)]
+class Contestant:
+    """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants.
+
+    Args:
+        workload: Its data and branches.
+        batch: Its input.
+        module: The model.
+        wrapper: The wrapper of it.
+        optimizer: Steps after each backward, if there is one.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        batch: Tensor,
+        module: nn.Module,
+        wrapper: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.workload, self.batch, self.optimizer = workload, batch, optimizer
+        self.module, self.wrapper, self.steps = module, wrapper, 0
+
+    def take(self, steps: int) -> None:
+        """Make the next steps."""
+        for _ in range(steps):
+            route = self.workload.route(self.steps, dist.get_rank())
+            (self.optimizer or self.module).zero_grad(set_to_none=True)
+            self.workload.loss(self.wrapper(self.batch, *route), self.batch).backward()
+            if self.optimizer is not None:
+                self.optimizer.step()
+            self.steps += 1
+
+    def traffic(self) -> tuple[int, int]:
+        """The bytes of gradients, and those that show which exist, that this rank has sent in the last step."""
+        parameters, wrapper = list(self.module.parameters()), self.wrapper
+        if wrapper is self.module or dist.get_world_size() == 1:
+            return 0, 0
+        if isinstance(wrapper, DistributedDataParallel):  # as the engine has recorded it
+            trace = wrapper.trace()
+            return (0, 0) if trace is None else (trace.gradient_nbytes, trace.control_nbytes)
+        if isinstance(wrapper, TorchDDP):  # all gradients; an int32 for each parameter where some may be unused
+            return sum(one.nbytes for one in parameters), 4 * len(parameters) if self.workload.is_dynamic else 0
+        # ppe's: those that exist on some rank, which it fills in here, and an int64 for each parameter
+        return sum(one.grad.nbytes for one in parameters if one.grad is not None), 8 * len(parameters)
+
+    def state_nbytes(self) -> int:
+        """The bytes that this rank's optimizer keeps."""
+        inner: Any = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own
+        tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+        master = self.optimizer.master_nbytes if isinstance(self.optimizer, DistributedOptimizer) else 0
+        return master + sum(tensor.nbytes for tensor in tensors if tensor.dim())
 
 
-# ---------------------------------------------------------------------- one rank
+# ---------------------------------------------------------------------- on all ranks
 
 
 class GradientMismatchError(RuntimeError):
     """Two contestants have different gradients after the same step, so their times mean nothing."""
 
 
-class RankResult(NamedTuple):
-    """The measurements of one rank on one model.
-
-    Attributes:
-        seconds: By contestant, the seconds of one step, one number a repetition.
-        traffic: By contestant, the bytes of gradients and of masks that this rank sent in a step.
-        present: By parameter, whether this rank's own backward has its gradient in that step.
-        nbytes: The size of each parameter's gradient.
-        skipped: By contestant that did not take part, the reason.
-    """
-
-    seconds: dict[str, list[float]]
-    traffic: dict[str, list[int]]
-    present: list[bool]
-    nbytes: list[int]
-    skipped: dict[str, str]
-
-
-def measure(settings: Mapping[str, Any], platform: Platform) -> list[RankResult]:
+def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:
     """Measure some models in the default process group. All ranks call this together.
 
-    Every repetition gives each contestant one block of consecutive steps, in an order drawn anew, behind a barrier.
-    Noise that lasts longer than a block then meets them all, and a ratio within one repetition is free of what changed
-    since the one before.
+    Returns:
+        One result a model, as the report has it; what was sent is this rank's, all else the same on every rank.
 
     Raises:
         GradientMismatchError: Two contestants do not compute the same.
     """
-    platform.enter()
-    control, group = platform.control(), dist.new_group(backend="gloo") if over_mpi() else None
+    control, group = platform.enter(), dist.new_group(backend="gloo") if over_mpi() else None
     with warnings.catch_warnings():
-        # ppe's own, which a benchmark can do nothing about.
+        # ppe's own, and torch's about its own optimizers.
         warnings.filterwarnings("ignore", "Using .*non-full backward hook", FutureWarning)
-        contestants = _contestants(settings["also"])
-        return [_Race(name, settings, platform, control).measured(contestants, group) for name in settings["models"]]
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        return [_measured(name, settings, platform, control, group) for name in settings["models"]]
 
 
-class _Race:
-    """The contestants on one model, each with the number of steps that it has made."""
+def _measured(
+    name: str,
+    settings: Mapping[str, Any],
+    platform: Platform,
+    control: ProcessGroup | None,
+    group: ProcessGroup | None,
+) -> dict[str, Any]:
+    """Let all take part in one model: check them, then time them in turn."""
+    workload, skipped = WORKLOADS[name], {}
+    original, batch = workload.made(platform.device)
+    contestants: dict[str, Contestant] = {}
+    for one, wrap in _wraps(settings["also"], adamw=settings["adamw"]).items():
+        module = copy.deepcopy(original)
+        try:
+            wrapper = wrap(module, group, workload.is_dynamic)
+        except ImportError as error:
+            skipped[one] = str(error)
+            continue
+        optimizer = _IN_SHARDS.get(one, _adamw)(wrapper) if settings["adamw"] else None
+        contestants[one] = Contestant(workload, batch, module, wrapper, optimizer)
+    for _ in range(_WARM_UP_STEPS):
+        for contestant in contestants.values():
+            contestant.take(1)
+        if not settings["adamw"]:  # it makes small differences large
+            _check(contestants)
+    bare = list(contestants["bare"].module.parameters())
+    present = torch.tensor([one.grad is not None for one in bare], dtype=torch.uint8)
+    dist.all_reduce(present, dist.ReduceOp.MAX, group=control)
+    traffic = {one: contestant.traffic() for one, contestant in contestants.items()}
+    steps = dict.fromkeys(contestants, settings["steps"] or workload.steps)
+    takes = {one: contestant.take for one, contestant in contestants.items()}
+    seconds = in_turn(takes, steps, settings["repeats"], platform, control)
+    compared = compare(seconds, traffic, dist.get_world_size())
+    if settings["adamw"]:
+        states = largest([contestant.state_nbytes() for contestant in contestants.values()], control)
+        for result, nbytes in zip(compared["contestants"], states, strict=True):
+            result["state_nbytes"] = int(nbytes)
+    return {
+        "name": name,
+        "world_size": dist.get_world_size(),
+        "parameters": len(bare),
+        "parameter_nbytes": sum(one.nbytes for one in bare),
+        "existing_nbytes": sum(one.nbytes for one, here in zip(bare, present.tolist(), strict=True) if here),
+        **compared,
+        "skipped": skipped,
+    }
 
-    def __init__(
-        self, name: str, settings: Mapping[str, Any], platform: Platform, control: ProcessGroup | None
-    ) -> None:
-        self._name, self._workload, self._settings = name, WORKLOADS[name], settings
-        self._rank, self._platform, self._control = dist.get_rank(), platform, control
-        self._modules: dict[str, nn.Module] = {}
-        self._trained: dict[str, nn.Module] = {}
-        self._steps: dict[str, int] = {}
-        # Made on the CPU, so that they are the same on every kind of device.
-        generator = torch.Generator().manual_seed(self._rank)
-        self._batch = self._workload.batch(generator).to(platform.device)
-        torch.manual_seed(0)
-        self._module = self._workload.build().to(platform.device)
 
-    def measured(self, contestants: Mapping[str, Wrap], group: ProcessGroup | None) -> RankResult:
-        """Let all take part: check them, then time them in turn."""
-        skipped = {}
-        for name, wrap in contestants.items():
-            try:
-                self._enter(name, wrap, group)
-            except ImportError as error:
-                skipped[name] = str(error)
-        for _ in range(_WARM_UP_STEPS):
-            for name in self._trained:
-                self._run(name, 1)
-            self._check()
-        traffic = {
-            name: _traffic(trained, self._modules[name], is_dynamic=self._workload.is_dynamic)
-            for name, trained in self._trained.items()
+def compare(
+    seconds: Mapping[str, Sequence[float]], traffic: Mapping[str, tuple[int, int]], world_size: int
+) -> dict[str, Any]:
+    """The result of each contestant, given seconds of a step by repetition, and bytes of gradients and of masks.
+
+    Ratios are to torch DDP, or of one rank to the bare model; ``exposed`` is how much longer than the bare model's a
+    step takes, by medians, where torch DDP's is 1; None where torch's takes no longer.
+    """
+    reference = "bare" if world_size == 1 else "torch"
+    bare, torchs = (statistics.median(seconds[one]) for one in ("bare", "torch"))
+    has_exposed = torchs > bare and world_size > 1
+    results = [
+        {
+            "name": one,
+            "milliseconds": Spread.of([1e3 * value for value in own]),
+            "ratio": Spread.of(own, seconds[reference]),
+            "exposed": (statistics.median(own) - bare) / (torchs - bare) if has_exposed else None,
+            "gradient_nbytes": traffic[one][0],
+            "control_nbytes": traffic[one][1],
+            "steps_ms": [1e3 * value for value in own],
         }
-        bare = list(self._modules["bare"].parameters())
-        present, nbytes = [one.grad is not None for one in bare], [one.nbytes for one in bare]
-        seconds = self._timed()
-        return RankResult(seconds, traffic, present, nbytes, skipped)
+        for one, own in seconds.items()
+    ]
+    return {"reference": reference, "contestants": results}
 
-    def _enter(self, name: str, wrap: Wrap, group: ProcessGroup | None) -> None:
-        module = copy.deepcopy(self._module)
-        self._trained[name] = wrap(module, group, self._workload.is_dynamic)
-        self._modules[name], self._steps[name] = module, 0
 
-    def _run(self, name: str, steps: int) -> None:
-        """Let one contestant make its next steps. The n-th is the same for all contestants."""
-        first = self._steps[name]
-        for number in range(first, first + steps):
-            route = self._workload.route(number, self._rank)
-            self._modules[name].zero_grad(set_to_none=True)
-            self._workload.loss(self._trained[name](self._batch, *route), self._batch).backward()
-        self._steps[name] = first + steps
-
-    def _timed(self) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {name: [] for name in self._trained}
-        order, shuffler = list(seconds), random.Random(0)
-        steps = self._settings["steps"] or self._workload.steps
-        gc.collect()
-        for _ in range(self._settings["repeats"]):
-            shuffler.shuffle(order)
-            for name in order:
-                self._run(name, 1)  # warms the caches that the contestant before has filled
-                self._platform.clock()
-                dist.barrier(self._control)
-                start = self._platform.clock()
-                self._run(name, steps)
-                seconds[name].append((self._platform.clock() - start) / steps)
-        return seconds
-
-    def _check(self) -> None:
-        """Compare the gradients of all contestants that communicate."""
-        expected = self._modules["torch"]
-        for name in [name for name in self._trained if name not in ("torch", "bare")]:
-            for named, theirs in zip(self._modules[name].named_parameters(), expected.parameters(), strict=True):
-                _compare(named, theirs.grad, f"step {self._steps['torch'] - 1}, rank {self._rank}: {name}")
+def _check(contestants: Mapping[str, Contestant]) -> None:
+    """Compare the gradients of all contestants that communicate."""
+    expected = contestants["torch"].module
+    for name, one in contestants.items():
+        if name in ("torch", "bare"):
+            continue
+        for named, theirs in zip(one.module.named_parameters(), expected.parameters(), strict=True):
+            _compare(named, theirs.grad, f"step {one.steps - 1}, rank {dist.get_rank()}: {name}")
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two gradients of this type may be apart, as a part of the largest value."""
+    """The largest difference of two gradients of this type, as a part of the largest value."""
     return max(_TOLERANCE, _ROUNDINGS * torch.finfo(dtype).eps)
 
 
@@ -412,77 +507,3 @@ def _compare(named: tuple[str, nn.Parameter], theirs: Tensor | None, where: str)
             f"{where} has a gradient of {name!r} that differs from torch's by up to {difference:.3g}, where "
             f"values go up to {largest:.3g}; nothing was timed"
         )
-
-
-# ---------------------------------------------------------------------- all ranks
-
-
-def combine(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
-    """Bring together what the ranks measured on a model, as a report has it.
-
-    A block took as long as it took the slowest rank. What was sent is rank 0's, and nothing where there is no other.
-    Ratios are to torch DDP, or of one rank to the bare model; ``exposed`` is how much longer than the bare model's a
-    step takes, by medians, where torch DDP's is 1; None where torch's takes no longer.
-    """
-    first, size = ranks[0], len(ranks)
-    blocks = {
-        one: [max(times) for times in zip(*(rank.seconds[one] for rank in ranks), strict=True)] for one in first.seconds
-    }
-    reference = "bare" if size == 1 else "torch"
-    bare, torchs = (statistics.median(blocks[one]) for one in ("bare", "torch"))
-
-    def result(one: str) -> dict[str, Any]:
-        own = blocks[one]
-        ratio = Spread.of([value / other for value, other in zip(own, blocks[reference], strict=True)])
-        gradients, masks = first.traffic[one] if size > 1 else (0, 0)
-        return {
-            "name": one,
-            "milliseconds": Spread.of([1e3 * value for value in own]),
-            "ratio": ratio,
-            "exposed": (statistics.median(own) - bare) / (torchs - bare) if torchs > bare and size > 1 else None,
-            "gradient_nbytes": gradients,
-            "control_nbytes": masks,
-            "steps_ms": [1e3 * value for value in own],
-        }
-
-    existing = [any(here) for here in zip(*(rank.present for rank in ranks), strict=True)]
-    return {
-        "name": name,
-        "world_size": size,
-        "parameters": len(first.nbytes),
-        "parameter_nbytes": sum(first.nbytes),
-        "existing_nbytes": sum(n for n, here in zip(first.nbytes, existing, strict=True) if here),
-        "reference": reference,
-        "contestants": [result(one) for one in blocks],
-        "skipped": first.skipped,
-    }
-
-
-def _publish(
-    arguments: argparse.Namespace, settings: Mapping[str, Any], platform: Platform, ranks: list[list[Any]]
-) -> int:
-    results = [combine(name, [RankResult(*found[k]) for found in ranks]) for k, name in enumerate(settings["models"])]
-    headings = ["", "ms a step", "ratio", "exposed", "MB sent"]
-    title = "One training step: medians (middle half)"
-    print_table(title, str(platform), headings, _rows(results), told(arguments))
-    for name, reason in results[0]["skipped"].items():
-        print(f"{name} skipped: {reason}", file=told(arguments))
-    used = {**settings, "platform": platform.facts(), "threads": 1}
-    write_report(arguments, "bench step", settings=used, models=results)
-    return 0
-
-
-def _rows(results: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
-    for model in results:
-        size, reference = model["world_size"], model["reference"]
-        yield f"{model['name']}, {size} rank{'s' if size != 1 else ''}", "", f"to {reference}", "", ""
-        for one in model["contestants"]:
-            has_exposed = one["exposed"] is not None and one["name"] not in (reference, "bare")
-            yield (
-                f"  {one['name']}",
-                one["milliseconds"].text(1),
-                "" if one["name"] == reference else one["ratio"].text(2),
-                f"{one['exposed']:.2f}" if has_exposed else "",
-                f"{one['gradient_nbytes'] / 1e6:.2f}" if one["gradient_nbytes"] else "-",
-            )
-        yield ()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
-import json
+import importlib.util
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,10 @@ from ppe_ddp.backends.cupy_nccl.nccl_library import (
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.cli.command_line import (
+    add_json,
+    count,
     fail,
     machine_facts,
-    output,
-    positive,
     print_rows,
     told,
     versions,
@@ -50,62 +50,10 @@ from ppe_ddp.torch_internals import tried_versions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Candidate", "Doctor", "Env", "Libraries", "candidates", "diagnose", "find_libraries"]
-
-_DTYPES = (torch.float32, torch.float64)
+__all__ = ["Candidate", "Diagnosis", "Doctor", "Env", "candidates", "diagnose"]
 
 
 # ---------------------------------------------------------------------- what is there
-
-_ASK_SECONDS = 60.0
-_ANSWER = "ppe_ddp: "
-_OF_TORCH = ("cuda_compiled_version", "nvidia_driver_version", "nvidia_gpu_models", "os", "gcc_version", "libc_version")
-# Each is asked in a process of its own: importing mpi4py may start MPI in this one, CuPy would bring its NCCL, and a
-# library that does not fit crashes. What a script knows before it fails is told, too.
-_ASK = f"import atexit, json; a = {{}}; atexit.register(lambda: print({_ANSWER!r} + json.dumps(a), flush=True))\n"
-_ASK_MPI = """
-import mpi4py
-mpi4py.rc.initialize = mpi4py.rc.finalize = False
-a["mpi4py"] = mpi4py.__version__
-from mpi4py import MPI
-a["mpi"] = " ".join(MPI.Get_library_version().strip("\\0 \\n").splitlines()[0].split())
-"""
-# torch first, as a program of ours has it. What is mapped says which libnccl is really used.
-_ASK_CUPY = """
-import warnings
-warnings.simplefilter("ignore")
-import torch, cupy
-a["cupy"] = cupy.__version__
-from cupy.cuda import nccl
-from ppe_ddp.backends.cupy_nccl.nccl_library import loaded_files, version_text
-a["cupy_nccl"] = version_text(nccl.get_version()) if nccl.available else None
-a["nccl_files"] = len(loaded_files())
-"""
-
-
-@dataclass(frozen=True)
-class Libraries:
-    """The communication libraries that Python finds here.
-
-    Attributes:
-        mpi4py: Its version; None where it is not installed.
-        mpi: What the MPI library behind it calls itself.
-        mpirun: The path of the one beside this Python, which is that of its MPI, else of the one on PATH.
-        mpi_problem: Why mpi4py or its MPI cannot be loaded; empty where they can.
-        cupy: Its version; None where it is not installed.
-        cupy_nccl: The version of the NCCL that CuPy finds, such as ``"2.27.7"``.
-        nccl_files: How many different libnccl files torch and CuPy load together; more than one is a clash.
-        cupy_problem: Why CuPy cannot be loaded; empty where it can.
-    """
-
-    mpi4py: str | None = None
-    mpi: str | None = None
-    mpirun: str | None = None
-    mpi_problem: str = ""
-    cupy: str | None = None
-    cupy_nccl: str | None = None
-    nccl_files: int = 0
-    cupy_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,12 +65,14 @@ class Candidate:
         device: Whose tensors it is for: "cpu" or "cuda".
         missing: Why it cannot be made here; empty where it can.
         remedy: What to do about that.
+        library: What it calls, with versions.
     """
 
     name: str
     device: str
     missing: str = ""
     remedy: str = ""
+    library: str = ""
 
 
 class Env:
@@ -135,90 +85,77 @@ class Env:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Adds this command's arguments to ``parser``."""
-        parser.add_argument("--json", type=output, metavar="FILE", help="write it as JSON there; - for stdout")
+        add_json(parser)
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
         """Looks and prints; returns 0, whatever there is or is not."""
-        found, nccl, info = find_libraries(), torch_nccl_text(), collect_env.get_env_info()
-        torchs = {name: getattr(info, name, None) for name in _OF_TORCH}
-        facts, clash, launcher = machine_facts(), clash_of(nccl, found), launcher_here()
-        mpirun = "nowhere"  # without a path, which may name a user
-        if found.mpirun:
-            is_ours = Path(found.mpirun).parent == Path(sys.executable).parent
-            mpirun = "beside this Python" if is_ours else "on PATH"
+        info, facts, backends = collect_env.get_env_info(), machine_facts(), candidates()
         threads = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}, torch takes {torch.get_num_threads()}"
         rows = {
             **versions(),
-            "system": f"{torchs['os']}, {torchs['libc_version']}, gcc {torchs['gcc_version']}",
+            "system": f"{info.os}, {info.libc_version}, gcc {info.gcc_version}",
             "processor": f"{facts['cpu']}, {facts['cores']} cores for this process",
             "threads": threads,
-            "torch's CUDA": f"{torchs['cuda_compiled_version']}, NCCL {nccl}, driver {torchs['nvidia_driver_version']}",
+            "torch's CUDA": f"{info.cuda_compiled_version}, driver {info.nvidia_driver_version}",
             "torch internals": tried_versions(),
-            "mpi4py": found.mpi4py and f"{found.mpi4py}, {found.mpi}, mpirun {mpirun}",
-            "CuPy": found.cupy and f"{found.cupy}, NCCL {found.cupy_nccl}",
-            "NCCL clash": clash or "no",
-            "launcher": launcher,
-            "devices": torchs["nvidia_gpu_models"],
+            "launcher": launcher_here(),
+            "devices": info.nvidia_gpu_models,
             "ranks a device": f"several, with {SHARE_DEVICES}=1" if many_ranks_a_device() else None,
         }
-        backends = candidates(found)
         for one in backends:
             state = f"no: {one.missing}; remedy: {one.remedy}" if one.missing else f"yes, for {one.device} tensors"
-            rows[f"backend {one.name}"] = state
+            rows[f"backend {one.name}"] = "; ".join(filter(None, (state, one.library)))
         print_rows([(f"{name}:", str(text or "-")) for name, text in rows.items()], [19], told(arguments))
-        content: dict[str, Any] = {"launcher": launcher, "threads": threads, "torch": torchs, "torch_nccl": nccl}
-        content |= {"nccl_clash": clash, "libraries": {**asdict(found), "mpirun": mpirun}}
-        write_report(arguments, "env", **content, backends=[asdict(one) for one in backends])
+        write_report(arguments, "env", rows=rows, backends=[asdict(one) for one in backends])
         return 0
 
 
-def find_libraries() -> Libraries:
-    """Ask for MPI and CuPy, each in a process of its own, which takes seconds."""
-    (mpi, mpi_problem), (cupy, cupy_problem) = _ask(_ASK_MPI), _ask(_ASK_CUPY)
-    return Libraries(**mpi, **cupy, mpirun=find_mpirun(), mpi_problem=mpi_problem, cupy_problem=cupy_problem)
-
-
-def _ask(script: str) -> tuple[dict[str, Any], str]:
-    """What a script puts into ``a`` before it ends or fails, and the last line of its error."""
-    command = [sys.executable, "-c", _ASK + script]
+def launcher_here() -> str:
+    """The launcher of this process and the number of ranks, or what is wrong with its variables."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {}, f"it has not answered within {_ASK_SECONDS:g} s"
-    answers = [line.removeprefix(_ANSWER) for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
-    lines = done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"]
-    return json.loads(answers[-1]) if answers else {}, lines[-1] if done.returncode else ""
+        place = detect(os.environ)
+    except (ValueError, RuntimeError) as error:
+        return f"its variables are wrong: {error}"
+    return f"{place.launcher}, rank {place.rank} of {place.world_size}{place.note and f' ({place.note})'}"
 
 
-def candidates(found: Libraries) -> tuple[Candidate, ...]:
+def many_ranks_a_device() -> bool:
+    """True where torch's NCCL is new enough to let several ranks share a GPU."""
+    return (torch_nccl() or 0) >= NCCL_OF_SHARED_DEVICES
+
+
+def candidates() -> list[Candidate]:
     """All backends, those first that need least."""
     no_gloo = "" if dist.is_gloo_available() else "this build of torch has no gloo"
-    nccl = cuda = _without_cuda()
-    if not cuda[0] and not dist.is_nccl_available():
-        nccl = "this build of torch has no NCCL", "install a torch for CUDA on Linux"
-    cupy = _without_cupy(found, has_cuda=not cuda[0])
-    return (
-        Candidate("gloo", "cpu", no_gloo, no_gloo and "install a torch that is built with gloo"),
-        Candidate("mpi4py", "cpu", *_without_mpi(found)),
-        Candidate("nccl", "cuda", *nccl),
-        Candidate("cupy_nccl", "cuda", *("; ".join(filter(None, both)) for both in zip(cuda, cupy, strict=True))),
-    )
+    gloo = Candidate("gloo", "cpu", no_gloo, no_gloo and "install a torch that is built with gloo")
+    missing, remedy = _without_cuda()
+    nccl = Candidate("nccl", "cuda", missing, remedy, "" if missing else f"NCCL {torch_nccl_text()}")
+    if not missing and not dist.is_nccl_available():
+        nccl = Candidate("nccl", "cuda", "this build of torch has no NCCL", "install a torch for CUDA on Linux")
+    cupy = _cupy(has_cuda=not missing)
+    missing, remedy = ("; ".join(filter(None, texts)) for texts in ((missing, cupy.missing), (remedy, cupy.remedy)))
+    return [gloo, _mpi4py(), nccl, Candidate("cupy_nccl", "cuda", missing, remedy, cupy.library)]
 
 
-def _without_mpi(found: Libraries) -> tuple[str, str]:
-    """What is missing, and the remedy; both empty for nothing."""
+def _mpi4py() -> Candidate:
     install = 'pip install "ppe-ddp[mpi]"'
-    if found.mpi4py is None:
-        return "mpi4py is not installed", install
-    if found.mpi is None:
-        return f"mpi4py finds no MPI library ({found.mpi_problem})", install
-    if found.mpirun is None:
-        return "there is no mpirun, which starts its ranks", f"put the mpirun of {found.mpi} on PATH, or {install}"
-    return "", ""
+    if importlib.util.find_spec("mpi4py") is None:
+        return Candidate("mpi4py", "cpu", "mpi4py is not installed", install)
+    mpi, problem = _ask(_ASK_MPI)
+    if problem:
+        return Candidate("mpi4py", "cpu", f"mpi4py finds no MPI library ({problem})", install)
+    mpirun = find_mpirun()
+    if mpirun is None:
+        remedy = f"put the mpirun of {mpi} on PATH, or {install}"
+        return Candidate("mpi4py", "cpu", "there is no mpirun, which starts its ranks", remedy)
+    # Without a path, which may name a user.
+    where = "beside this Python" if Path(mpirun).parent == Path(sys.executable).parent else "on PATH"
+    return Candidate("mpi4py", "cpu", library=f"mpi4py {metadata.version('mpi4py')}, {mpi}, mpirun {where}")
 
 
 def _without_cuda() -> tuple[str, str]:
+    """The reason why no tensor can be on a CUDA device, and the remedy; both empty where one can."""
     if torch.version.cuda is None:
         return "this build of torch is without CUDA", "install a torch for CUDA, on a machine with an NVIDIA GPU"
     if not torch.cuda.is_available():
@@ -227,47 +164,57 @@ def _without_cuda() -> tuple[str, str]:
     return "", ""
 
 
-def _without_cupy(found: Libraries, *, has_cuda: bool) -> tuple[str, str]:
+def _cupy(*, has_cuda: bool) -> Candidate:
     install = f'pip install "ppe-ddp[{"cupy12" if (torch.version.cuda or "13").startswith("12") else "cupy13"}]"'
-    if found.cupy is None:
-        is_absent = "No module named 'cupy'" in found.cupy_problem
-        return "CuPy is not installed" if is_absent else f"CuPy cannot be imported ({found.cupy_problem})", install
-    if has_cuda and found.cupy_nccl is None:
-        why = f" ({found.cupy_problem})" if found.cupy_problem else ""
-        remedy = "install a torch for CUDA, which brings NCCL, and import it before CuPy"
-        return f"CuPy {found.cupy} finds no NCCL{why}", remedy
-    if found.nccl_files > 1:
+    if importlib.util.find_spec("cupy") is None:
+        return Candidate("cupy_nccl", "cuda", "CuPy is not installed", install)
+    found, problem = _ask(_ASK_CUPY)
+    if has_cuda and problem:
+        remedy = f"install a torch for CUDA, which brings NCCL, and the CuPy that fits it: {install}"
+        return Candidate("cupy_nccl", "cuda", f"CuPy finds no NCCL ({problem})", remedy)
+    if found.endswith("!"):
         clash = "torch and CuPy load two different NCCLs, which get in each other's way"
-        return clash, f"install the CuPy that fits torch: {install}"
-    return "", ""
+        return Candidate("cupy_nccl", "cuda", clash, f"install the CuPy that fits torch: {install}")
+    return Candidate("cupy_nccl", "cuda", library=found)
 
 
-def clash_of(torchs: str | None, found: Libraries) -> str:
-    """Why torch's NCCL and CuPy's do not go together; empty where they do."""
-    if found.nccl_files > 1:
-        return f"torch and CuPy load {found.nccl_files} different libnccl files into one process"
-    if torchs and found.cupy_nccl and torchs != found.cupy_nccl:
-        return f"torch calls NCCL {torchs}, and CuPy calls {found.cupy_nccl}"
-    return ""
+# Each is asked in a process of its own: importing mpi4py may start MPI in this one, CuPy would bring its NCCL, and a
+# library that does not fit crashes.
+_ASK_SECONDS = 60.0
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(" ".join(MPI.Get_library_version().strip("\\0 \\n").splitlines()[0].split()))
+"""
+# torch first, as a program of ours has it. What is mapped says which libnccl is really used; more than one is a clash.
+_ASK_CUPY = """
+import warnings
+warnings.simplefilter("ignore")
+import torch, cupy
+from cupy.cuda import nccl
+from ppe_ddp.backends.cupy_nccl.nccl_library import loaded_files, version_text
+version = version_text(nccl.get_version())
+print(f"CuPy {cupy.__version__}, NCCL {version}{'!' if len(loaded_files()) > 1 else ''}")
+"""
 
 
-def many_ranks_a_device() -> bool:
-    """Whether torch's NCCL takes several ranks on one GPU, where it is told to."""
-    return (torch_nccl() or 0) >= NCCL_OF_SHARED_DEVICES
-
-
-def launcher_here() -> str:
-    """Who started this process and with how many ranks, or what is wrong with its variables."""
+def _ask(script: str) -> tuple[str, str]:
+    """The last line that a script prints, and where it fails the last line of its error."""
     try:
-        place = detect(os.environ)
-    except (ValueError, RuntimeError) as error:
-        return f"its variables are wrong: {error}"
-    return f"{place.launcher}, rank {place.rank} of {place.world_size}{place.note and f' ({place.note})'}"
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"it has not answered within {_ASK_SECONDS:g} s"
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"])[-1]
+    return done.stdout.strip().splitlines()[-1], ""
 
 
 # ---------------------------------------------------------------------- which of it works
 
-_SECONDS, _RANKS, _TOLD_LINES = 60.0, 2, 12
+_DTYPES = (torch.float32, torch.float64)
+_SECONDS, _RANKS, _TOLD_LINES = 60, 2, 12
 _NCCL_REMEDY = "run it again with NCCL_DEBUG=INFO, which tells what NCCL meets; see also `python -m ppe_ddp env`"
 _REMEDIES = {
     "gloo": "see that this machine's name has an address that it can reach, or set GLOO_SOCKET_IFNAME=lo",
@@ -301,6 +248,12 @@ class Diagnosis:
     remedy: str = ""
     details: str = ""
 
+    def row(self) -> tuple[str, str, str]:
+        """The cells of its row: name, outcome, and the rest as text."""
+        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}, {self.seconds:.1f} s: " if self.ranks else ""
+        texts = [ranks + self.reason, self.details, self.remedy and f"remedy: {self.remedy}"]
+        return self.backend, self.outcome, "\n".join(filter(None, texts))
+
 
 class Doctor:
     """Starts ranks over each backend that can be made here, and tells which work.
@@ -312,8 +265,7 @@ class Doctor:
     that hangs is killed and reported.
 
     Under mpirun, torchrun or srun it examines the ranks of that job instead:
-    which share a node, and for the groups of all ranks, of a node, and of one
-    rank of each node, what goes through memory and what over the network.
+    which share a node, and what goes through memory and what over the network.
 
       python -m ppe_ddp doctor
       mpirun -hosts n0:2,n1:2 -n 4 python -m ppe_ddp doctor
@@ -328,9 +280,9 @@ class Doctor:
         setup = "called without arguments in each rank before it joins: registers a backend of your own"
         parser.add_argument("--setup", type=function_named, metavar="MODULE:FUNCTION", help=setup)
         parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what your own backend is for")
-        limit = f"for each backend (default: {_SECONDS:g})"
-        parser.add_argument("--timeout", type=positive, default=_SECONDS, metavar="S", help=limit)
-        parser.add_argument("--json", type=output, metavar="FILE", help="write the findings there; - for stdout")
+        limit = f"for each backend (default: {_SECONDS})"
+        parser.add_argument("--timeout", type=count, default=_SECONDS, metavar="S", help=limit)
+        add_json(parser)
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
@@ -353,18 +305,14 @@ class Doctor:
         except ValueError as error:
             return fail(f"{error}: --setup MODULE:FUNCTION names a function that does", 2)
         print_rows([("torch internals:", tried_versions())], [16], file)
-        ours = {candidate.name: candidate for candidate in candidates(find_libraries())}
+        ours = {candidate.name: candidate for candidate in candidates()}
         diagnoses = []
         for candidate in [ours.get(name) or Candidate(name, arguments.device) for name in asked or ours]:
             if not candidate.missing:
                 print(f"{candidate.name}: ranks are starting ...", file=sys.stderr, flush=True)
             found = diagnose(candidate, arguments.timeout, arguments.setup if candidate.name in asked else None)
             diagnoses.append(found)
-            ranks = (
-                f"{found.ranks} rank{'s' if found.ranks != 1 else ''}, {found.seconds:.1f} s: " if found.ranks else ""
-            )
-            texts = [ranks + found.reason, found.details, found.remedy and f"remedy: {found.remedy}"]
-            print_rows([(found.backend, found.outcome, "\n".join(filter(None, texts)))], [11, 8], file)
+            print_rows([found.row()], [11, 8], file)
         write_report(arguments, "doctor", diagnoses=[asdict(one) for one in diagnoses])
         return int(any(one.outcome == "failed" or (asked and one.outcome == "skipped") for one in diagnoses))
 
@@ -437,53 +385,34 @@ def _in_job(arguments: argparse.Namespace) -> int:
 
 
 def _examine_job(job: Job) -> dict[str, Any]:
-    """The same on every rank: nodes with their ranks, how messages travel in each kind of group, and problems."""
+    """The findings, equal on all ranks: nodes and their ranks, how messages travel between all ranks, problems."""
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # tells apart machines of one name
-    names = [tuple(name) for name in _gathered([socket.gethostname(), boot_id])]
+    world = default_group()
+    names = [tuple(name) for name in all_gather_json([socket.gethostname(), boot_id], world)]
     nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]
-    by_node = [ranks for _, ranks in nodes]
-    # First: torch names groups that only their ranks make by how many a process has, and routes leave not equally many.
-    found = _gathered(examine_backend(_DTYPES, job.device.type))
-    routes = [_route("all ranks", [list(range(job.world_size))], by_node)]
-    if len(nodes) > 1:
-        routes.append(_route("of a node", by_node, by_node))
-        columns = [[rank for rank in ranks if rank is not None] for ranks in itertools.zip_longest(*by_node)]
-        routes.append(_route("one of each node", columns, by_node))
+    found = all_gather_json(examine_backend(_DTYPES, job.device.type), world)
+    groups = Groups.duplicate(world, shared_memory=True)
+    ways = {}
+    for what, group, nbytes in (("buckets", groups.buckets, _NBYTES), ("masks", groups.control, _SMALL_NBYTES)):
+        dist.all_reduce(torch.zeros(nbytes // 4), group=group)  # the first message decides
+        ways[what] = _way(group, spans=len(nodes) > 1, is_small=what == "masks")
     return {
         "launcher": job.launcher,
         "backend": job.backend,
         "nodes": [[name, ranks] for (name, _), ranks in nodes],
-        "routes": routes,
+        **ways,
         "problems": list(dict.fromkeys(problem for problems in found for problem in problems)),
     }
 
 
 def _lines_of(findings: dict[str, Any]) -> list[str]:
-    count = sum(len(ranks) for _, ranks in findings["nodes"])
+    size = sum(len(ranks) for _, ranks in findings["nodes"])
     lines = [f"torch internals: {tried_versions()}"]
-    lines += [f"job: {count} ranks by {findings['launcher']}, backend {findings['backend']}"]
-    lines += [f"  node {name}: {_listed([ranks])}" for name, ranks in findings["nodes"]]
-    for route in findings["routes"]:
-        lines.append(f"  {route['group']} ({_listed(route['ranks'])})")
-        lines += [f"    buckets: {route['buckets']}", f"    masks:   {route['masks']}"]
+    lines += [f"job: {size} ranks by {findings['launcher']}, backend {findings['backend']}"]
+    for name, ranks in findings["nodes"]:
+        lines.append(f"  node {name}: rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}")
+    lines += [f"  buckets: {findings['buckets']}", f"  masks:   {findings['masks']}"]
     return lines + ([f"  failed: {problem}" for problem in findings["problems"]] or ["  ok: collectives and training"])
-
-
-def _route(name: str, groups: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Ask every group of a kind, each by its own ranks, as a wrapper would have it: duplicated, and after a message."""
-    own: tuple[str, str] | None = None
-    for ranks in groups:
-        # Made by all ranks: those that make groups alone would have to make equally many.
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks and len(ranks) > 1:
-            made = Groups.duplicate(group, shared_memory=True)
-            for one, nbytes in ((made.buckets, _NBYTES), (made.control, _SMALL_NBYTES)):
-                dist.all_reduce(torch.zeros(nbytes // 4), group=one)
-            spans = sum(1 for node in nodes if set(node) & set(ranks)) > 1
-            own = _way(made.buckets, spans=spans, is_small=False), _way(made.control, spans=spans, is_small=True)
-    found = [ways for ways in _gathered(own) if ways is not None]
-    buckets, masks = (" or ".join(dict.fromkeys(ways[k] for ways in found)) or "nothing is sent" for k in (0, 1))
-    return {"group": name, "ranks": [list(ranks) for ranks in groups], "buckets": buckets, "masks": masks}
 
 
 def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
@@ -493,12 +422,3 @@ def _way(group: ProcessGroup, *, spans: bool, is_small: bool) -> str:
     if not is_fit or not offers_memory(group, torch.device("cpu")):
         return f"{messages}, over the network between nodes" if spans else f"{messages}, within the node"
     return f"shared memory in a node, {messages} between nodes" if spans else "shared memory"
-
-
-def _gathered(own: Any) -> list[Any]:
-    return all_gather_json(own, default_group())
-
-
-def _listed(groups: Sequence[Sequence[int]]) -> str:
-    texts = [" ".join(map(str, ranks)) for ranks in groups]
-    return f"rank{'s' if len(groups) > 1 or len(groups[0]) > 1 else ''} {' | '.join(texts)}"

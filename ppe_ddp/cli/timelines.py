@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ppe_ddp.cli.command_line import fail, folder
+from ppe_ddp.cli.command_line import fail
 from ppe_ddp.tracing.timeline import check_pictures, draw, read_records, timeline
 
 
@@ -33,7 +33,7 @@ class TraceScript:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Adds this command's arguments to ``parser``."""
-        parser.add_argument("--out", type=folder, default="timeline", metavar="FOLDER", help="default: timeline")
+        parser.add_argument("--out", type=Path, default="timeline", metavar="FOLDER", help="default: timeline")
         _add_no_pictures(parser)
         parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
         parser.add_argument("script", help="what to run")
@@ -47,18 +47,19 @@ class TraceScript:
             0 where it ran to its end; 2 where there is no such script, or pictures cannot be drawn. What the script
             raises, or leaves by, goes on.
         """
-        script = str(arguments.script)
+        script, folder = str(arguments.script), Path(arguments.out).absolute()
         try:
             if not arguments.no_pictures:
                 check_pictures()
             if not arguments.module and not Path(script).is_file():
                 raise ImportError(f"there is no file {script!r}")
-        except ImportError as error:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (ImportError, OSError) as error:
             return fail(error, 2)
         sys.argv = [script, *arguments.arguments]
         # As python has it: the folder of the script, or the current one for a module.
         sys.path.insert(0, os.getcwd() if arguments.module else str(Path(script).absolute().parent))
-        with timeline(Path(arguments.out).absolute(), pictures=not arguments.no_pictures):
+        with timeline(folder, pictures=not arguments.no_pictures):
             if arguments.module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:

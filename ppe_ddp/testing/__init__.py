@@ -8,8 +8,7 @@ from ppe_ddp.testing.conformance import (
     check_comm_hook,
     check_reduce_function,
 )
-from ppe_ddp.testing.node_job import Finished, NodesError
-from ppe_ddp.testing.nodes import JobStarter, Nodes, nodes_missing
+from ppe_ddp.testing.nodes import Finished, JobStarter, Nodes, NodesError, nodes_missing
 from ppe_ddp.testing.ranks import Outcome, RankError, RankFailure, Ranks, run_ranks
 
 __all__ = [

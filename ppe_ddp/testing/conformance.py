@@ -4,9 +4,9 @@
     if __name__ == "__main__":  # ranks are new processes, which import this file
         check_reduce_function(my_reduce)
 
-A check starts ranks, makes calls with known results (:mod:`~ppe_ddp.testing.probes`), and trains a dynamic model beside
-one process (:mod:`~ppe_ddp.testing.training`). What it does not do: measure speed, or look for errors that come only
-with more ranks, more data or other hardware than it is given.
+A check starts ranks, makes calls with known results, and trains a dynamic model beside one process (both in
+:mod:`~ppe_ddp.testing.probes`). What it does not do: measure speed, or look for errors that come only with more ranks,
+more data or other hardware than it is given.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.errors import PpeDdpError
-from ppe_ddp.testing.probes import probe_backend, probe_broadcast, probe_reduction
+from ppe_ddp.testing.probes import Plugs, probe_backend, probe_broadcast, probe_reduction, train
 from ppe_ddp.testing.ranks import RankError, Ranks
-from ppe_ddp.testing.training import Plugs, train
 
 if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
@@ -105,9 +104,7 @@ def check_comm_hook(
         dtypes: Which gradients it shall be able to average.
         world: Where; by default over gloo, on two ranks and on three.
 
-    Raises:
-        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
-        TypeError: It or its state cannot be sent to the ranks.
+    It raises what :func:`check_reduce_function` raises.
     """
     plugs = Plugs(hook=hook, state=state, tolerance=tolerance)
     _check(f"communication hook {_name(hook)}", plugs, probe_reduction, dtypes, world or World())
@@ -126,9 +123,7 @@ def check_broadcast_function(
         dtypes: Which tensors it shall be able to copy. The models need float32, float64 and int64.
         world: Where; by default over gloo, on two ranks and on three.
 
-    Raises:
-        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
-        TypeError: It cannot be sent to the ranks.
+    It raises what :func:`check_reduce_function` raises.
     """
     plugs = Plugs(broadcast_function=broadcast_function)
     name = f"broadcast function {_name(broadcast_function)}"
@@ -164,7 +159,7 @@ def check_backend(
 
 
 def examine_backend(dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """What :func:`check_backend` asks, of the default process group, whose ranks call this together.
+    """Ask the default process group what :func:`check_backend` asks; all ranks call this together.
 
     Returns:
         What is wrong, one sentence each, as this rank sees it.

@@ -1,23 +1,31 @@
-"""Probes of a function, hook or backend: calls with known results, made directly on every rank.
+"""The conformance kit on one rank: calls with known results, and training that must come out right.
 
-Each probe runs on all ranks together and returns what is wrong, as sentences. It is apart from the laws because
-it tells which promise is broken, where a model that trains wrongly only tells that one is.
+Calls tell which promise is broken, where a model that trains wrongly only tells that one is. The trained model's graph
+differs on each rank and step. Each rank also takes the steps of all ranks, without communication, on copies of the
+module in its own process: so it knows what the mean must be. It goes on after an error, so that no other rank waits for
+it, and results are compared outside, not by a transport that may itself be on trial.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from ppe_ddp.contracts import Division, GradBucket, is_waitable
+from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
 from ppe_ddp.functions import average, broadcast
@@ -25,8 +33,17 @@ from ppe_ddp.functions import average, broadcast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.testing.training import Plugs
+    from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
 
+_WIDTH, _ROWS, _EMBEDDED = 5, 2, 6
+# The sum over ranks, a second round that is added, and the accumulation into what was there.
+_ROUNDINGS = 16
+# What must not change a result: of the wrapper.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.0002},
+    {"overlap": False, "bucket_cap_mb": 0.0002},
+)
 _Shape = tuple[int, ...]
 _BUCKETS: tuple[tuple[_Shape, ...], ...] = (
     ((5,),),
@@ -35,21 +52,38 @@ _BUCKETS: tuple[tuple[_Shape, ...], ...] = (
     ((1 << 16,), (33,)),
 )
 _GUARD = 16
-_ROUNDINGS = 16
 _SIZES = (1, 5, 100_003)
 _MODULUS = 5
 
 
+@dataclass(frozen=True)
+class Plugs:
+    """The functions and hooks that are plugged into the wrapper.
+
+    Attributes:
+        reduce_function: See :class:`ppe_ddp.ReduceFunction`.
+        broadcast_function: See :class:`ppe_ddp.BroadcastFunction`.
+        hook: See :class:`ppe_ddp.CommHook`.
+        state: The hook's; each wrapper gets a deep copy.
+        tolerance: The largest error of a mean, in units of the largest gradient element of the model on any
+            rank. None: what rounding explains.
+    """
+
+    reduce_function: ReduceFunction | None = None
+    broadcast_function: BroadcastFunction | None = None
+    hook: CommHook | None = None
+    state: object = None
+    tolerance: float | None = None
+
+
+# ---------------------------------------------------------------------- functions and hooks
+
+
 def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Pass known buckets to a reduce function or hook, several in flight at a time.
+    """Pass known buckets of these dtypes to a reduce function or hook, several in flight at a time.
 
     A function is also asked in groups that split the world: one of rank 0 alone, one of all others. A hook is
     given no group, so there it would not know.
-
-    Args:
-        plugs: The functions and hooks to call.
-        dtypes: The dtypes of the buckets.
-        device: Where the buckets are.
     """
     problems: list[str] = []
     for group in _groups(split=plugs.hook is None):
@@ -84,12 +118,9 @@ def _reduced(
     division = reduction.division(torch.device(device))
     asked = [_KnownBucket(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
-        if reduction.one_at_a_time:
-            for question in asked:
-                reduction.finish(question.bucket, reduction.start(question.bucket), question.memory)
-        else:
-            pending = [reduction.start(question.bucket) for question in asked]
-            for question, work in zip(asked, pending, strict=True):
+        for together in [[one] for one in asked] if reduction.one_at_a_time else [asked]:
+            pending = [reduction.start(question.bucket) for question in together]
+            for question, work in zip(together, pending, strict=True):
                 reduction.finish(question.bucket, work, question.memory)
     members = dist.get_process_group_ranks(groups.parent)
     where = f"a bucket of {dtype} over ranks {members}"
@@ -121,7 +152,7 @@ class _KnownBucket:
         self._flat.copy_(shares[groups.rank])
         if division is Division.DONE:
             self._flat.mul_(1.0 / groups.world_size)
-        starts = [0, *accumulate(sizes)]
+        starts = [0, *itertools.accumulate(sizes)]
         self.memory = [
             self._flat[start : start + size].view(shape)
             for start, size, shape in zip(starts, sizes, shapes, strict=False)
@@ -165,13 +196,7 @@ def _numbers(count: int, dtype: torch.dtype, *seeds: int) -> Tensor:
 
 
 def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Let a broadcast function copy known tensors, over all ranks and over parts of them.
-
-    Args:
-        plugs: The functions and hooks to call.
-        dtypes: The dtypes of the tensors.
-        device: Where the tensors are.
-    """
+    """Let a broadcast function copy known tensors of these dtypes, over all ranks and over parts of them."""
     function = plugs.broadcast_function or broadcast
     problems: list[str] = []
     for group in _groups(split=True):
@@ -211,17 +236,7 @@ def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
 
 def probe_backend(device: str) -> list[str]:
     """Call every operation that the engine uses on the default process group. All ranks must call this together."""
-    probes = (
-        _all_reduce,
-        _in_flight,
-        _futures,
-        _broadcast,
-        _all_gather,
-        _objects,
-        _barrier,
-        _two_groups,
-        _subgroup,
-    )
+    probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup)
     return [problem for probe in probes for problem in probe(device)]
 
 
@@ -232,40 +247,36 @@ def _integers(size: int, dtype: torch.dtype, device: str, rank: int | None = Non
 
 
 def _everyone(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    numbers = [_integers(size, dtype, device, rank) for rank in range(dist.get_world_size())]
-    return torch.stack(numbers)
+    """The integers of all ranks, by rank."""
+    return torch.stack([_integers(size, dtype, device, rank) for rank in range(dist.get_world_size())])
+
+
+def _sum(tensor: Tensor, ranks: Sequence[int] | None = None) -> Tensor:
+    everyone = _everyone(tensor.numel(), torch.float64, tensor.device.type)
+    return (everyone if ranks is None else everyone[list(ranks)]).sum(0).to(tensor.dtype)
 
 
 def _all_reduce(device: str) -> Iterator[str]:
-    kinds = [
-        (torch.uint8, dist.ReduceOp.MAX),
-        (torch.int64, dist.ReduceOp.MAX),
-        (torch.int64, dist.ReduceOp.SUM),
-        (torch.float32, dist.ReduceOp.SUM),
-        (torch.float64, dist.ReduceOp.SUM),
-        (torch.bfloat16, dist.ReduceOp.SUM),
-        (torch.float16, dist.ReduceOp.SUM),
-    ]
-    for dtype, operation in kinds:
-        for size in _SIZES:
-            everyone = _everyone(size, dtype, device)
-            takes_largest = operation == dist.ReduceOp.MAX
-            wanted = everyone.amax(0) if takes_largest else everyone.double().sum(0).to(dtype)
-            for is_async in (False, True):
-                tensor = _integers(size, dtype, device)
-                work = dist.all_reduce(tensor, operation, async_op=is_async)
-                if is_async:
-                    work.wait()
-                if not torch.equal(tensor, wanted):
-                    name = "MAX" if takes_largest else "SUM"
-                    yield f"all_reduce({name}) of {size} {dtype}, async_op={is_async}, is wrong"
+    floating = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    kinds = [("MAX", torch.uint8), ("MAX", torch.int64), ("SUM", torch.int64), *(("SUM", dtype) for dtype in floating)]
+    for (name, dtype), size, is_async in itertools.product(kinds, _SIZES, (False, True)):
+        tensor = _integers(size, dtype, device)
+        work = dist.all_reduce(tensor, getattr(dist.ReduceOp, name), async_op=is_async)
+        if is_async:
+            work.wait()
+        if not torch.equal(tensor, _everyone(size, dtype, device).amax(0) if name == "MAX" else _sum(tensor)):
+            yield f"all_reduce({name}) of {size} {dtype}, async_op={is_async}, is wrong"
 
 
 def _in_flight(device: str) -> Iterator[str]:
-    """Several at once, waited for in order; a Work tells whether it is done without blocking."""
+    """Several at once, in a group for buckets and one for small messages; a Work tells without blocking if it is done.
+
+    Communication hooks go on from a Work's Future.
+    """
     tensors = [_integers(size, torch.float32, device) for size in (*_SIZES, 2)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for tensor, work in zip(tensors, works, strict=True):
+    groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
+    works = [dist.all_reduce(tensor, group=groups[k % 2], async_op=True) for k, tensor in enumerate(tensors)]
+    for tensor, work in reversed(list(zip(tensors, works, strict=True))):
         if not isinstance(work.is_completed(), bool):
             yield "Work.is_completed() does not return a bool"
         work.wait()
@@ -273,35 +284,26 @@ def _in_flight(device: str) -> Iterator[str]:
             torch.cuda.synchronize(tensor.device)  # there wait() only makes the stream wait
         if not work.is_completed():
             yield "Work.is_completed() is False after wait()"
-        if not torch.equal(tensor, _everyone(tensor.numel(), torch.float32, device).sum(0)):
-            yield "of several all_reduces in flight, one is wrong"
-
-
-def _futures(device: str) -> Iterator[str]:
-    """Communication hooks go on from a Work's Future."""
+        if not torch.equal(tensor, _sum(tensor)):
+            yield "of several all_reduces in flight, in two groups at a time, one is wrong"
     tensor = _integers(5, torch.float32, device)
     future = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
-    if not torch.equal(future.wait(), 2 * _everyone(5, torch.float32, device).sum(0)):
+    if not torch.equal(future.wait(), 2 * _sum(tensor)):
         yield "Work.get_future() does not hold a list of the reduced tensor"
 
 
-def _broadcast(device: str) -> Iterator[str]:
-    for dtype in (torch.uint8, torch.float32, torch.int64):
-        for source in range(dist.get_world_size()):
-            for size in _SIZES:
-                tensor = _integers(size, dtype, device)
-                dist.broadcast(tensor, group_src=source, async_op=True).wait()
-                if not torch.equal(tensor, _integers(size, dtype, device, source)):
-                    yield f"broadcast of {size} {dtype} from rank {source} is wrong"
-
-
-def _all_gather(device: str) -> Iterator[str]:
-    for dtype in (torch.int64, torch.float32, torch.bfloat16):
-        for size in _SIZES:
-            parts = [torch.zeros(size, dtype=dtype, device=device) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, _integers(size, dtype, device))
-            if not torch.equal(torch.stack(parts), _everyone(size, dtype, device)):
-                yield f"all_gather of {size} {dtype} is wrong"
+def _copies(device: str) -> Iterator[str]:
+    world = range(dist.get_world_size())
+    for dtype, size, source in itertools.product((torch.uint8, torch.float32, torch.int64), _SIZES, world):
+        tensor = _integers(size, dtype, device)
+        dist.broadcast(tensor, group_src=source, async_op=True).wait()
+        if not torch.equal(tensor, _integers(size, dtype, device, source)):
+            yield f"broadcast of {size} {dtype} from rank {source} is wrong"
+    for dtype, size in itertools.product((torch.int64, torch.float32, torch.bfloat16), _SIZES):
+        parts = [torch.zeros(size, dtype=dtype, device=device) for _ in world]
+        dist.all_gather(parts, _integers(size, dtype, device))
+        if not torch.equal(torch.stack(parts), _everyone(size, dtype, device)):
+            yield f"all_gather of {size} {dtype} is wrong"
 
 
 def _objects(device: str) -> Iterator[str]:
@@ -310,25 +312,7 @@ def _objects(device: str) -> Iterator[str]:
     dist.all_gather_object(found, {"rank": rank, "text": "x" * 1000 * rank})
     if found != [{"rank": k, "text": "x" * 1000 * k} for k in range(world_size)]:
         yield f"all_gather_object (on {device}) of objects of different sizes is wrong"
-
-
-def _barrier(device: str) -> Iterator[str]:
-    yield from ()
-    if device.startswith("cuda"):
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-    else:
-        dist.barrier()
-
-
-def _two_groups(device: str) -> Iterator[str]:
-    """The engine has a group for buckets and one for small messages, both at work at a time."""
-    groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
-    tensors = [_integers(size, torch.float32, device) for size in (100_003, 5)]
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
-    for tensor, work in reversed(list(zip(tensors, works, strict=True))):
-        work.wait()
-        if not torch.equal(tensor, _everyone(tensor.numel(), torch.float32, device).sum(0)):
-            yield "all_reduces in two groups at a time are wrong"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device.startswith("cuda") else None)
 
 
 def _subgroup(device: str) -> Iterator[str]:
@@ -342,10 +326,260 @@ def _subgroup(device: str) -> Iterator[str]:
     if dist.get_world_size(group) != len(members) or dist.get_rank(group) != dist.get_rank() - 1:
         yield f"new_group({members}, use_local_synchronization=True) has other ranks than it was asked for"
     tensor = _integers(5, torch.float32, device)
+    wanted = _sum(tensor, members)
     dist.all_reduce(tensor, group=group)
-    wanted = torch.stack([_integers(5, torch.float32, device, rank) for rank in members]).sum(0)
     if not torch.equal(tensor, wanted):
         yield f"all_reduce in a group of ranks {members} is wrong"
     dist.broadcast(tensor, group=group, group_src=len(members) - 1)
     if not torch.equal(tensor, wanted):
         yield f"broadcast in a group of ranks {members} is wrong"
+
+
+# ---------------------------------------------------------------------- training
+
+
+class Trained(NamedTuple):
+    """The findings of one rank.
+
+    Attributes:
+        problems: What is wrong, one sentence each.
+        digests: By step and name, digests of gradients and buffers, which must be the same on all ranks.
+    """
+
+    problems: list[str]
+    digests: dict[str, str]
+
+
+class _LinearOfDtype(nn.Module):
+    """A linear map in its own dtype, of activations in float32."""
+
+    def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn((_WIDTH, _WIDTH), generator=generator).div(2).to(dtype))
+        self.bias = nn.Parameter(torch.zeros(_WIDTH, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh((hidden.to(self.weight.dtype) @ self.weight + self.bias).float())
+
+
+class DynamicModel(nn.Module):
+    """Layers that are used, or not, by a path that each forward draws anew.
+
+    Args:
+        dtypes: Of the parameters, in turn.
+        has_sparse: Whether there is an embedding whose gradient is sparse.
+    """
+
+    seen: Tensor
+
+    def __init__(self, dtypes: Sequence[torch.dtype], *, has_sparse: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        maps = [_LinearOfDtype(dtypes[k % len(dtypes)], generator) for k in range(9)]
+        self.first, self.recomputed, self.unused = maps[:3]
+        self.branches, self.heads = nn.ModuleList(maps[3:6]), nn.ModuleList(maps[6:8])
+        self.frozen = maps[8].requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros((0, _WIDTH), dtype=dtypes[0]))
+        self.factor = nn.Parameter(torch.ones((), dtype=dtypes[-1]))
+        table = torch.randn((_EMBEDDED, _WIDTH), generator=generator)
+        self.rows = nn.Embedding(_EMBEDDED, _WIDTH, sparse=True, _weight=table) if has_sparse else None
+        self.register_buffer("seen", torch.zeros(_WIDTH, dtype=torch.float64))
+
+    def forward(self, batch: Tensor, draw: Random) -> list[Tensor]:
+        """The outputs of one head or of both, for a batch of shape (rows, width)."""
+        with torch.no_grad():
+            self.seen += batch.sum(0)
+        hidden = self.first(batch) + self.empty.sum(0).float()
+        if self.rows is not None and draw.random() < 0.5:
+            hidden = hidden + self.rows(torch.tensor([draw.randrange(_EMBEDDED), 0], device=batch.device))
+        if draw.random() < 0.5:  # stochastic depth
+            hidden = checkpoint(self.recomputed, hidden, use_reentrant=False)
+        if draw.random() < 0.7:  # an early exit
+            hidden = self.first(self.frozen(self.branches[draw.randrange(3)](hidden))) * self.factor.float()
+        hidden = hidden.detach() if draw.random() < 0.2 else hidden
+        return [self.heads[k](hidden) for k in draw.sample(range(2), draw.randint(1, 2))]
+
+
+class _Actor(NamedTuple):
+    """One rank in one step, with the wrapper or with a copy of the module."""
+
+    model: Callable[..., list[Tensor]]
+    number: int
+    rank: int
+    is_absent: bool
+    device: str
+
+    def losses(self, forward: int = 0) -> list[Tensor]:
+        seed = f"{self.number} {self.rank} {forward}"  # by its hash, which is the same in every process
+        generator = torch.Generator().manual_seed(Random(seed).getrandbits(60))
+        batch = torch.randn(_ROWS, _WIDTH, generator=generator).to(self.device).requires_grad_()
+        return [(output + 0.5).square().mean() for output in self.model(batch, Random(f"path {seed}"))]
+
+    def loss(self, forward: int = 0) -> Tensor:
+        return torch.stack(self.losses(forward)).sum()
+
+
+# ---------------------------------------------------------------------- steps, which stop after each synchronization
+
+
+def _one_backward(actor: _Actor) -> Iterator[None]:
+    actor.loss().backward()
+    yield
+
+
+def _micro_batches(actor: _Actor) -> Iterator[None]:
+    with actor.model.no_sync() if isinstance(actor.model, DistributedDataParallel) else contextlib.nullcontext():
+        actor.loss(1).backward()
+    actor.loss().backward()
+    yield
+
+
+def _absent(actor: _Actor) -> Iterator[None]:
+    if not actor.is_absent:
+        actor.loss().backward()
+    elif isinstance(actor.model, DistributedDataParallel):
+        actor.model.finish_grad_sync()
+    yield
+
+
+def _two_backwards(actor: _Actor) -> Iterator[None]:
+    for forward in (0, 1):
+        actor.loss(forward).backward()
+        yield
+
+
+def _two_forwards(actor: _Actor) -> Iterator[None]:
+    (actor.loss() + 2 * actor.loss(1)).backward()
+    yield
+
+
+def _two_losses(actor: _Actor) -> Iterator[None]:
+    first, *others = actor.losses()
+    first.backward(retain_graph=True)
+    yield
+    (torch.stack(others).sum() if others else first * 0.5).backward()
+    yield
+
+
+# With how gradients are cleared before: to None, to zero, or not at all.
+_STEPS: tuple[tuple[Callable[[_Actor], Iterator[None]], bool | None], ...] = (
+    (_one_backward, True),
+    (_micro_batches, False),
+    (_absent, True),
+    (_two_backwards, None),
+    (_two_forwards, True),
+    (_two_losses, False),
+    (_one_backward, True),
+)
+
+
+def train(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str, *, has_sparse: bool = False) -> Trained:
+    """Take steps of many kinds with each variant of options; all ranks of the default group call this together."""
+    trained = Trained([], {})
+    for options in _VARIANTS:
+        _WrapperOnTrial(plugs, options, DynamicModel(dtypes, has_sparse=has_sparse).to(device), device, trained).run()
+    return trained
+
+
+class _WrapperOnTrial:
+    """A wrapper with some plugs and options, and what was found in its steps."""
+
+    def __init__(
+        self, plugs: Plugs, options: dict[str, Any], module: DynamicModel, device: str, found: Trained
+    ) -> None:
+        self._module, self._device, self._found, self._plugs = module, device, found, plugs
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._name = ", ".join(f"{name}={value}" for name, value in options.items()) or "default options"
+        start = copy.deepcopy(module.state_dict())
+        if self._rank != 0:
+            with torch.no_grad():  # the wrapper has to bring rank 0's here
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.fill_(self._rank)
+        functions: dict[str, Any] = {
+            "reduce_function": plugs.reduce_function,
+            "broadcast_function": plugs.broadcast_function,
+        }
+        self._wrapper = DistributedDataParallel(module, **functions, **options)
+        if plugs.hook is not None:
+            self._wrapper.register_comm_hook(copy.deepcopy(plugs.state), plugs.hook)
+        wrong = [name for name, tensor in module.state_dict().items() if not torch.equal(tensor, start[name])]
+        if wrong:
+            found.problems.append(f"training ({self._name}): after wrapping, {', '.join(wrong)} should be rank 0's")
+
+    def run(self) -> None:
+        """Take all steps."""
+        for number, (step, set_to_none) in enumerate(_STEPS):
+            copies = [self._copy() for _ in range(self._size)]
+            actors = [self._actor(twin, number, rank) for rank, twin in enumerate(copies)]
+            if set_to_none is not None:
+                for model in (self._wrapper, *copies):
+                    model.zero_grad(set_to_none)
+            # The copies are first, since a graph is gone through with the buffers that it was made with.
+            expected = [_average(copies) for _ in zip(*map(step, actors), strict=True)]
+            own = step(self._actor(self._wrapper, number, self._rank))
+            for k, (means, _) in enumerate(zip(expected, own, strict=True)):
+                when = f"training ({self._name}), step {number} ({step.__name__[1:]}), synchronization {k}"
+                self._check(means, when)
+            if not torch.equal(self._module.seen, copies[0].seen):
+                self._found.problems.append(f"{when}: buffer seen is not that of rank 0")
+            self._found.digests[f"{when}: buffer seen"] = _digest(self._module.seen)
+            with torch.no_grad():
+                for parameter in self._module.parameters():
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-0.125)
+
+    def _actor(self, model: Any, number: int, rank: int) -> _Actor:
+        # The last rank, and not rank 0, whose buffers all have.
+        return _Actor(model, number, rank, rank == self._size - 1 > 0, self._device)
+
+    def _copy(self) -> DynamicModel:
+        twin = copy.deepcopy(self._module)
+        for theirs, own in zip(twin.parameters(), self._module.parameters(), strict=True):
+            theirs.grad = None if own.grad is None else own.grad.detach().clone()
+        return twin
+
+    def _check(self, means: dict[str, tuple[Tensor, float] | None], when: str) -> None:
+        """Compare the gradients with the means and the largest elements on any rank."""
+        largest = max((scale for _, scale in filter(None, means.values())), default=0.0)
+        for name, parameter in self._module.named_parameters():
+            wanted, gradient = means[name], parameter.grad
+            self._found.digests[f"{when}: the gradient of {name}"] = _digest(gradient)
+            if wanted is None or gradient is None:
+                if (wanted is None) != (gradient is None):
+                    should = "be None: no rank has it" if wanted is None else "exist: some rank has it"
+                    self._found.problems.append(f"{when}: the gradient of {name} should {should}")
+                continue
+            mean, scale = wanted
+            numbers, tolerance = torch.finfo(parameter.dtype), self._plugs.tolerance
+            allowed = _ROUNDINGS * numbers.eps * scale + numbers.tiny if tolerance is None else tolerance * largest
+            error = float((gradient.to_dense().double() - mean).abs().max()) if mean.numel() else 0.0
+            if not error <= allowed:  # also where it is NaN
+                self._found.problems.append(
+                    f"{when}: the gradient of {name} is off the mean over all ranks by {error:.3g}, where "
+                    f"{allowed:.3g} is allowed and the largest element on any rank is {scale:.3g}"
+                )
+
+
+def _average(copies: Sequence[nn.Module]) -> dict[str, tuple[Tensor, float] | None]:
+    """The mean of each gradient, which all get, in float64, and its largest element on any; None where none has it."""
+    means: dict[str, tuple[Tensor, float] | None] = {}
+    for (name, first), *others in zip(*(twin.named_parameters() for twin in copies), strict=True):
+        parameters = [first, *(parameter for _, parameter in others)]
+        existing = [one.grad for one in parameters if one.grad is not None]
+        if not existing:
+            means[name] = None
+            continue
+        wide = [gradient.to_dense().double() for gradient in existing]
+        mean = torch.stack(wide).sum(0) / len(parameters)
+        means[name] = mean, max((float(one.abs().max()) for one in wide if one.numel()), default=0.0)
+        for parameter in parameters:
+            gradient = mean.to(parameter.dtype, copy=True)
+            parameter.grad = gradient.to_sparse(1) if existing[0].is_sparse else gradient
+    return means
+
+
+def _digest(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    content = tensor.detach().to_dense().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.blake2b(content, digest_size=8).hexdigest()}"

@@ -1,31 +1,45 @@
 """Real ranks for tests: processes started once, which then call one function after another.
 
-Owns the processes, the rendezvous and the errors of ranks as a test sees them. Everything is sent as plain pickles over
-pipes, so a tensor arrives as a copy that does not need its rank any more.
+Owns the processes on both ends of the pipes to them, their rendezvous, and the errors of ranks as a test sees them.
+Everything is sent as plain pickles, so a tensor arrives as a copy that does not need its rank any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
+import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
-from ppe_ddp.testing.rank_process import RETURNED, join_group, serve, set_up
+import torch
+import torch.distributed as dist
+
+from ppe_ddp.launchers import detect
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 T = TypeVar("T")
+Call = tuple[list[str], bytes]
 
 # Importing torch on a busy machine of two cores takes some seconds a rank; ten times that is a hang.
 _START_SECONDS = 120.0
@@ -35,7 +49,7 @@ _DUMP_SECONDS = 2.0
 
 
 class Outcome(enum.Enum):
-    """How a rank failed."""
+    """The ways in which a rank fails."""
 
     RAISED = "raised"
     DIED = "died"
@@ -67,10 +81,9 @@ class RankFailure:
         """The failure of a rank whose function raised; ``content`` is the rank's answer."""
         summary, details, pickled = pickle.loads(content)
         exception = None
-        if pickled is not None:
-            # Many exceptions whose constructor takes more than a message can be pickled but not made anew.
-            with contextlib.suppress(Exception):
-                exception = pickle.loads(pickled)
+        # Many exceptions whose constructor takes more than a message can be pickled but not made anew.
+        with contextlib.suppress(Exception):
+            exception = pickle.loads(pickled)
         return cls(rank, Outcome.RAISED, summary, details, exception)
 
     @classmethod
@@ -83,11 +96,6 @@ class RankFailure:
         else:
             cause = f"ended with exit code {exit_code}"
         return cls(rank, Outcome.DIED, f"its process {cause}", stacks, exit_code=exit_code)
-
-    @classmethod
-    def silent(cls, rank: int, seconds: float, stacks: str) -> RankFailure:
-        """The failure of a rank that did not answer for so many seconds."""
-        return cls(rank, Outcome.SILENT, f"nothing for {seconds:.1f} s", stacks)
 
 
 class RankError(RuntimeError):
@@ -108,8 +116,7 @@ class RankError(RuntimeError):
         sections = [
             f"--- rank {f.rank} {f.outcome.value} ---\n{f.details.rstrip()}" for f in self.failures if f.details
         ]
-        head = f"{len(self.failures)} of {self.world_size} ranks failed: {short}"
-        return "\n\n".join([head, *sections])
+        return "\n\n".join([f"{len(self.failures)} of {self.world_size} ranks failed: {short}", *sections])
 
     @property
     def exceptions(self) -> dict[int, BaseException]:
@@ -118,47 +125,58 @@ class RankError(RuntimeError):
 
     @property
     def ranks(self) -> dict[int, Outcome]:
-        """How each failing rank failed, in the order in which they did."""
+        """The outcome of each failing rank, in the order in which they failed."""
         return {f.rank: f.outcome for f in self.failures}
 
 
-class RankProcess(Protocol):
-    """A process as :class:`Ranks` needs it; those of `multiprocessing` are such, and do the same."""
-
-    @property
-    def pid(self) -> int | None: ...  # noqa: D102
-    @property
-    def sentinel(self) -> int: ...  # noqa: D102
-    @property
-    def exitcode(self) -> int | None: ...  # noqa: D102
-
-    def is_alive(self) -> bool: ...  # noqa: D102
-    def join(self, timeout: float | None = None) -> None: ...  # noqa: D102
-    def kill(self) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+# ---------------------------------------------------------------------- processes
 
 
-class RankStarter(Protocol):
-    """Starts the processes of a world, each of which answers calls by :func:`ppe_ddp.testing.rank_process.serve`."""
+class ForeignProcess:
+    """A process that somebody else has started, used as one of `multiprocessing`."""
 
-    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+    exitcode = None  # which only its parent gets
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.sentinel = os.pidfd_open(pid)
+
+    def is_alive(self) -> bool:  # noqa: D102
+        return not select.select([self.sentinel], [], [], 0)[0]
+
+    def join(self, timeout: float | None = None) -> None:  # noqa: D102
+        select.select([self.sentinel], [], [], timeout)
+
+    def kill(self) -> None:  # noqa: D102
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
+
+    def close(self) -> None:  # noqa: D102
+        os.close(self.sentinel)
+
+
+class RankStarter(ABC):
+    """Starts the processes of a world, each of which answers calls by :func:`serve`."""
+
+    @abstractmethod
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
         """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """End what else was started for them; called when all of them have ended, also if there are none."""
 
     def errors(self) -> str:
-        """What there is to say about a process that has died, beyond its exit code."""
+        """More about a process that has died than its exit code."""
+        return ""
 
 
-class ForkStarter:
-    """Processes on this machine: started in no time, and as good as new."""
+class ForkStarter(RankStarter):
+    """Starts ranks on this machine, in no time and as good as new: by forks of a process that has imported torch."""
 
-    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[RankProcess, Connection]]:
+    def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
         """Fork one process for each file."""
-        # Forked from a process that has imported torch and done nothing else.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([serve.__module__])
+        context.set_forkserver_preload([__name__])
         # OpenMP reads it while torch is imported, before any code of ours runs in the process.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
             for rank, file in enumerate(stack_files):
@@ -168,13 +186,6 @@ class ForkStarter:
                 process.start()
                 theirs.close()
                 yield process, ours
-
-    def end(self) -> None:
-        """Nothing else was started."""
-
-    def errors(self) -> str:
-        """What they have said is on this process's own standard error."""
-        return ""
 
 
 class Ranks:
@@ -223,12 +234,9 @@ class Ranks:
                 f"{world_size}, {timeout} and {group_timeout}"
             )
         self.world_size = world_size
-        self._backend = backend
-        self._timeout = timeout
-        self._group_timeout = group_timeout
-        self._prepare = prepare
-        self._starter = starter or ForkStarter()
-        self._processes: list[RankProcess] = []
+        self._backend, self._prepare, self._starter = backend, prepare, starter or ForkStarter()
+        self._timeout, self._group_timeout = timeout, group_timeout
+        self._processes: list[BaseProcess | ForeignProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._groups = 0
@@ -237,14 +245,12 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def alive(self) -> bool:
-        """Whether there are processes and the next run will use them, rather than start new ones."""
+        """True where the processes run, so that the next run uses them and starts none."""
         started = len(self._processes) == self.world_size
         return started and all(process.is_alive() for process in self._processes)
 
@@ -254,20 +260,16 @@ class Ranks:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def run(
-        self,
-        function: Callable[..., T],
-        *args: object,
-        timeout: float | None = None,
-        grace: float | None = None,
+        self, function: Callable[..., T], *args: object, timeout: float | None = None, grace: float = _GRACE_SECONDS
     ) -> list[T]:
         """Calls `function(*args)` on every rank and waits for all of them.
 
         Args:
             function: A function that the ranks can import: one of a module, no lambda or closure.
-            *args: The same for every rank; copied by pickle.
+            *args: Its arguments, equal on all ranks; copied by pickle.
             timeout: Seconds until ranks that have not answered are killed.
-            grace: Seconds that the other ranks get once one has failed; 5 by default. More is of use
-                where they are expected to fail too, later.
+            grace: Seconds that the other ranks get once one has failed. More is of use where they are expected to
+                fail too, later.
 
         Returns:
             What the function returned, by rank; copied by pickle, on the device it was on.
@@ -285,7 +287,7 @@ class Ranks:
         args_by_rank: Sequence[Sequence[object]],
         *,
         timeout: float | None = None,
-        grace: float | None = None,
+        grace: float = _GRACE_SECONDS,
     ) -> list[T]:
         """Calls `function(*args_by_rank[rank])` on each rank; otherwise as `run`.
 
@@ -299,8 +301,7 @@ class Ranks:
             self.restart()
         elif self._fresh_group_due:
             self._join()
-        seconds = self._timeout if timeout is None else timeout
-        return self._call(calls, seconds, _GRACE_SECONDS if grace is None else grace)
+        return self._call(calls, self._timeout if timeout is None else timeout, grace)
 
     def restart(self) -> None:
         """Ends the processes, if there are any, and starts new ones.
@@ -321,7 +322,7 @@ class Ranks:
             self._kill()
             raise
         # Not in one call with the group: its timeout may be shorter than the import of torch.
-        self._call_or_kill([_pickle_call(set_up, (self._prepare,))] * self.world_size)
+        self._call_or_kill([_pickle_call(_set_up, (self._prepare,))] * self.world_size)
         self._join()
 
     def close(self) -> None:
@@ -337,21 +338,21 @@ class Ranks:
         meeting = (self._stack_file(0).parent / f"group{self._groups}").as_uri()
         self._groups += 1
         group = (self._backend, meeting, self.world_size, self._group_timeout)
-        self._call_or_kill([_pickle_call(join_group, (rank, *group)) for rank in range(self.world_size)])
+        self._call_or_kill([_pickle_call(_join_group, (rank, *group)) for rank in range(self.world_size)])
 
-    def _call_or_kill(self, calls: list[bytes]) -> None:
+    def _call_or_kill(self, calls: list[Call]) -> None:
         try:
             self._call(calls, _START_SECONDS, _GRACE_SECONDS)
         except RankError:
             self._kill()
             raise
 
-    def _call(self, calls: list[bytes], timeout: float, grace: float) -> list[Any]:
+    def _call(self, calls: list[Call], timeout: float, grace: float) -> list[Any]:
         try:
             for pipe, call in zip(self._pipes, calls, strict=True):
                 # A rank that died since the last call is found by waiting for it.
                 with contextlib.suppress(OSError):
-                    pipe.send_bytes(call)
+                    pipe.send(call)
             answers, failures = self._collect(timeout, grace)
         except BaseException:
             # Also a KeyboardInterrupt: the answers to this call would be taken for those to the next.
@@ -376,7 +377,7 @@ class Ranks:
             sources = [self._pipes[rank] for rank in waiting]
             ends = [self._processes[rank].sentinel for rank in waiting]
             if not wait([*sources, *ends], max(0.0, deadline - time.monotonic())):
-                failures += self._give_up(sorted(waiting), time.monotonic() - start)
+                failures += self._give_up(sorted(waiting), f"nothing for {time.monotonic() - start:.1f} s")
                 break
             arrived = [self._receive(rank) for rank in sorted(waiting)]
             failed = [item for item in arrived if isinstance(item, RankFailure)]
@@ -393,24 +394,22 @@ class Ranks:
         # Before the poll: an answer may arrive between the two, and its process end.
         ended = not process.is_alive()
         try:
-            if not pipe.poll():
-                return self._death(rank) if ended else None
-            answer = pipe.recv_bytes()
+            if pipe.poll():
+                has_returned, content = pipe.recv()
+                return (rank, content) if has_returned else RankFailure.raised(rank, content)
         except (EOFError, OSError):
-            return self._death(rank)
-        kind, content = answer[:1], answer[1:]
-        return (rank, content) if kind == RETURNED else RankFailure.raised(rank, content)
-
-    def _death(self, rank: int) -> RankFailure:
-        process = self._processes[rank]
+            ended = True
+        if not ended:
+            return None
         process.join(_STOP_SECONDS)
         stacks = self._stack_file(rank).read_text()
         return RankFailure.died(rank, process.exitcode, stacks + self._starter.errors())
 
-    def _give_up(self, ranks: Sequence[int], seconds: float) -> list[RankFailure]:
+    def _give_up(self, ranks: Sequence[int], summary: str) -> list[RankFailure]:
         for rank in ranks:
             os.kill(self.pids[rank], signal.SIGUSR1)
-        return [RankFailure.silent(rank, seconds, _settled_text(self._stack_file(rank))) for rank in ranks]
+        stacks = {rank: _settled_text(self._stack_file(rank)) for rank in ranks}
+        return [RankFailure(rank, Outcome.SILENT, summary, stacks[rank]) for rank in ranks]
 
     def _stack_file(self, rank: int) -> Path:
         assert self._folder is not None
@@ -432,33 +431,17 @@ class Ranks:
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., T],
-    *args: object,
-    backend: str | None = "gloo",
-    timeout: float = 60.0,
+    world_size: int, function: Callable[..., T], *args: object, backend: str | None = "gloo", timeout: float = 60.0
 ) -> list[T]:
     """Starts ranks, calls `function(*args)` on each, ends them and returns the results by rank.
 
-    Args:
-        world_size: How many ranks.
-        function: A function that the ranks can import.
-        *args: The same for every rank.
-        backend: The backend of the default process group; None for processes without one.
-        timeout: Seconds that the call may take, without the start of the processes.
-
-    Returns:
-        What the function returned, by rank.
-
-    Raises:
-        RankError: A rank raised, died or did not answer.
-        TypeError: The function or an argument cannot be pickled.
+    Arguments, result and errors are those of :class:`Ranks` and :meth:`Ranks.run`.
     """
     with Ranks(world_size, backend=backend, timeout=timeout) as ranks:
         return ranks.run(function, *args)
 
 
-def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
+def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> Call:
     try:
         content = pickle.dumps((function, tuple(args)))
     except Exception as error:
@@ -467,7 +450,7 @@ def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> byt
             "module, no lambda or closure, and arguments that can be pickled"
         ) from error
     # Paths that were added since the processes started, such as that of a test module, are needed there too.
-    return pickle.dumps((list(sys.path), content))
+    return list(sys.path), content
 
 
 def _settled_text(path: Path) -> str:
@@ -478,4 +461,103 @@ def _settled_text(path: Path) -> str:
         time.sleep(0.02)
         before, text = text, path.read_text()
     # The thread that waits for this process to end is in every rank and tells nothing.
-    return "\n\n".join(stack for stack in text.split("\n\n") if " in end_with_parent" not in stack)
+    return "\n\n".join(stack for stack in text.split("\n\n") if " in _end_with_parent" not in stack)
+
+
+# ---------------------------------------------------------------------- in the process of a rank
+
+
+def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> None:
+    """Answers calls from the pipe until its other end closes.
+
+    A call is `(sys.path, pickled (function, arguments))`. The answer is True with a pickled
+    `(result, whether the default process group is the one joined last)`, or False with a pickled
+    `(one-line summary, traceback, pickled exception or None)`.
+
+    Args:
+        pipe: Where calls come from and answers go to.
+        environment: That of the process which wants this rank; the one that it was forked from may be older.
+        stack_file: Where the stacks of all threads are written on SIGUSR1 and on a crash.
+    """
+    # What was imported before is there to stay: without it, each look for garbage takes a tenth of a second less.
+    gc.freeze()
+    os.environ.clear()
+    os.environ.update(environment)
+    # Ctrl-C in a terminal reaches every process of the group; the parent decides what then happens here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    with open(stack_file, "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        joined: object = None
+        while True:
+            try:
+                call = pipe.recv()
+            except (EOFError, OSError):
+                break
+            answer, joined = _answer(call, joined)
+            pipe.send(answer)
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+
+
+def serve_job(address: str) -> None:
+    """Answers calls, from a socket in the file system, as a rank that a launcher has started."""
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(address)
+    pipe = Connection(connected.detach())
+    pipe.send(detect(os.environ).rank)
+    serve(pipe, pipe.recv(), dict(os.environ))
+
+
+def _set_up(prepare: Callable[[], object] | None) -> None:
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+
+
+def _join_group(rank: int, backend: str | None, meeting: str, world_size: int, timeout: float) -> None:
+    """Leave the default process group, if there is one, and join a fresh one at a file that none has used."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if backend is None:
+        return
+    if "nccl" in backend and torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    patience = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=patience)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        # The main thread may be deep in a collective that never returns, so no orderly exit.
+        os._exit(1)
+
+
+def _answer(call: Call, joined: object) -> tuple[tuple[bool, bytes], object]:
+    try:
+        sys.path[:], content = call
+        function, args = pickle.loads(content)
+        result = function(*args)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        joined = group if function is _join_group else joined
+        return (True, pickle.dumps((result, group is joined))), joined
+    except BaseException as error:
+        # Also SystemExit and the like: the rank goes on to serve, and the test gets it.
+        return (False, _describe(error)), joined
+
+
+def _describe(error: BaseException) -> bytes:
+    # Without our own frame, which is the first, the text starts in the test's function.
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    details = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    pickled: bytes | None = None
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps(error)
+    return pickle.dumps((summary, details, pickled))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Style(NamedTuple):
-    """How a kind of span is drawn: its colour, its name, and whether text on it is white."""
+    """The style of a kind of span: its colour, its name in the legend, and whether text on it is white."""
 
     colour: str
     word: str = ""
@@ -220,7 +220,7 @@ class _Drawing:
 
 
 def _texts(span: Span) -> list[str]:
-    """What may be written on a bar, the longest first."""
+    """The texts that fit a bar, the longest first."""
     size = f"{span.nbytes / 1e6:.1f} MB" if span.nbytes >= 1e5 else f"{span.nbytes / 1e3:.0f} kB"
     if span.kind in ENGINE:
         return [span.name] if span.kind != "write" else []

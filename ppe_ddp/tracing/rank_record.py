@@ -1,4 +1,4 @@
-"""What one rank records, by a clock that is compared with rank 0's, the JSON file that it leaves, and its numbers.
+"""The record of one rank, by a clock that is compared with rank 0's, its JSON file, and its numbers.
 
 Kinds of spans:
 
@@ -56,8 +56,8 @@ class ClockOffset:
 
     Attributes:
         job: The same text on all ranks that were compared together, and on no others.
-        rank: This process in the group.
-        world_size: The size of the group.
+        rank: This process in their group.
+        world_size: The size of that group.
         offset_ns: What to subtract from this rank's times to get those of rank 0.
         error_ns: By how much that may be wrong.
     """
@@ -112,9 +112,9 @@ class Presence:
     """The gradients that existed in the backwards of one module.
 
     Attributes:
-        names: Of its parameters.
+        names: The names of its parameters.
         local: One text a backward, one character a parameter: "1" where this rank had the gradient.
-        agreed: The same for any rank.
+        agreed: As ``local``, "1" where any rank had it.
     """
 
     names: tuple[str, ...]
@@ -154,7 +154,7 @@ class RankRecord:
         return cls(clock, socket.gethostname(), spans, backwards, list(modules.values()))
 
     def on_one_clock(self) -> RankRecord:
-        """The same by the clock of rank 0."""
+        """This record by the clock of rank 0."""
         offset = self.clock.offset_ns
         spans = [span._replace(begin=span.begin - offset, end=span.end - offset) for span in self.spans]
         backwards = [(begin - offset, end - offset) for begin, end in self.backwards]
@@ -236,13 +236,11 @@ class Recording:
 
     def __init__(self) -> None:
         self.log = EventLog(self._on_groups)
-        self.clock = ClockOffset()
-        self._is_compared = False
-        self._depth = 0  # of optimizers that step inside of another's step
-        self._begin = 0
+        self.clock, self._is_compared = ClockOffset(), False
+        self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
 
     def result(self) -> RankRecord:
-        """What was recorded until now."""
+        """The record until now."""
         return RankRecord.of(self.log, self.clock)
 
     def compare_clocks(self, group: ProcessGroup) -> None:
@@ -257,15 +255,13 @@ class Recording:
 
     def begin_step(self, *_: object) -> None:
         """An optimizer begins its step; one inside of another's step is a part of that."""
-        if self._depth == 0:
-            self._begin = perf_counter_ns()
-        self._depth += 1
+        self._steps.append(perf_counter_ns())
 
     def end_step(self, optimizer: object, *_: object) -> None:
         """An optimizer has ended its step."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            self.log.add("optimizer", type(optimizer).__name__, self._begin)
+        begin = self._steps.pop() if self._steps else perf_counter_ns()
+        if not self._steps:
+            self.log.add("optimizer", type(optimizer).__name__, begin)
 
 
 @contextmanager
@@ -308,14 +304,8 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals, in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
+    """Disjoint intervals that cover what these cover, in order."""
+    return [(span.begin, span.end) for span in merged(Span("", "", *one) for one in intervals) if span.end > span.begin]
 
 
 def length(intervals: Iterable[Interval]) -> int:

@@ -1,0 +1,297 @@
+"""Parts that benchmarks share: ranks, device and backend to run on, turns of contestants, and tables."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ppe_ddp.backends.cupy_nccl.nccl_library import SHARE_DEVICES, load_nccl, torch_nccl_text
+from ppe_ddp.cli.command_line import WIDTH, add_json, count, fail, machine_facts, told
+from ppe_ddp.cli.doctor import many_ranks_a_device
+from ppe_ddp.launch import init_process_group
+from ppe_ddp.launchers import detect
+from ppe_ddp.testing import JobStarter, RankError, Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["BACKENDS", "Platform", "Spread", "add_arguments", "in_turn", "on_ranks", "over_mpi", "print_table"]
+
+DEFAULT_RANKS = 2
+_RUN_SECONDS, _COLLECTIVE_SECONDS = 3600.0, 300.0
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": ("gloo",),
+    "cuda": ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:cupy_nccl", "nccl", "cupy_nccl", "gloo"),
+}
+"""By kind of device the backends that can be measured on it, the default first."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, repeats: int | None = 11) -> None:
+    """Adds ``--ranks``, ``--repeats`` and ``--json`` to ``parser``."""
+    parser.add_argument("--ranks", type=count, metavar="N", help=f"ranks to start (default: {DEFAULT_RANKS})")
+    times = f"repetitions (default: {repeats})"
+    parser.add_argument("--repeats", type=count, default=repeats, metavar="N", help=times)
+    add_json(parser)
+
+
+def over_mpi() -> bool:
+    """True where the default process group is mpi4py's."""
+    return dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One kind of device and one backend; the same on every rank.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        backend: As ``init_process_group`` takes it.
+    """
+
+    device: str = "cpu"
+    backend: str = BACKENDS["cpu"][0]
+
+    @classmethod
+    def of(cls, device: str, backend: str | None = None) -> Platform:
+        """The platform of a command line; a backend of None is the device's default.
+
+        Raises:
+            ValueError: The backend is not for the device, or what they need is not here.
+            ImportError: CuPy is not installed or finds no NCCL.
+        """
+        known = BACKENDS[device]
+        backend = backend or known[0]
+        if backend not in known:
+            raise ValueError(f"--backend {backend} is not for --device {device}, which has {' or '.join(known)}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"--device cuda: torch {torch.__version__} sees no GPU; `python -m ppe_ddp env` tells what is here"
+            )
+        if "cupy" in backend:
+            load_nccl()
+        elif "nccl" in backend and not dist.is_nccl_available():
+            raise ValueError(f"--backend {backend}: this torch is built without NCCL; take --backend gloo")
+        return cls(device, backend)
+
+    def start(self, ranks: int) -> Ranks:
+        """Ranks of our own, which start when they are first used.
+
+        Raises:
+            ValueError: They would have to share devices, and NCCL is too old for that.
+        """
+        if "nccl" in self.backend and ranks > torch.cuda.device_count():
+            if not many_ranks_a_device():
+                raise ValueError(
+                    f"{ranks} ranks would share {torch.cuda.device_count()} GPUs, which NCCL {torch_nccl_text()} does "
+                    "not allow (2.30 does): take --backend gloo, or no more ranks than GPUs"
+                )
+            os.environ.setdefault(SHARE_DEVICES, "1")
+        starter = JobStarter(None, "mpirun", (ranks,)) if self.backend == "mpi4py" else None
+        timeout = _RUN_SECONDS
+        return Ranks(ranks, backend=self.backend, starter=starter, timeout=timeout, group_timeout=_COLLECTIVE_SECONDS)
+
+    def join(self, wanted: int | None = None) -> None:
+        """Join the ranks that a launcher has started; all call this together. Under mpirun the CPU's are mpi4py's.
+
+        Raises:
+            ValueError: The launcher's variables are wrong, or these are not as many ranks as are wanted.
+            RuntimeError: The ranks could not meet.
+        """
+        if "nccl" in self.backend and many_ranks_a_device():
+            os.environ.setdefault(SHARE_DEVICES, "1")
+        is_over_mpi = self == Platform() and detect(os.environ).launcher == "mpirun"
+        job = init_process_group("mpi4py" if is_over_mpi else self.backend, quiet=True)
+        if wanted not in (None, job.world_size):
+            dist.destroy_process_group()
+            raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave it out")
+
+    def enter(self) -> ProcessGroup | None:
+        """Use one thread, and the device of this rank's number on this machine, in turn.
+
+        Returns:
+            A group in which ranks meet without the device: a new one, or None for the default group on the CPU.
+        """
+        torch.set_num_threads(1)
+        if self.device == "cpu":
+            return None
+        job = init_process_group(quiet=True)  # joined already: this only describes the job
+        torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
+        control: ProcessGroup = dist.new_group(backend="gloo")
+        return control
+
+    def clock(self) -> float:
+        """Seconds, read when the device has done what it was given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+    def facts(self) -> dict[str, str | int | None]:
+        """The facts for a report: device, the GPUs' name and number, backend and NCCL's version."""
+        has_gpu = self.device == "cuda"
+        return {
+            "device": self.device,
+            "device_name": torch.cuda.get_device_name() if has_gpu else None,
+            "devices": torch.cuda.device_count() if has_gpu else 0,
+            "backend": self.backend,
+            "nccl": torch_nccl_text() if "nccl" in self.backend else None,
+        }
+
+    def __str__(self) -> str:
+        """All of it in a few words, for a caption."""
+        facts = self.facts()
+        nccl = f", NCCL {facts['nccl']}" if facts["nccl"] else ""
+        name = f"{self.device} ({facts['devices']} x {facts['device_name']}{nccl})" if facts["devices"] else self.device
+        return f"{name} over {self.backend}"
+
+
+def on_ranks(
+    measure: Callable[..., Any],
+    words: tuple[Any, ...],
+    publish: Callable[[Any, int], int],
+    *,
+    ranks: int | None,
+    platform: Platform | None = None,
+) -> int:
+    """Measure on the ranks that a launcher has started, or on new ones.
+
+    Args:
+        measure: A function of a module, called as ``measure(*words)`` on every rank in a process group.
+        words: Its arguments, the same on every rank.
+        publish: Prints what rank 0 has measured, on rank 0, given that and the number of ranks; returns the exit code.
+        ranks: How many to start, None for two; where a launcher has started some, as many or None.
+        platform: Where; by default the CPU.
+
+    Returns:
+        The exit code: that of ``publish``; 1 if a rank that was started here failed; 2 if the ranks that there are
+        cannot be used.
+    """
+    platform = platform or Platform()
+    try:
+        if detect(os.environ).launcher == "alone":
+            with platform.start(ranks or DEFAULT_RANKS) as started:
+                return publish(started.run(measure, *words)[0], started.world_size)
+        platform.join(ranks)
+    except RankError as error:
+        return fail(error, 1)
+    except (ImportError, RuntimeError, ValueError) as error:
+        return fail(error, 2)
+    found, size = measure(*words), dist.get_world_size()
+    code = publish(found, size) if dist.get_rank() == 0 else 0
+    dist.destroy_process_group()
+    return code
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[int], object]],
+    steps: Mapping[str, int],
+    repeats: int,
+    platform: Platform,
+    control: ProcessGroup | None,
+) -> dict[str, list[float]]:
+    """Time contestants in turn; all ranks call this together.
+
+    Every repetition gives each contestant one block of consecutive steps, in an order drawn anew, behind a barrier.
+    Noise that lasts longer than a block then meets them all, and a ratio within one repetition is free of what changed
+    since the one before.
+
+    Args:
+        contestants: By name, a function that takes a number of steps.
+        steps: By name, the steps of a block.
+        repeats: Repetitions.
+        platform: Whose clock counts.
+        control: For barriers; None for the default group.
+
+    Returns:
+        By name the seconds of a step on the slowest rank, one number a repetition.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order, shuffler = list(contestants), random.Random(0)
+    gc.collect()
+    for _ in range(repeats):
+        shuffler.shuffle(order)
+        for name in order:
+            contestants[name](1)  # warms the caches that the contestant before has filled
+            platform.clock()
+            dist.barrier(control)
+            start = platform.clock()
+            contestants[name](steps[name])
+            seconds[name].append((platform.clock() - start) / steps[name])
+    return dict(zip(seconds, largest(list(seconds.values()), control), strict=True))
+
+
+def largest(numbers: Any, group: ProcessGroup | None = None) -> Any:
+    """The largest of each of these numbers over the ranks: one, a list, or lists of equally many."""
+    found = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the quartiles around it."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], beside: Sequence[float] | None = None) -> Spread:
+        """The spread of at least one value, or of the ratios to as many others."""
+        if beside is not None:
+            values = [value / other for value, other in zip(values, beside, strict=True)]
+        values = values if len(values) > 1 else [*values, *values]
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, lower, upper)
+
+    def text(self, digits: int) -> str:
+        """The median, and the middle half; the larger the numbers, the fewer digits."""
+        digits = 0 if self.upper >= 100 else min(digits, 1) if self.upper >= 10 else digits
+        return f"{self.median:.{digits}f} ({self.lower:.{digits}f}-{self.upper:.{digits}f})"
+
+
+def print_table(
+    arguments: argparse.Namespace, title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
+    """Print a table for 80 columns, or as wide as its numbers are: with less room they would be cut off.
+
+    Args:
+        arguments: Of the command, whose report may go to stdout in its place.
+        title: Above it.
+        caption: Below it, wrapped; with the processor, its cores, and torch's version.
+        headings: One a column; the first is of text, as is one that begins with ``<``.
+        rows: Its cells; empty for a line.
+    """
+    facts, file = machine_facts(), told(arguments)
+    caption = f"{caption}; {facts['cpu']}, {facts['cores']} cores; torch {torch.__version__}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption, padding=0, show_edge=False)
+    for k, heading in enumerate(headings):
+        table.add_column(heading.strip("<"), justify="left" if not k or heading[0] == "<" else "right", no_wrap=True)
+    for row in rows:
+        if row:
+            table.add_row(*row)  # missing cells stay empty
+        else:
+            table.add_section()
+    console = Console(file=file, width=max(WIDTH, Console(file=file).width), highlight=False, markup=False)
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
