@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from ppe_ddp.errors import DisagreementError
+from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
     gradient of the mean over the tokens of all ranks, and of all backwards under ``no_sync()`` since the last
     synchronization, however many tokens each had. It is the same without a launcher, on one rank that has a wrapper.
 
-    A rank with a count of 0 contributes nothing, whatever its loss is, and gets the averages. One that has no backward
-    calls ``finish_grad_sync()``. All losses of one backward share one denominator, the sum of their counts; those with
-    denominators of their own get a synchronized backward each.
+    A rank all whose counts are 0 contributes nothing, whatever its loss is, and gets the averages. One that has no
+    backward calls ``finish_grad_sync()``. All losses of one backward share one denominator, the sum of their counts.
 
     Args:
         loss: Of any shape, floating-point: a mean over ``count``.
@@ -53,6 +52,7 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
 
     Raises:
         ValueError: The count is negative, infinite or NaN.
+        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight.
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
     number = float(count)
@@ -111,6 +111,7 @@ class Weights:
         self.parameters: Sequence[_Parameter] = ()
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._left: list[tuple[int, int]] = []
         self._task = -1
         self.total, self.is_weighed = 0.0, False
 
@@ -119,24 +120,39 @@ class Weights:
         if not _Weigh.alive or self._task == (task := graph_task()):
             return
         self._task = task
+        behind = {}
         for node in list(_Weigh.alive):
             is_over = node.end() is None  # its execution, if there was one, belongs to an older backward
-            if is_over and not self._is_executed(node):
-                continue
             execution = node.executions + is_over
-            if self._counted.get(node, 0) < execution:
-                if self.is_weighed and not self._has_gradients(but=arrived):
-                    self.settle()
-                self._counted[node] = execution
-                self.total, self.is_weighed = self.total + node.count, True
+            if self._counted.get(node, 0) < execution and not (is_over and not self._is_executed(node)):
+                behind[node] = execution
+        if not behind:
+            return
+        has_gradients = self._has_gradients(but=arrived)
+        if has_gradients and not self.is_weighed:
+            raise UnusableError(
+                "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
+                "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh()"
+            )
+        if not has_gradients and self._left != self._versions():
+            self.settle()  # the user has dropped what was weighed before
+        at_end_of_backward(self._remember)
+        self._counted.update(behind)
+        self.total, self.is_weighed = self.total + sum(node.count for node in behind), True
 
     def _has_gradients(self, but: int | None) -> bool:
-        """Whether there is something in ``.grad``: where there is not, the user has dropped what was weighed before."""
         return any(
-            parameter.grad is not None and bool(parameter.grad.count_nonzero())
+            parameter.grad is not None and _is_nonzero(parameter.grad)
             for i, parameter in enumerate(self.parameters)
             if i != but
         )
+
+    def _remember(self) -> None:
+        self._left = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Which tensors are in ``.grad``, and how often each was changed: gradients may well be zero."""
+        return [(id(grad), grad._version) for parameter in self.parameters if (grad := parameter.grad) is not None]
 
     @property
     def factor_alone(self) -> float:
@@ -175,11 +191,15 @@ class Weights:
         if missing:
             weighing = [rank for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED]
             raise DisagreementError(
-                f"rank {_joined(weighing)} weighs its loss, and rank {_joined(missing)} has gradients of a loss without "
-                "a weight: call ppe_ddp.weigh(loss, count) on all ranks, or on none"
+                f"rank {_joined(weighing)} weighs its loss, and rank {_joined(missing)} has gradients of one without a "
+                "weight: call ppe_ddp.weigh(loss, count) on all ranks, or on none"
             )
         total = sum(struct.unpack(">f", struct.pack(">I", word - 1))[0] for word in words if word)
         return _Weigh.unit * len(words) / total if total and self.total else 1.0
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    return bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def _joined(ranks: Iterable[int]) -> str:

@@ -274,6 +274,8 @@ class Reducer(Generic[C]):
                     "module, of the wrapper or of the whole step works without it"
                 )
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
+            if reached or (self._parameters and self._arrivals.accumulates()):
+                self.synchronizer.weights.note(arrived)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
             raise
@@ -284,7 +286,6 @@ class Reducer(Generic[C]):
             at_end_of_backward(callback)
         if not reached and not (self._parameters and self._arrivals.accumulates()):
             return None
-        self.synchronizer.weights.note(arrived)
         self.check()
         self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
