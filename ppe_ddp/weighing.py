@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from ppe_ddp.errors import DisagreementError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed
+from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -79,14 +79,14 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        end = _EndOfBackward()
+        end = _GraphTask()
         at_end_of_backward(end)
         ctx.end = weakref.ref(end)
         ctx.executions += 1
         return gradients[0] * ctx.factor, None
 
 
-class _EndOfBackward:
+class _GraphTask:
     """Lives as long as the graph task that has queued it."""
 
     def __call__(self) -> None:
@@ -152,7 +152,7 @@ class Weights:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Which tensors are in ``.grad``, and how often each was changed: gradients may well be zero."""
-        return [(id(grad), grad._version) for parameter in self.parameters if (grad := parameter.grad) is not None]
+        return [(id(grad), version_of(grad)) for parameter in self.parameters if (grad := parameter.grad) is not None]
 
     @property
     def factor_alone(self) -> float:
@@ -199,7 +199,7 @@ class Weights:
 
 
 def _is_nonzero(gradient: Tensor) -> bool:
-    return bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def _joined(ranks: Iterable[int]) -> str:

@@ -371,7 +371,9 @@ class Negotiation:
         recorder.control_nbytes += sums.nbytes
 
     def order_state(self) -> dict[str, Any]:
-        """The order of arrival as learned so far, by names."""
+        """The order of arrival as learned so far, by names; nothing of it where the ranks are to connect again."""
+        if self._groups.is_closed:
+            self._forget()
         names = self._module_state.names
         return {
             "order": [names[i] for i in self.planner.order],
