@@ -8,14 +8,12 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -37,6 +35,28 @@ Probe = Callable[[], object]
 def probe(pending: object) -> Probe | None:
     """The method that tells whether a Work or a Future is done; None if it has none."""
     return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
+
+
+def is_completed(pending: Waitable) -> bool:
+    """Whether waiting would return at once, without waiting."""
+    is_done = probe(pending)
+    return is_done is None or bool(is_done())
+
+
+class AllPending:
+    """Several things in flight, waited for as one."""
+
+    def __init__(self, parts: Sequence[Waitable]) -> None:
+        self.parts = parts
+
+    def is_completed(self) -> bool:
+        """Whether all of them are; asks each, since asking may be what advances it."""
+        return all([is_completed(one) for one in self.parts])
+
+    def wait(self) -> None:
+        """Wait for one after another."""
+        for one in self.parts:
+            one.wait()
 
 
 def is_waitable(value: object) -> TypeGuard[Waitable]:
@@ -111,7 +131,7 @@ class GradBucket(list["Tensor"]):
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The same memory as one tensor a parameter, in the parameters' shapes."""
+        """The gradients as one tensor a parameter, in the parameters' shapes; the same memory."""
         return list(self)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -229,10 +249,10 @@ class MixedPrecision(Protocol):
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """Of parameters and inputs, and so of the computation; None to leave them as they are."""
+        """The dtype of parameters and inputs, and so of the computation; None to leave them as they are."""
         ...
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Of gradients while they are averaged; None for ``param_dtype``."""
+        """The dtype of gradients while they are averaged; None for ``param_dtype``."""
         ...

@@ -3,46 +3,46 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ppe_ddp.comm_hooks import HookedWrapper
+from ppe_ddp.comm_hooks import NOT_GIVEN, BufferHook, Hooks
+from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.broadcasting import broadcast_all, check_in_sync
 from ppe_ddp.engine.groups import GroupHandle, Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes
-from ppe_ddp.engine.record import EventLog
+from ppe_ddp.engine.plan import Packing
+from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
-from ppe_ddp.engine.reduction import FunctionReduction
+from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
 from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
 from ppe_ddp.joining import DdpJoinHook
 from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
+from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs, tensors_in
-from ppe_ddp.options import Options, check_arguments, check_ignored, first_given
-from ppe_ddp.torch_internals import call_uncompiled, is_in_join
+from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
+from ppe_ddp.torch_internals import BufferCommHookLocation, call_uncompiled, is_in_join
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-
     from torch.distributed import ProcessGroup
-    from torch.distributed.algorithms.join import JoinHook
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
-    from ppe_ddp.engine.record import Trace
+    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
     from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.options import IgnoredByUs
 
 
-class DistributedDataParallel(HookedWrapper, Joinable):
+class DistributedDataParallel(ModuleWrapper, Joinable):
     """Data parallelism for modules whose graphs change from step to step and from rank to rank.
 
     After a synchronized backward each ``.grad`` is the mean over the ranks of ``process_group`` (a rank
@@ -107,6 +107,9 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         check_ignored(ignored, DistributedDataParallel.__init__)
         super().__init__(module)
         Joinable.__init__(self)
+        self._hooks = Hooks()
+        self._reducer: Reducer[BucketSynchronizer] | None = None
+        broadcasts = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._options = Options(
             bucket_cap_mb=bucket_cap_mb_list or bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -114,7 +117,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             device_ids=device_ids,
             device_mesh=device_mesh,
             mixed_precision=mixed_precision,
-            forward_sync_buffers=first_given(forward_sync_buffers, broadcast_buffers, default=True),
+            forward_sync_buffers=broadcasts is None or bool(broadcasts),
             overlap=overlap,
             record_function=record_function,
             check_for_nan_in_grad=check_for_nan_in_grad,
@@ -175,7 +178,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             self._reducer.synchronizer.note_buffers()
 
     def _agreed(self) -> str:
-        """What else the ranks must have in common, as text."""
+        """The other options that the ranks must have in common, as text."""
         checks = self._options.check_for_nan_in_grad
         texts = [
             str(self._precision),
@@ -299,7 +302,7 @@ class DistributedDataParallel(HookedWrapper, Joinable):
             check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
 
     def trace(self) -> Trace | None:
-        """What happened in the last synchronized backward on this rank; None before the first."""
+        """The record of the last synchronized backward on this rank; None before the first."""
         return None if self._reducer is None else self._reducer.trace()
 
     def sharded(self) -> ShardedModel:
@@ -317,6 +320,97 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         if self._reducer is not None:
             self._reducer.synchronizer.clear_shards(set_to_none=set_to_none)
 
+    # ------------------------------------------------------------------ hooks and compressors
+
+    def _packing(self, *, fixed: bool = False, measured: bool = False) -> Packing:
+        return Packing.of(self._options.bucket_caps_mb, self._module_state.specs, fixed=fixed, measured=measured)
+
+    def _use_hooks(self) -> None:
+        if self._reducer is None:
+            return
+        self._reducer.recover()
+        synchronizer, groups = self._reducer.synchronizer, self._reducer.groups
+        if self._hooks.comm is not None:
+            reduction = HookReduction(*self._hooks.comm, groups)
+            synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
+        if self._hooks.compressor is not None:
+            self._hooks.comm_state.begin(groups, self._module_state.specs)
+            compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
+            synchronizer.use_reduction(compressing, self._packing())
+        if self._hooks.buffers is not None:
+            synchronizer.use_buffer_hook(self._hooks.buffers.finishing, self._hooks.buffers.title)
+
+    def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
+        """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
+
+        ``register_comm_hook(compressor)``: a :class:`ppe_ddp.compression.Compressor` averages the buckets from now
+        on, such as ``ErrorFeedback(PowerSGD(rank=4))``. What it remembers is in :meth:`comm_state_dict`. There may be
+        one; every rank must register the same, together.
+
+        ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
+        sees every local ``.grad`` and may change, set or remove it. Communication then starts when backward
+        is over. There may be several.
+
+        ``register_comm_hook(state, hook)``: ``hook(state, bucket)`` reduces a bucket instead of the reduce
+        function, and returns a ``torch.futures.Future`` of the flat result; torch's own hooks
+        (``torch.distributed.algorithms.ddp_comm_hooks``) are of this kind. There may be one. With a state that is
+        neither None nor a process group, buckets are made of the same parameters in every step, since such
+        hooks keep state by bucket. All ranks must register the same.
+
+        Returns:
+            For pytorch-pfn-extras' kind, a handle that removes the hook.
+
+        Raises:
+            DisagreementError: On every rank, if their compressors differ. Hooks of torch's kind, and what one rank
+                alone has registered, are compared in the next backward.
+            RuntimeError: There is a compressor or a hook of torch's kind already.
+        """
+        handle = self._hooks.add(state, hook)
+        if handle is None:
+            self._use_hooks()
+            if self._hooks.compressor is not None and self._reducer is not None:
+                self._reducer.synchronizer.negotiation.check()
+                warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
+        return handle
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, buffers)`` synchronize the buffers, not the broadcast; the same on all ranks."""
+        self._hooks.buffers = BufferHook(state, hook, comm_hook_location)
+        self._use_hooks()
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
+
+        Each rank has its own, to be saved beside the state of model and optimizer. Without a compressor it is that
+        order alone, which more than two ranks need to add up in the same order again. Empty without other ranks.
+        """
+        reducer, compressor = self._ready(), self._hooks.compressor
+        if reducer is None:
+            return {}
+        state = {} if compressor is None else self._hooks.comm_state.state_dict(compressor, reducer.groups)
+        return {**state, "buckets": reducer.synchronizer.negotiation.order_state()}
+
+    def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the compressor go on from what :meth:`comm_state_dict` gave on this rank; on all ranks together."""
+        reducer, compressor = self._ready(), self._hooks.compressor
+        if reducer is None:
+            raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        if compressor is not None:
+            self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)
+            reducer.synchronizer.negotiation.use_plug("a state of the compressor", *self._hooks.comm_state.agreed)
+        elif "compressor" in state:
+            raise ValueError(
+                f"rank {reducer.groups.rank}: the state of communication is that of {state['compressor']}: register it "
+                "before"
+            )
+        if "buckets" in state:
+            reducer.synchronizer.negotiation.load_order_state(state["buckets"])
+
     # ------------------------------------------------------------------ uneven inputs
 
     def join(
@@ -329,14 +423,14 @@ class DistributedDataParallel(HookedWrapper, Joinable):
         Args:
             divide_by_initial_world_size: Divide gradients by the number of all ranks, or else by the number of
                 those that still have inputs.
-            enable: Whether to do anything.
+            enable: Do anything at all.
             throw_on_early_termination: Raise on every rank when the first one has run out, instead.
         """
         same = divide_by_initial_world_size
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=same)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What this rank does for the others after its inputs have ended (``Joinable``)."""
+        """The part that this rank takes in the steps of others after its inputs have ended (``Joinable``)."""
         return DdpJoinHook(
             self._reducer or self._ready(),
             self.module,

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
-from ppe_ddp.contracts import Division
+from ppe_ddp.contracts import AllPending, Division, GradBucket, ReduceFunction, Waitable
 from ppe_ddp.errors import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import GradBucket, ReduceFunction, Waitable
 
 F = TypeVar("F", bound="ReduceFunction")
 
@@ -59,7 +56,7 @@ def is_plain_average(function: object) -> bool:
 
 
 def own_function(function: object) -> str:
-    """What the ranks compare of a reduce function: that it is the user's own; empty for one that only averages."""
+    """The words by which ranks compare a reduce function: the user's own, or empty for one that only averages."""
     return "" if is_plain_average(function) else "reduce_function of the user's own"
 
 
@@ -86,8 +83,7 @@ def takes_divided(function: F) -> F:
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:
     """Overwrite ``tensors`` by those of one rank of ``group``: the default broadcast function.
 
-    They travel as bytes, so that every dtype works over every backend: small ones packed together, in pieces
-    of at most 32 MiB, a large contiguous one where it lies.
+    They travel as bytes, so that every dtype works over every backend; small ones are packed together.
 
     Args:
         tensors: Of any dtypes and shapes, on one device; changed in place. The same list on every rank.
@@ -99,7 +95,7 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, s
     """
     if dist.get_world_size(group) == 1:
         return None
-    return _PendingBroadcast([_BroadcastMessage(piece, group, source) for piece in _pieces(tensors)])
+    return AllPending([_BroadcastMessage(piece, group, source) for piece in _pieces(tensors)])
 
 
 def overlapped(function: ReduceFunction) -> ReduceFunction:
@@ -134,7 +130,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class _BroadcastMessage:
-    """One message of a broadcast, whose ``wait()`` copies it into the tensors."""
+    """One message of a broadcast; ``wait()`` copies it into the tensors."""
 
     def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -153,25 +149,11 @@ class _BroadcastMessage:
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
+    @torch.no_grad()
     def wait(self) -> None:
         self._work.wait()
         if self._slots:
             torch._foreach_copy_(self._tensors, self._slots)
-
-
-class _PendingBroadcast:
-    """All messages of a broadcast; ``wait()`` puts them in place."""
-
-    def __init__(self, pieces: list[_BroadcastMessage]) -> None:
-        self._pieces = pieces
-
-    def is_completed(self) -> bool:
-        return all([piece.is_completed() for piece in self._pieces])  # each, as asking may be what moves it
-
-    def wait(self) -> None:
-        with torch.no_grad():
-            for piece in self._pieces:
-                piece.wait()
 
 
 class _Overlapped:
@@ -184,7 +166,7 @@ class _Overlapped:
         self._thread: ThreadPoolExecutor | None = None
         # Not arguments of submit(): the traceback of an error keeps the frames that it has come through, and the
         # pool's would hold the process group, whose connections end with the last reference.
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Any, Any, GradBucket, ProcessGroup | None]] = deque()
         self._failed: tuple[int, int, Exception] | None = None
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
@@ -194,7 +176,7 @@ class _Overlapped:
         # A Future that knows its devices makes the streams wait for one another.
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._calls.append(_Call(future, ready, gradients, group))
+        self._calls.append((future, ready, gradients, group))
         self._thread.submit(self._run)
         return future
 
@@ -229,7 +211,7 @@ class _Overlapped:
         return None
 
     def _failed_before(self, index: int, group: int) -> Exception | None:
-        """What an earlier bucket of this step has failed with: the other ranks would take this bucket for that one."""
+        """The error of an earlier bucket of this step: the other ranks would take this bucket for that one."""
         if self._failed is not None:
             failed_index, failed_group, error = self._failed
             if group == failed_group and index > failed_index:
@@ -239,13 +221,6 @@ class _Overlapped:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_thread": None, "_calls": deque(), "_failed": None}
-
-
-class _Call(NamedTuple):
-    future: torch.futures.Future[Any]
-    ready: torch.cuda.Event | None
-    gradients: GradBucket
-    group: ProcessGroup | None
 
 
 def name_of(function: object) -> str:

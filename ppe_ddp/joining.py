@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.reducer import Reducer
     from ppe_ddp.engine.synchronizer import BucketSynchronizer
@@ -38,13 +36,7 @@ def _any_announces(groups: Groups) -> bool:
 class DdpJoinHook(JoinHook):
     """Takes part in the synchronizations of a wrapper after this rank's inputs have ended.
 
-    Args:
-        reducer: The wrapper's reducer; None where nothing is synchronized.
-        module: The wrapped module, whose final state all ranks shall have.
-        divide_by_initial_world_size: Whether gradients are still divided by the number of all ranks, rather
-            than by that of the ranks that have inputs.
-        before: Called before each step, to bring the reducer up to date.
-        with_buffer_hook: Whether a hook of the user's communicates in the forwards of the others.
+    It calls ``before`` before each step, to bring the reducer up to date; that is None where nothing is synchronized.
     """
 
     def __init__(

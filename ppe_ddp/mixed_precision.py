@@ -11,33 +11,25 @@ backwards add up in that dtype, and after an error or a forward without a backwa
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import GradBucket, MixedPrecision, ReduceFunction, Waitable
 
 
 class Precision:
-    """The dtypes of one wrapper.
+    """The dtypes of one wrapper, from torch's ``_MixedPrecision`` or what has its attributes; None to cast nothing.
 
-    Args:
-        config: torch's ``_MixedPrecision``, or what has its attributes; None to cast nothing. Only floating-point
-            tensors are cast, and none that ``_set_params_and_buffers_to_ignore_for_model`` has marked.
-
-    Raises:
-        TypeError: ``config`` has no dtypes.
-        ValueError: It asks for low-precision gradients or for another dtype of the outputs.
+    Only floating-point tensors are cast, and none that ``_set_params_and_buffers_to_ignore_for_model`` has marked.
     """
 
     def __init__(self, config: MixedPrecision | None) -> None:
@@ -70,7 +62,10 @@ class Precision:
         if dtype is None:
             return module(*args, **kwargs)
         if self._casts_inputs:
-            cast = partial(_cast, dtype=dtype)
+
+            def cast(tensor: Tensor) -> Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
             args, kwargs = mapped(cast, args), mapped(cast, kwargs)
         copies = _CastParameters(module, dtype)
         copies.install()
@@ -172,7 +167,3 @@ def _check(config: MixedPrecision) -> None:
 def _is_cast(tensor: Tensor, dtype: torch.dtype | None) -> bool:
     is_other = dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype
     return is_other and not is_marked_ignored(tensor)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

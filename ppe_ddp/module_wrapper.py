@@ -6,29 +6,18 @@ Names in state dicts of torch's wrapper have ``module.`` in front, those of this
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, rename_in_checkpoints, set_metadata
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-_EXTRA = "_extra_state"
-
 
 class ModuleWrapper(nn.Module):
-    """Holds ``module``; its state dict is that module's, without a prefix.
-
-    Args:
-        module: The module to wrap.
-
-    Raises:
-        ValueError: It is a wrapper itself.
-    """
+    """Holds ``module``, which is no wrapper itself; its state dict is that module's, without a prefix."""
 
     def __init__(self, module: nn.Module) -> None:
         if isinstance(module, ModuleWrapper | TorchDDP):
@@ -52,21 +41,15 @@ class ModuleWrapper(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What ``torch.distributed.checkpoint.state_dict`` asks for: which names lie in ``module``, unnamed."""
-        rename_in_checkpoints(partial(_without_wrappers, ModuleWrapper))
-        names = [name for name in self.module.state_dict(keep_vars=True)]
-        return {name.split(".")[0]: "module" for name in names}
+        """The names that lie in ``module``, unnamed, for ``torch.distributed.checkpoint.state_dict``."""
+        rename_in_checkpoints(_without_wrappers)
+        return {name.split(".")[0]: "module" for name in self.module.state_dict(keep_vars=True)}
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave parameters and buffers alone when ``module`` is wrapped, by this class or by torch's.
-
-        Args:
-            module: What will be wrapped; marked in place.
-            params_and_buffers_to_ignore: Qualified names. They are neither broadcast nor averaged nor cast.
-        """
+        """Mark parameters and buffers of ``module`` by name, so that wrappers, torch's too, leave them alone."""
         setattr(module, IGNORED_NAMES, params_and_buffers_to_ignore)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
@@ -81,16 +64,14 @@ def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
     module = wrapper.get_submodule("module")
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    own |= {f"{name}.{_EXTRA}".lstrip(".") for name, part in module.named_modules() if _has_extra_state(part)}
+    of_class = nn.Module.get_extra_state
+    extra = (name for name, part in module.named_modules() if type(part).get_extra_state is not of_class)
+    own |= {f"{name}._extra_state".lstrip(".") for name in extra}
     for key in list(state_dict):
         name = key[len(prefix) :]
         inner = f"{prefix}module.{name}"
         if key.startswith(prefix) and name in own and inner not in state_dict:
             state_dict[inner] = state_dict.pop(key)
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
@@ -113,18 +94,12 @@ def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapp
     return result
 
 
-def _without_wrappers(wrapper: type[nn.Module], model: nn.Module, name: str) -> str:
-    """The name in ``model.state_dict()`` of what ``named_parameters()`` calls ``name``.
-
-    Args:
-        wrapper: The class whose ``module`` has no place in names of state dicts; it may be anywhere in ``model``.
-        model: The module.
-        name: A name of either kind.
-    """
+def _without_wrappers(model: nn.Module, name: str) -> str:
+    """The name in ``model.state_dict()`` of what ``named_parameters()`` calls ``name``; wrappers may be anywhere."""
     kept: list[str] = []
     parts, here = name.split("."), model
     while parts:
-        if isinstance(here, wrapper):
+        if isinstance(here, ModuleWrapper):
             if parts[0] == "module" and _has(here, parts):
                 parts = parts[1:]
             here = here.get_submodule("module")
@@ -136,8 +111,8 @@ def _without_wrappers(wrapper: type[nn.Module], model: nn.Module, name: str) -> 
 
 def _has(module: nn.Module, parts: Sequence[str]) -> bool:
     """Whether there is such an attribute: a submodule of the user's may be called ``module`` too."""
-    missing = object()
-    found: Any = module
-    for part in parts:
-        found = getattr(found, part, missing)
-    return found is not missing
+    try:
+        attrgetter(".".join(parts))(module)
+    except AttributeError:
+        return False
+    return True

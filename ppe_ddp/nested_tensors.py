@@ -48,7 +48,13 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _mapped_dataclass(function, value)
+        before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        after = {name: mapped(function, item) for name, item in before.items()}
+        changed = {name: item for name, item in after.items() if item is not before[name]}
+        twin = copy.copy(value) if changed else value
+        for name, item in changed.items():
+            object.__setattr__(twin, name, item)  # also in a frozen one
+        return twin
     return value
 
 
@@ -63,27 +69,8 @@ def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return twin
 
 
-def _mapped_dataclass(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        item = getattr(value, field.name, None)
-        moved = mapped(function, item)
-        if moved is not item:
-            changed[field.name] = moved
-    if not changed:
-        return value
-    twin = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(twin, name, item)  # also in a frozen one
-    return twin
-
-
 class Inputs:
-    """Moves inputs of any structure to the device of a module; warns of the first one that was elsewhere.
-
-    Args:
-        module: The module. Where it is not on exactly one device, inputs stay where they are.
-    """
+    """Moves inputs to the device of a module, if it is on exactly one; warns of the first one that was elsewhere."""
 
     def __init__(self, module: nn.Module) -> None:
         self.device: torch.device | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -14,8 +15,6 @@ from torch import nn
 from ppe_ddp.functions import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -98,7 +97,6 @@ class Options:
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be meant."""
         caps = self.bucket_caps_mb
         if self.check_for_nan_in_grad not in (True, False, "skip"):
             raise ValueError(f'check_for_nan_in_grad is True, False or "skip", not {self.check_for_nan_in_grad!r}')
@@ -139,15 +137,7 @@ class Options:
 
 
 def check_ignored(ignored: Mapping[str, Any], call: Callable[..., None]) -> None:
-    """Warn of keywords without an effect.
-
-    Args:
-        ignored: Those that ``call`` does not name.
-        call: The constructor.
-
-    Raises:
-        TypeError: A keyword that neither torch nor this library has; names the nearest one.
-    """
+    """Warn of keywords without an effect, and refuse those that neither torch nor ``call`` has."""
     accepted = IgnoredByUs.__annotations__
     for name, value in ignored.items():
         if name not in accepted:
@@ -184,13 +174,7 @@ def check_arguments(
 
 
 def check_call(title: str, function: object, arguments: Sequence[str]) -> None:
-    """Refuse what cannot be called with ``arguments`` by position.
-
-    Args:
-        title: What it is to the user.
-        function: What the user has given; one that does not tell what it takes, as some of C, is taken as it is.
-        arguments: Their names in the contract.
-    """
+    """Refuse what cannot be called with ``arguments`` by position; some functions of C do not tell what they take."""
     wanted = f"{title}({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{title} must be a function that can be called as {wanted}, not {type(function).__name__}")
@@ -202,8 +186,3 @@ def check_call(title: str, function: object, arguments: Sequence[str]) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         raise TypeError(f"{name_of(function)}{signature} will be called as {wanted}, and cannot be: {error}") from None
-
-
-def first_given(*values: bool | None, default: bool) -> bool:
-    """The first of several keywords for the same that is not None."""
-    return next((bool(value) for value in values if value is not None), default)

@@ -39,7 +39,9 @@ def link():
 def test_rounds_of_several_buckets_alternate():
     log = []
     queue = queue_of([])
-    pending = [queue.start(exchange(log, name, [Message(), Message()]), link()) for name in "abcd"]
+    pending = [
+        queue.start(exchange(log, name, [Message(), Message()]), [link()], torch.device("cpu")) for name in "abcd"
+    ]
     for one in pending:
         one.wait()
     assert log == [
@@ -56,7 +58,7 @@ def test_the_order_does_not_depend_on_when_messages_arrive():
             messages = [Message() for _ in range(k + 1)]
             for message in messages:
                 message.is_there = k in ready
-            pending.append(queue.start(exchange(log, name, messages), link()))
+            pending.append(queue.start(exchange(log, name, messages), [link()], torch.device("cpu")))
         for one in reversed(pending):
             one.done()
             one.wait()
@@ -68,7 +70,7 @@ def test_who_asks_does_not_wait_and_advances_what_is_there():
     log, waited = [], []
     queue = queue_of(waited)
     first, second = Message(), Message()
-    pending = queue.start(exchange(log, "a", [first, second]), link())
+    pending = queue.start(exchange(log, "a", [first, second]), [link()], torch.device("cpu"))
     assert not pending.done()
     assert log == [("a", 0)]
     first.is_there = True
@@ -85,7 +87,7 @@ def test_a_bucket_is_not_launched_before_the_one_two_ahead_has_its_round():
     messages = [Message() for _ in range(2)]
     for name, message in zip("ab", messages, strict=True):
         assert queue.is_ready()
-        queue.start(exchange([], name, [message]), link())
+        queue.start(exchange([], name, [message]), [link()], torch.device("cpu"))
     assert not queue.is_ready()
     messages[0].is_there = True
     assert queue.is_ready()
@@ -94,10 +96,10 @@ def test_a_bucket_is_not_launched_before_the_one_two_ahead_has_its_round():
 def test_what_was_abandoned_is_neither_waited_for_nor_resumed():
     log, waited = [], []
     queue = queue_of(waited)
-    pending = queue.start(exchange(log, "a", [Message()]), link())
+    pending = queue.start(exchange(log, "a", [Message()]), [link()], torch.device("cpu"))
     queue.abandon()
     assert pending.done()
     pending.wait()
-    queue.start(exchange(log, "b", [Message()]), link()).wait()
+    queue.start(exchange(log, "b", [Message()]), [link()], torch.device("cpu")).wait()
     assert log == [("a", 0), ("b", 0), ("b", "end")]
     assert len(waited) == 1

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from one_process import seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
-from ppe_ddp.megatron import DistributedDataParallelConfig, module_buffers
+from ppe_ddp.megatron import DistributedDataParallelConfig, sharded_buffers
 from rank_tests import on_two_ranks
 
 X = torch.ones(2, 4)
@@ -192,7 +192,7 @@ def test_megatrons_param_sync_brings_what_attention_reads_of_its_child():
     module = seeded(Attention)
     twin = copy.deepcopy(module)
     model = MegatronDDP(None, config, module)
-    all_gather, module_buffers.all_gather = module_buffers.all_gather, ComesLate
+    all_gather, sharded_buffers.all_gather = sharded_buffers.all_gather, ComesLate
     try:
         for is_watched in (True, False):
             model.start_param_sync()
@@ -204,7 +204,7 @@ def test_megatrons_param_sync_brings_what_attention_reads_of_its_child():
         model.start_param_sync(force_sync=True)
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     finally:
-        module_buffers.all_gather = all_gather
+        sharded_buffers.all_gather = all_gather
 
 
 @on_two_ranks

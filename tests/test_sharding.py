@@ -26,18 +26,20 @@ from ppe_ddp.sharding import (
     patch_accelerate,
     shard_broadcasted_state_dict,
 )
-from ppe_ddp.sharding.checkpoint_entries import (
+from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
+from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
+    RoutedTensor,
     ShardLayout,
     SourceEntry,
     boxes,
     cut,
     match,
+    plan_messages,
     shape_of,
+    tree,
     whole,
 )
-from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
-from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, tree
 from ppe_ddp.testing import Ranks
 from subprocesses import MPIRUN, run
 

@@ -26,7 +26,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -35,7 +35,15 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -44,7 +52,6 @@ from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
@@ -80,10 +87,10 @@ Digest = Sequence[object]
 
 
 class CheckpointName(NamedTuple):
-    """The name of a complete checkpoint, and what it says: its place in the folder, from 1, and the training's step."""
+    """The name of a complete checkpoint, and what it says."""
 
     text: str
-    number: int
+    number: int  # its place in the folder, from 1
     step: int
 
 
@@ -105,19 +112,14 @@ class CheckpointFolder:
     def begin(self, step: int) -> str:
         """Make an empty partial checkpoint, and remove those that were left behind. Returns its name."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._remove(name for name in os.listdir(self.path) if _PARTIAL.fullmatch(name))
+        self.discard(*filter(_PARTIAL.fullmatch, os.listdir(self.path)))
         number = max((name.number for name in self.complete()), default=0) + 1
         partial = f".{number:06}-step-{step}.{secrets.token_hex(4)}.partial"
         (self.path / partial).mkdir()
         return partial
 
     def publish(self, partial: str, files: Mapping[str, Digest]) -> Path:
-        """Make a partial checkpoint complete, whose files are on the disk.
-
-        Raises:
-            OSError: The disk has failed; nothing is complete then.
-            ValueError: The folder has other files.
-        """
+        """Make a partial checkpoint complete, whose files are on the disk; it stays partial where the disk fails."""
         folder = self.path / partial
         there = set(os.listdir(folder))
         if there != set(files):
@@ -140,10 +142,6 @@ class CheckpointFolder:
             raise
         return final
 
-    def discard(self, partial: str) -> None:
-        """Remove a checkpoint that will not become complete, as far as that goes."""
-        self._remove([partial])
-
     def prune(self, keep: int, damaged: Collection[str]) -> None:
         """Remove all but the newest ``keep`` complete checkpoints; damaged ones first of all."""
         try:
@@ -160,10 +158,10 @@ class CheckpointFolder:
             except OSError as error:
                 logger.warning("the checkpoint %s cannot be removed: %s", self.path / name, error)
             else:
-                self._remove([aside])
+                self.discard(aside)
 
     def damage(self, name: str, part: int, parts: int) -> str:
-        """What is wrong with a complete checkpoint; empty where nothing is."""
+        """The damage of a complete checkpoint, as text; empty where there is none."""
         manifest = self.path / name / MANIFEST
         try:
             try:
@@ -177,7 +175,8 @@ class CheckpointFolder:
             return str(error)
         return ""
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def discard(self, *names: str) -> None:
+        """Remove checkpoints that are not complete, as far as that goes."""
         for name in names:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
@@ -185,7 +184,7 @@ class CheckpointFolder:
 def sync(file: Path) -> Digest:
     """Wait until a file is on the disk; returns its size and checksum."""
     digest = _digest(file)
-    _fsync(file, os.O_RDONLY)
+    _fsync(file)
     return digest
 
 
@@ -198,11 +197,11 @@ def _files_of(manifest: str) -> dict[str, Digest]:
 
 
 def _sync_folder(folder: Path) -> None:
-    _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(folder)
 
 
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)  # of a folder too
     try:
         os.fsync(descriptor)
     finally:
@@ -222,13 +221,9 @@ def _digest(file: Path) -> Digest:
 
 
 def write_entries(entries: dict[str, Any], folder: Path, load_group: LoadGroup) -> None:
-    """Write what each rank has of the entries into files of its own in ``folder``; all ranks call this together.
+    """Write what each rank has of the entries into files of its own; all ranks call this together.
 
-    Nothing says that the files are on the disk afterwards.
-
-    Raises:
-        CheckpointError: On every rank: one has failed.
-        CommunicationError: The ranks lost each other.
+    The files need not be on the disk afterwards. An error of one rank is raised on all.
     """
     planner = _PlainSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Files are synchronized where their checksums are made: torch does so before it has written what it still buffers.
@@ -237,23 +232,16 @@ def write_entries(entries: dict[str, Any], folder: Path, load_group: LoadGroup) 
 
 
 def read_entries(targets: dict[str, Any], folder: Path, load_group: LoadGroup) -> None:
-    """Read entries into ``targets``: tensors into those that are there; all ranks call this together.
+    """Read entries into ``targets``, tensors into those that are there; all ranks call this together.
 
-    Raises:
-        CheckpointError: On every rank: one has failed. Some tensors may have been read by then.
-        CommunicationError: The ranks lost each other.
+    An error of one rank is raised on all, when some tensors may have been read.
     """
     planner = _PlainLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _together(load_group, partial(load, targets, storage_reader=_EntryReader(folder), planner=planner))
 
 
 def metadata_of(folder: Path) -> Metadata:
-    """What is in the files of ``folder``.
-
-    Raises:
-        pickle.UnpicklingError: More than torch writes there; nothing was executed.
-        ValueError: An entry is said to be in a file outside of the folder.
-    """
+    """Read the metadata of ``folder``; refuse what torch does not write there, and execute nothing."""
     content = (folder / METADATA).read_bytes()
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     for info in (metadata.storage_data or {}).values():
@@ -302,7 +290,7 @@ class _EntryWriter(FileSystemWriter):
 
 class _EntryReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What :func:`metadata_of` has read."""
+        """Read by :func:`metadata_of`."""
         return _tellable(lambda: metadata_of(Path(self.path)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

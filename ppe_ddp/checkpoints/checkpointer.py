@@ -34,26 +34,21 @@ from ppe_ddp.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
 
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
 
-_TABLES = ("last", "velocity")  # of tensors by parameter, in the state of outer steps
-
 RANKS = "ranks"
-"""What the names of entries begin with that each rank has for itself; followed by the rank."""
+"""The first part of the names of entries that each rank has for itself; the rank follows."""
 
 
 class SavedPart(ABC):
     """A part of a training's state under a name of its own."""
 
-    is_of_rank = False
-    """Whether each rank saves its own, which only as many ranks can load."""
-    begins_from_module = False
-    """Whether it is loaded after modules."""
+    is_of_rank = False  # each rank saves its own, which only as many ranks can load
+    begins_from_module = False  # it is loaded after modules
 
     def __init__(self, name: str, what: Any) -> None:
         self.prefix = f"{name}."
@@ -61,14 +56,10 @@ class SavedPart(ABC):
 
     @abstractmethod
     def entries(self) -> dict[str, Any]:
-        """What to save, by the names of entries: tensors, which are the part's own, and plain values."""
+        """The entries to save, by name: tensors, which are the part's own, and plain values."""
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """What to load into, by the names of entries; None for what is no tensor.
-
-        Raises:
-            ValueError: The checkpoint has other entries.
-        """
+        """The entries to load into, by name; None for what is no tensor."""
         own = self.entries()
         theirs = {name for name in saved.state_dict_metadata if name.startswith(self.prefix)}
         if theirs != own.keys():
@@ -113,12 +104,7 @@ class AveragedModulePart(_ModulePart):
         return {}
 
     def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """The entries of the average, of floating-point numbers; of anything else, rank 0's.
-
-        Args:
-            saved: What is in the checkpoint.
-            read: Reads entries; called for one rank after another.
-        """
+        """The averages of floating-point numbers, and rank 0's of all else; ``read`` is called rank by rank."""
         total: dict[str, Any] = {}
         for part in self._parts:
             targets = _as_saved(saved, part.prefix)
@@ -133,29 +119,46 @@ class AveragedModulePart(_ModulePart):
         return total
 
 
-class _OptimizerPart(SavedPart):
-    """An optimizer that has the same state on every rank; parameters that were never updated have none."""
+class _TablesPart(SavedPart):
+    """A part with tables of tensors in its state, the same on every rank, and perhaps none before its first step."""
+
+    tables: dict[str, int]  # by name, how many keys deep values lie
+    always: str  # an entry that there is in any case
 
     def entries(self) -> dict[str, Any]:
-        state_dict = self._what.state_dict()
-        state = state_dict.pop("state")
-        each = {f"state.{number}.{key}": value for number, own in state.items() for key, value in own.items()}
-        return {self.prefix + key: value for key, value in {**each, **state_dict}.items()}
+        found = [(str(key), value, self.tables.get(key, 0)) for key, value in self._what.state_dict().items()]
+        while any(depth for _, _, depth in found):
+            inner = ((f"{name}.{key}", table[key], depth - 1) for name, table, depth in found if depth for key in table)
+            found = [*(one for one in found if not one[2]), *inner]
+        return {self.prefix + name: value for name, value, _ in found}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors as they were saved: there is no state before the first step."""
+        """New tensors as they were saved."""
+        self._check_saved(self.prefix + self.always, saved)
         return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        state: dict[int, dict[str, Any]] = {}
-        state_dict: dict[str, Any] = {"state": state}
-        for key, value in self._own(entries):
-            if key.startswith("state."):
-                _, number, of_state = key.split(".", 2)
-                state.setdefault(int(number), {})[of_state] = value
-            else:
-                state_dict[key] = value
-        self._what.load_state_dict(state_dict)
+        state: dict[Any, Any] = {name: {} for name in self.tables}
+        for name, value in self._own(entries):
+            *path, last = name.split(".", self.tables.get(name.partition(".")[0], 0))
+            table = state
+            for key in path:
+                table = table.setdefault(int(key) if key.isdecimal() else key, {})
+            table[last] = value
+        self._what.load_state_dict(state)
+
+
+class _OptimizerPart(_TablesPart):
+    """An optimizer; parameters that were never updated have no state."""
+
+    tables, always = {"state": 2}, "param_groups"
+
+
+class _OuterPart(_TablesPart):
+    """LocalSGD or DiLoCo: momentum is there only after the first outer step."""
+
+    tables, always = {"last": 1, "velocity": 1}, "steps"
+    begins_from_module = True
 
 
 class _ShardedOptimizerPart(SavedPart):
@@ -171,50 +174,24 @@ class _ShardedOptimizerPart(SavedPart):
         self._what.load_state_dict(state_dict)
 
 
-class _OuterPart(SavedPart):
-    """LocalSGD or DiLoCo: all ranks have the same state."""
-
-    begins_from_module = True
-
-    def entries(self) -> dict[str, Any]:
-        state = self._what.state_dict()
-        tables = {f"{key}.{name}": value for key in _TABLES for name, value in state[key].items()}
-        return {self.prefix + key: value for key, value in {**tables, "steps": state["steps"]}.items()}
-
-    def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors as they were saved: momentum is there only after the first outer step."""
-        self._check_saved(self.prefix + "steps", saved)
-        return _as_saved(saved, self.prefix)
-
-    def load(self, entries: Mapping[str, Any]) -> None:
-        state: dict[str, Any] = {key: {} for key in _TABLES}
-        for name, value in self._own(entries):
-            key, _, parameter = name.partition(".")
-            if parameter:
-                state[key][parameter] = value
-            else:
-                state[key] = value
-        self._what.load_state_dict(state)
-
-
 class _RankPart(SavedPart):
-    """Anything else with ``state_dict()`` and ``load_state_dict()``, of which each rank has its own: one entry."""
+    """State that each rank has for itself, in one entry."""
 
     is_of_rank = True
 
-    def __init__(self, name: str, stateful: Any, rank: int) -> None:
-        super().__init__(name, stateful)
-        self._entry = own_name(name, rank)
+    def __init__(self, entry: str, state: Callable[[], Any], load_state: Callable[[Any], object]) -> None:
+        super().__init__(entry, None)
+        self._entry, self._state, self._load_state = entry, state, load_state
 
     def entries(self) -> dict[str, Any]:
-        return {self._entry: self._what.state_dict()}
+        return {self._entry: self._state()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         self._check_saved(self._entry, saved)
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        self._what.load_state_dict(entries[self._entry])
+        self._load_state(entries[self._entry])
 
 
 _PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer is an Optimizer too
@@ -226,28 +203,29 @@ _PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer
 
 
 def part_of(name: str, what: Any, rank: int) -> SavedPart:
-    """The part that ``what`` is, by its type.
-
-    Raises:
-        TypeError: It cannot be saved.
-        ValueError: Its name cannot be the beginning of names of entries.
-    """
+    """The part that ``what`` is, by its type."""
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
     for kind, part in _PARTS.items():
         if isinstance(what, kind):
             return part(name, what)
     if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
-        return _RankPart(name, what, rank)
+        entry = own_name(name, rank)
+        return _RankPart(entry, lambda: what.state_dict(), lambda state: what.load_state_dict(state))
     raise TypeError(
         f"{name!r} is a {type(what).__name__}, which has no state_dict() and load_state_dict(): give it these, or pass "
         "plain values as the position"
     )
 
 
+def of_rank(rank: int, key: str) -> str:
+    """The name of an entry that each rank has for itself."""
+    return f"{RANKS}.{rank}.{key}"
+
+
 def own_name(name: str, rank: int) -> str:
     """The name of a part of which each rank has its own."""
-    return f"{RANKS}.{rank}.own.{name}"
+    return of_rank(rank, f"own.{name}")
 
 
 def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int) -> SavedPart | None:
@@ -298,7 +276,7 @@ def _leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def random_states() -> dict[str, Any]:
-    """Those of Python, NumPy, torch on the CPU, and of this rank's CUDA device if it is in use."""
+    """The states of Python, NumPy, torch on the CPU, and of this rank's CUDA device if it is in use."""
     version, numbers, gauss = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     legacy = legacy | {"state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}
@@ -320,14 +298,13 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 logger = logging.getLogger("ppe_ddp")
 
-_RANDOM, _POSITION, _COMMUNICATION = "random", "position", "communication"
-_STATE_OF_COMM = "comm_state_dict"
-_IS_OF_RANK = re.compile(rf"{RANKS}\.\d+\.{_RANDOM}").fullmatch
+_POSITION = "position"
+_IS_OF_RANK = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What :meth:`Checkpointer.load` has found beside the state that it has loaded.
+    """The rest of what :meth:`Checkpointer.load` has found.
 
     Attributes:
         step: At which the checkpoint was saved.
@@ -352,14 +329,12 @@ class Checkpointer:
             if (step + 1) % 100 == 0:
                 checkpointer.save(step + 1, position=...)
 
-    A checkpoint is complete or not there: it is written under another name, waited for until it is on the disk,
-    and renamed. One that was damaged later is noticed before anything of it is loaded. Beside the parts it has the
-    states of the random number generators of each rank (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
-    device), and what the wrappers among the parts have in ``comm_state_dict()``. A training that goes on with as many
-    ranks goes on bit by bit, if the same steps give the same bits at all and are given the same data.
+    A checkpoint is complete or not there, and one that was damaged later is noticed before anything of it is loaded.
+    Beside the parts it has the states of each rank's random number generators (Python's, NumPy's, torch's on the CPU
+    and on the rank's CUDA device), and what the wrappers among the parts have in ``comm_state_dict()``. As many ranks
+    go on bit by bit, if the same steps give the same bits at all; another number can load modules and optimizers.
 
-    Files are those of ``torch.distributed.checkpoint``; nothing in them is executed, neither here nor, as torch would
-    do it, where its own files of metadata are read. Modules and optimizers can be loaded by another number of ranks.
+    Files are those of ``torch.distributed.checkpoint``, and nothing in them is executed.
 
     Every rank makes it, and calls its methods together with the others. An error of one rank is raised by all.
 
@@ -397,9 +372,15 @@ class Checkpointer:
         self._ranks = LoadGroup(process_group)
         self._given = dict(parts)
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
-        self._wrappers: dict[str, Any] = {
-            name: what for name, what in parts.items() if isinstance(what, nn.Module) and hasattr(what, _STATE_OF_COMM)
-        }
+        rank = self._ranks.rank
+        modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
+        wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
+        self._of_rank: list[SavedPart] = [
+            _RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, what.load_comm_state_dict)
+            for name, what in wrappers.items()
+        ]
+        # last, as loading may use some random numbers
+        self._of_rank.append(_RankPart(of_rank(rank, "random"), random_states, set_random_states))
         self._damaged: set[str] = set()
 
     # ------------------------------------------------------------------ saving
@@ -431,7 +412,9 @@ class Checkpointer:
             for name, what in self._given.items():
                 part = own_part(name, what, outer_steps, self._ranks.rank) or self._parts[name]
                 entries.update(part.entries())
-            entries.update(self._of_this_rank(position))
+            for part in self._of_rank:
+                entries.update(part.entries())
+            entries[of_rank(self._ranks.rank, _POSITION)] = position
             return [step, sorted(self._parts)]
 
         self._compare(self._ranks.from_each(collect))
@@ -453,7 +436,6 @@ class Checkpointer:
         return path
 
     def _outer_steps(self) -> list[OuterSteps]:
-        """Those of LocalSGD and DiLoCo, which let each rank have a state of its own."""
         found = []
         for name, what in self._given.items():
             outer = what if isinstance(what, OuterSteps) else getattr(what, "outer_steps", None)
@@ -465,17 +447,6 @@ class Checkpointer:
                     )
                 found.append(outer)
         return found
-
-    def _of_this_rank(self, position: Any) -> dict[str, Any]:
-        """The entries that each rank has for itself, beside those of parts."""
-        states = {self._of_wrapper(name): wrapper.comm_state_dict() for name, wrapper in self._wrappers.items()}
-        return states | {self._name(_RANDOM): random_states(), self._name(_POSITION): position}
-
-    def _of_wrapper(self, name: str) -> str:
-        return self._name(f"{_COMMUNICATION}.{name}")
-
-    def _name(self, key: str, rank: int | None = None) -> str:
-        return f"{RANKS}.{self._ranks.rank if rank is None else rank}.{key}"
 
     def _compare(self, found: list[Any]) -> None:
         for rank, (step, names) in enumerate(found):
@@ -534,10 +505,7 @@ class Checkpointer:
             parts.extend(self._loaded_parts(saved_by, found[0]))
             for part in parts:
                 targets.update(part.targets(found[0]))
-            names = [self._name(_POSITION, rank) for rank in range(saved_by)]
-            if saved_by == self._ranks.size:
-                names += [self._name(_RANDOM), *map(self._of_wrapper, self._wrappers)]
-            targets.update(dict.fromkeys(names))
+            targets.update(dict.fromkeys(of_rank(rank, _POSITION) for rank in range(saved_by)))
             return saved_by
 
         saved_by = self._ranks.from_each(prepare)[0]
@@ -546,7 +514,7 @@ class Checkpointer:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], partial(read_entries, folder=folder, load_group=self._ranks)))
         self._apply(parts, targets, saved_by)
-        positions = [targets[self._name(_POSITION, rank)] for rank in range(saved_by)]
+        positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         return Restored(name.step, positions[self._ranks.rank] if saved_by == self._ranks.size else None, positions)
 
     def _intact(self, step: int | None) -> CheckpointName | None:
@@ -577,22 +545,18 @@ class Checkpointer:
             for name, what in self._given.items()
             if saved_by == size or not self._parts[name].is_of_rank
         ]
-        return sorted(parts, key=lambda part: part.begins_from_module)
+        parts.sort(key=lambda part: part.begins_from_module)
+        return parts + (self._of_rank if saved_by == size else [])
 
     def _apply(self, parts: list[SavedPart], entries: dict[str, Any], saved_by: int) -> None:
         """Let each part go on, one after another: a rank that fails in one must not leave the others in the next."""
         for part in parts:
             self._ranks.from_each(partial(part.load, entries))
-        if saved_by != self._ranks.size:
-            if self._ranks.is_source:
-                logger.warning(
-                    "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had "
-                    "for itself, are not loaded; between two outer steps the model is the average of all ranks', and "
-                    "inner optimizers have the state of one of them",
-                    saved_by,
-                    self._ranks.size,
-                )
-            return
-        for name, wrapper in self._wrappers.items():
-            self._ranks.from_each(partial(wrapper.load_comm_state_dict, entries[self._of_wrapper(name)]))
-        self._ranks.from_each(partial(set_random_states, entries[self._name(_RANDOM)]))  # last, as loading may use some
+        if saved_by != self._ranks.size and self._ranks.is_source:
+            logger.warning(
+                "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had for "
+                "itself, are not loaded; between two outer steps the model is the average of all ranks', and inner "
+                "optimizers have the state of one of them",
+                saved_by,
+                self._ranks.size,
+            )

@@ -4,8 +4,7 @@
 """
 
 from ppe_ddp.compression.composition import ByParameter, ErrorFeedback, WarmUp
-from ppe_ddp.compression.compressor import Compressor, FlatGradients, Segment
-from ppe_ddp.compression.link import Exchange, Link
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment
 from ppe_ddp.compression.outer_steps import DiLoCo, LocalSGD
 from ppe_ddp.compression.power_sgd import PowerSGD
 from ppe_ddp.compression.quantization import BF16, FP16, BlockCodec, Int8, Sign, Uncompressed

@@ -1,4 +1,4 @@
-"""What compressors remember: of each parameter by its name, and which step it is. It outlives groups and buckets.
+"""The memory of compressors, by the names of parameters, and the number of the step. It outlives groups and buckets.
 
 It belongs to the step, as ``.grad`` does: what a compressor has stored counts when all ranks have taken the step, and
 is put back when they have dropped it, since what it has sent is dropped as well.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
@@ -36,14 +34,10 @@ _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can b
 
 
 class CommState:
-    """The state of one wrapper's compressor.
-
-    Attributes:
-        owners: Where it lies, on several nodes whose ranks share memory.
-    """
+    """The state of one wrapper's compressor."""
 
     def __init__(self) -> None:
-        self.owners = SliceOwners()
+        self.owners = SliceOwners()  # where it lies, on several nodes whose ranks share memory
         self._of: dict[str, dict[str, Any]] = {}
         self._before: dict[str, dict[str, Any]] = {}
         self._undecided: _Stepped | None = None
@@ -51,7 +45,7 @@ class CommState:
         self._offset: int | None = None
 
     def of(self, name: str) -> dict[str, Any]:
-        """What is remembered of the parameter ``name``: always the same dict, to be changed in place."""
+        """The memory of the parameter ``name``: always the same dict, to be changed in place."""
         return self._of.setdefault(name, {})
 
     @property
@@ -71,12 +65,9 @@ class CommState:
         self._before.clear()
 
     def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter]) -> None:
-        """Put back what :meth:`keep` has kept, less what an optimizer updates before the next backward.
+        """Put back what :meth:`keep` has kept, but of ``finite`` parameters that an optimizer updates until then.
 
         A ``GradScaler`` skips the step of each optimizer whose own gradients are not finite, and of no other.
-
-        Args:
-            finite: The parameters whose averages are finite, by name; those of the others are put back in any case.
         """
         self._undecided = _Stepped(finite)
 
@@ -97,21 +88,16 @@ class CommState:
         self._before.clear()
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
-        """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together.
-
-        Args:
-            groups: Those of the wrapper.
-            specs: Of the parameters.
-        """
+        """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together."""
         hierarchy = hierarchy_of(groups.buckets)
         if hierarchy is not None:
             self.owners.add(specs, hierarchy.layout.slices)
         if self._offset is None:
-            self._offset = self._steps - _count(groups)
+            self._offset = self._steps - groups.step  # on which ranks agree anew when they connect again
 
     @property
     def agreed(self) -> list[str]:
-        """What the ranks must have in common of a state that was loaded, as text."""
+        """The part of a loaded state that the ranks must have in common, as text."""
         return [f"{self._offset} steps ahead"] if self._offset else []
 
     def step(self, groups: Groups) -> int:
@@ -121,7 +107,7 @@ class CommState:
     def steps(self, groups: Groups) -> int:
         """How many synchronized backwards have begun."""
         assert self._offset is not None
-        self._steps = _count(groups) + self._offset
+        self._steps = groups.step + self._offset
         return self._steps
 
     def seed(self, groups: Groups, bucket: int) -> int:
@@ -135,24 +121,17 @@ class CommState:
         return {
             **_identity(compressor, groups),
             "steps": self.steps(groups),
-            "slices": self.owners.state_dict(),
+            "slices": dict(self.owners.of_names),
             "parameters": parameters,
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, devices: Mapping[str, torch.device]
+        self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
-        """Go on from what :meth:`state_dict` gave.
-
-        Args:
-            state: That.
-            compressor: Whose state it is.
-            groups: Where steps are counted from now on.
-            devices: Those of the parameters, by name.
+        """Go on from what :meth:`state_dict` gave; ``specs`` are those of the parameters.
 
         Raises:
-            ValueError: It is that of another compressor, of another rank, of other numbers of ranks or nodes, or has a
-                parameter that is not among ``devices``.
+            ValueError: It is of another compressor, rank, number of ranks or nodes, or of another module.
         """
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}
@@ -163,22 +142,21 @@ class CommState:
                     f"{here!r}: each rank loads its own, with the same compressor and as many ranks on each node. "
                     "Without it training goes on, less what had not been sent yet"
                 )
+        devices = {spec.name: spec.device for spec in specs}
         unknown = sorted(set(state["parameters"]) - set(devices))
         if unknown:
             raise ValueError(
                 f"rank {groups.rank}: the state of communication has parameter {unknown[0]!r}, which the module does "
                 "not have: load the state of the same module"
             )
-        self.owners.load_state_dict(state.get("slices", {}))
-        self._offset = int(state["steps"]) - _count(groups)
+        self.owners.of_names = dict(state.get("slices", {}))
+        self._offset = int(state["steps"]) - groups.step
         self._undecided = None
         self._before.clear()
-        for name in self._of.keys() - state["parameters"].keys():
-            self._of[name].clear()
-        for name, entries in state["parameters"].items():
-            own = self.of(name)
+        for own in self._of.values():
             own.clear()
-            own.update({key: _own(value, devices[name]) for key, value in entries.items()})
+        for name, entries in state["parameters"].items():
+            self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a wrapper has groups of its own, where steps are counted anew."""
@@ -187,7 +165,7 @@ class CommState:
 
 
 class _Stepped:
-    """Notes which of ``parameters``, by name, an optimizer updates from now on, until :meth:`names` is called."""
+    """Notes which of ``parameters``, by name, optimizers update until :meth:`names` is called."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -212,7 +190,7 @@ def _note_step(owner: weakref.ref[_Stepped], optimizer: Optimizer, *_: object) -
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:
-    """What joins the nodes of ``group`` where ranks of several nodes share memory; the same answer on all ranks."""
+    """The nodes of ``group``, where ranks of several nodes share memory; the same answer on all ranks."""
     cpu = torch.device("cpu")
     if cpu.type not in device_types(group):
         return None
@@ -224,10 +202,6 @@ def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
     hierarchy = hierarchy_of(groups.buckets)
     nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
     return {"rank": groups.rank, "world_size": groups.world_size, "nodes": nodes, "compressor": repr(compressor)}
-
-
-def _count(groups: Groups) -> int:
-    return groups.step  # the ranks agree on it anew when they connect again after a failure
 
 
 def _copy(value: Any) -> Any:
@@ -242,43 +216,31 @@ class SliceOwners:
     """The slice of a node's ranks that each parameter belongs to, where compressors exchange gradients between nodes.
 
     The same on all ranks, as long as they see the same modules in the same order. A parameter stays with its slice
-    whatever becomes of the others, since what is remembered of it lies there.
-
-    Whole parameters, and not parts of them: a method does the same with a parameter as it would with one rank a node (a
-    matrix that is cut is another matrix to PowerSGD, with more to send), and what it remembers of it lies on one rank
-    of each node, by its name. The link is that of the node, as busy whoever feeds it; the arithmetic is balanced over
-    the module, not over each bucket.
+    whatever becomes of the others, since what is remembered of it lies there. It is not cut: a part of a matrix would
+    be another matrix to PowerSGD, with more to send. The arithmetic is balanced over the module, not over each bucket.
     """
 
     def __init__(self) -> None:
-        self._slices: dict[str, int] = {}
+        self.of_names: dict[str, int] = {}
         self._numels: dict[str, int] = {}
 
     def add(self, specs: Sequence[ParameterSpec], slices: int) -> None:
         """Give each parameter that has no slice yet the one with the fewest elements, of so many slices."""
         loads = [0] * slices
-        for name, index in self._slices.items():
+        for name, index in self.of_names.items():
             if index < slices:
                 loads[index] += self._numels.get(name, 0)
         small = _SMALL * sum(spec.numel for spec in specs) / max(1, len(specs))
         before = 0
         for spec in specs:
-            known = self._slices.get(spec.name)
+            known = self.of_names.get(spec.name)
             if known is None or known >= slices:
                 known = before if spec.numel < small else loads.index(min(loads))
-                self._slices[spec.name] = known
+                self.of_names[spec.name] = known
                 loads[known] += spec.numel
             self._numels[spec.name] = spec.numel
             before = known
 
     def of(self, name: str) -> int:
         """The slice of a parameter."""
-        return self._slices.get(name, 0)
-
-    def state_dict(self) -> dict[str, int]:
-        """A copy of the slices by name."""
-        return dict(self._slices)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
-        self._slices = dict(state)
+        return self.of_names.get(name, 0)

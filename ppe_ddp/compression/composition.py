@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor, together
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 from ppe_ddp.compression.quantization import Uncompressed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ppe_ddp.compression.compressor import FlatGradients, Segment
-    from ppe_ddp.compression.link import Exchange, Link
 
 _STATE = "residual"
 
@@ -28,12 +22,10 @@ class ErrorFeedback(Compressor):
     Speech DNNs, Interspeech 2014; why it converges: S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
     Gradient Compression Schemes, ICML 2019 (https://arxiv.org/abs/1901.09847).
 
-    Takes memory for it, of the size of the gradients (of halves: in float32), and as much again while backward runs. A
-    parameter that is in no bucket keeps its residual; one that only other ranks have in a step sends it. Where a step
-    is dropped (it has failed, or an average is not finite, which an optimizer has to leave out), all residuals are what
-    they were before its backward: of several synchronized backwards to one step, those before stay sent. With a
-    ``GradScaler`` they are residuals of scaled gradients, which count for twice or half as much, once, when the scale
-    has changed.
+    Takes memory of the size of the gradients (of halves: in float32), and as much again while backward runs. Where a
+    step is dropped (it has failed, or an average is not finite), all residuals are what they were before its backward.
+    With a ``GradScaler`` they are those of scaled gradients, which count for twice or half as much, once, when the
+    scale has changed.
 
     Attributes:
         compressor: Any but another ErrorFeedback.
@@ -70,8 +62,7 @@ class WarmUp(Compressor):
     """Compresses by ``compressor`` after ``steps`` synchronized backwards: gradients change fast before, and most.
 
     As torch's PowerSGD hook has it (``start_powerSGD_iter``), and Y. Lin et al., Deep Gradient Compression, ICLR 2018
-    (https://arxiv.org/abs/1712.01887). All that begin count: also one that has failed on some rank, and one whose
-    optimizer step a ``GradScaler`` skips.
+    (https://arxiv.org/abs/1712.01887). Those that fail or that a ``GradScaler`` skips count, too.
 
     Attributes:
         compressor: From then on.
@@ -91,9 +82,7 @@ class WarmUp(Compressor):
 
 @dataclass(frozen=True)
 class ByParameter(Compressor):
-    """Chooses the method by the name of the parameter.
-
-    Each method sends messages of its own, side by side with those of the others.
+    """Chooses the method by the name of the parameter. Each sends messages of its own, side by side with the others.
 
     Attributes:
         patterns: From a pattern of shells (``"*.bias"``, ``"encoder.*"``) to a compressor. The first that fits the name
@@ -112,12 +101,8 @@ class ByParameter(Compressor):
         compressors = [*self.patterns.values(), self.otherwise, Uncompressed()]
         for segment in gradients.segments:
             chosen.setdefault(self._index(segment), []).append(segment)
-        yield from together(
-            [
-                compressors[index].average(gradients.with_segments(segments), link)
-                for index, segments in sorted(chosen.items())
-            ]
-        )
+        ordered = sorted(chosen.items())
+        yield from together([compressors[k].average(gradients.with_segments(own), link) for k, own in ordered])
 
     def _index(self, segment: Segment) -> int:
         if segment.numel < self.min_numel:

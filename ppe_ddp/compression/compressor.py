@@ -1,21 +1,29 @@
-"""The contract of a compressor, the gradients that it gets, and how several go on side by side."""
+"""The contract of a compressor: the gradients that it gets, and the ranks that it exchanges them with."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch import distributed as dist
 
-from ppe_ddp.compression.link import AllPending
+from ppe_ddp.backends.collective_arguments import as_bytes
+from ppe_ddp.backends.group_internals import backend_for
+from ppe_ddp.contracts import AllPending, Waitable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from torch.distributed import ProcessGroup
 
-    from torch import Tensor
+_PIECE_NBYTES = 1 << 18
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""The dtypes in which halves are added up."""
 
-    from ppe_ddp.compression.link import Exchange, Link
+Exchange = Generator[Waitable, None, None]
+"""Yields what its next step waits for; whoever resumes it has waited for that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,39 +87,112 @@ class FlatGradients:
         return [flat[segment.start : segment.stop] for segment in self.segments]
 
     def chosen(self, predicate: Callable[[Segment], bool]) -> FlatGradients:
-        """The same tensors with those segments only for which ``predicate`` holds."""
+        """Select the segments for which ``predicate`` holds; the tensors are the same."""
         return self.with_segments(filter(predicate, self.segments))
 
     def with_segments(self, segments: Iterable[Segment]) -> FlatGradients:
-        """The same tensors with these segments only."""
+        """Select ``segments``; the tensors are the same."""
         return replace(self, segments=tuple(segments))
+
+    def joined(self, flat: Tensor) -> Tensor | None:
+        """The view of ``flat`` that all segments are, 1-D; None where they do not lie one after another."""
+        first, last = self.segments[0], self.segments[-1]
+        return flat[first.start : last.stop] if last.stop - first.start == self.numel else None
 
     def packed(self, flat: Tensor) -> Tensor:
         """The segments of ``flat`` one after another, 1-D: a view of it where they lie so, or else a copy."""
-        first, last = self.segments[0], self.segments[-1]
-        if last.stop - first.start == self.numel:
-            return flat[first.start : last.stop]
-        return torch.cat(self.views(flat))
+        view = self.joined(flat)
+        return torch.cat(self.views(flat)) if view is None else view
 
     def unpack(self, values: Tensor, flat: Tensor) -> None:
         """Copy ``values``, as :meth:`packed` gives them, into the segments of ``flat``, unless they lie there."""
-        first, last = self.segments[0], self.segments[-1]
-        if last.stop - first.start == self.numel:
-            target = flat[first.start : last.stop]
+        if (target := self.joined(flat)) is not None:
             if not target.is_set_to(values):
                 target.copy_(values)
             return
         torch._foreach_copy_(self.views(flat), list(values.split([segment.numel for segment in self.segments])))
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in ``tensor``, dense; without a temporary of its size."""
-    if tensor.numel() == 0:
+class Link:
+    """The ranks on the two sides of what compression is for: a process group whose connection is slow.
+
+    All ranks must start the same collectives in the same order, with the same sizes. Each collective is a generator: it
+    starts, yields what is in flight, and returns its result when it is resumed. So a compressor reads as if it waited,
+    ``rows = yield from link.all_gather(message)``, and several buckets are under way.
+
+    Args:
+        group: Where to communicate; None for a subclass that communicates otherwise.
+        rank: This process in the group.
+        size: The number of ranks.
+        device: Where the tensors are.
+
+    Attributes:
+        nbytes: What was sent, as the size of an all-reduce that puts as many bytes on the link: so that it compares
+            with the bytes of the gradients whatever the collectives are.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.nbytes = 0
+
+    def all_reduce(self, tensor: Tensor) -> Exchange:
+        """Add up ``tensor``, float32 or float64, in place."""
+        if self.size > 1 and tensor.numel():
+            self.nbytes += tensor.nbytes
+            yield dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def all_gather(self, message: Tensor) -> Generator[Waitable, None, Tensor]:
+        """The messages of all ranks, ``(size, *message.shape)``: contiguous tensors of one shape and dtype."""
+        if self.size == 1 or not message.numel():
+            return message.expand(self.size, *message.shape)
+        self.nbytes += message.nbytes * self.size // 2
+        rows = message.new_empty((self.size, *message.shape))
+        if self._is_over_gloo():
+            yield AllPending(self._gather_in_pieces(rows, message))
+            return rows
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        yield gather(as_bytes(rows), as_bytes(message), group=self._group, async_op=True)
+        return rows
+
+    def _gather_in_pieces(self, rows: Tensor, message: Tensor) -> list[Waitable]:
+        """Begin to gather ``message`` in ``rows``, some bytes at a time.
+
+        Long messages in both directions of a link hold up each other's acknowledgements, so that gloo takes half as
+        long again as for an all-reduce.
+        """
+        sent, received = as_bytes(message), rows.view(self.size, -1).view(torch.uint8)
+        started = []
+        for begin in range(0, sent.numel(), _PIECE_NBYTES):
+            piece = slice(begin, begin + _PIECE_NBYTES)
+            pending = dist.all_gather([row[piece] for row in received], sent[piece], group=self._group, async_op=True)
+            assert pending is not None  # this rank is in the group
+            started.append(pending)
+        return started
+
+    def _is_over_gloo(self) -> bool:
+        if self._group is None or self.device.type != "cpu":
+            return False
+        return str(backend_for(self._group, self.device).name()) == "gloo"
+
+    def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
+        """Send each rank its row of ``rows``, which is contiguous; the result has the rows that came from all ranks."""
+        if self.size == 1 or not rows.numel():
+            return rows
+        self.nbytes += rows.nbytes // 2
+        received = torch.empty_like(rows)
+        yield dist.all_to_all_single(as_bytes(received), as_bytes(rows), group=self._group, async_op=True)
+        return received
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is neither NaN nor infinity in any of these dense tensors. The host waits for a GPU."""
+    totals = [tensor.sum(dtype=WIDE.get(tensor.dtype)) for tensor in tensors]
+    if all([bool(total.isfinite()) for total in totals]):
         return True
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    # Two passes: aminmax() takes four times as long on CPUs.
-    return bool(torch.isfinite(tensor.amin()) & torch.isfinite(tensor.amax()))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum can overflow
 
 
 class Compressor(ABC):

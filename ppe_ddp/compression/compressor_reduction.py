@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
@@ -14,22 +14,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
-from ppe_ddp.compression.comm_state import hierarchy_of
-from ppe_ddp.compression.compressor import FlatGradients, Segment, together
-from ppe_ddp.compression.link import AllPending, Exchange, Link, is_completed
-from ppe_ddp.contracts import Waitable
+from ppe_ddp.compression.comm_state import CommState, hierarchy_of
+from ppe_ddp.compression.compressor import (
+    WIDE,
+    Compressor,
+    Exchange,
+    FlatGradients,
+    Link,
+    Segment,
+    are_finite,
+    together,
+)
+from ppe_ddp.contracts import AllPending, GradBucket, Waitable, is_completed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
     from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
-    from ppe_ddp.compression.comm_state import CommState
-    from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.contracts import GradBucket
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
@@ -40,20 +43,10 @@ Delivered = Generator[Waitable, None, Waitable | None]
 _CPU = torch.device("cpu")
 _DISTANCE = 2  # turns from a round to the next of the same bucket
 _LAYOUTS = 256  # that are kept
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class CompressorReduction(Reduction):
-    """Calls a compressor.
-
-    Args:
-        compressor: How to send.
-        state: What is remembered of each parameter.
-        groups: Where to communicate.
-
-    Attributes:
-        compressor: The compressor that was passed in.
-    """
+    """Calls a compressor, with what is remembered of each parameter in ``state``."""
 
     def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
         super().__init__(groups)
@@ -84,11 +77,11 @@ class CompressorReduction(Reduction):
         decide alike.
         """
         started, self._started = self._started, []
-        if self._state.is_empty or _are_finite([bucket.buffer() for bucket in started]):
+        if self._state.is_empty or are_finite([bucket.buffer() for bucket in started]):
             self._state.commit()
             return
         members = [one for bucket in started for one in zip(bucket.names(), bucket.parameters(), bucket, strict=True)]
-        wrong = {name for name, _, average in members if not _are_finite([average])}
+        wrong = {name for name, _, average in members if not are_finite([average])}
         self._state.put_back_unless_stepped({name: one for name, one, _ in members if name not in wrong})
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
@@ -102,25 +95,43 @@ class CompressorReduction(Reduction):
         groups, device, name = self._groups, bucket.buffer().device, str(bucket.index())
         hierarchy = hierarchy_of(groups.buckets) if device.type == "cpu" else None
         if hierarchy is not None:
-            links = CrossNodeLinks(hierarchy)
-            return self._queue.start(self._average_between_nodes(bucket, links), links, name)
+            links = [CrossNodeLink(link) for link in hierarchy.links]
+            return self._queue.start(self._average_between_nodes(bucket, hierarchy, links), links, device, name)
         link = Link(groups.buckets, groups.rank, groups.world_size, device)
-        return self._queue.start(self._average(bucket, link), link, name)
+        return self._queue.start(self._average(bucket, link), [link], device, name)
 
     def _average(self, bucket: GradBucket, link: Link) -> Delivered:
         gradients = self._gradients(bucket)
         plain = gradients.given
-        wide = plain.to(_WIDE.get(plain.dtype, plain.dtype))
+        wide = plain.to(WIDE.get(plain.dtype, plain.dtype))
         yield from self.compressor.average(replace(gradients, given=wide, average=wide), link)
         if wide is not plain:
             plain.copy_(wide)
         return None
 
-    def _average_between_nodes(self, bucket: GradBucket, links: CrossNodeLinks) -> Delivered:
-        gradients, state, slices = self._gradients(bucket), self._state, links.hierarchy.layout.slices
-        owners = [state.owners.of(segment.name) for segment in gradients.segments]
-        seeds = [state.seed(self._groups, bucket.index() * slices + index) for index in range(slices)]
-        return average_between_nodes(self.compressor, gradients, owners, seeds, links)
+    def _average_between_nodes(self, bucket: GradBucket, hierarchy: Hierarchy, links: Sequence[Link]) -> Delivered:
+        """Average over all ranks of the group; only what goes between nodes is compressed.
+
+            ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
+            owners of a slice    own parameters                --compressor-->   their averages over the nodes
+            ranks of a node      averages                      --copy-->         flat gradients of all ranks
+
+        To the compressor a node is one rank, whose gradient is the mean over the node.
+        """
+        gradients, state, layout = self._gradients(bucket), self._state, hierarchy.layout
+        parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
+        for segment in gradients.segments:
+            parts[state.owners.of(segment.name)].append(segment)
+        seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
+        reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
+        yield reduction.summed
+        exchanges = []
+        for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
+            total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
+            own = replace(gradients, given=total, average=total, segments=tuple(_packed(parts[index])), seed=seed)
+            exchanges.append(self.compressor.average(own, link))
+        yield from together(exchanges)
+        return reduction.deliver()
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
         """The gradients of ``bucket``, in their own dtype."""
@@ -139,14 +150,6 @@ class CompressorReduction(Reduction):
     def _wait_for(self, pending: Waitable, device: torch.device) -> None:
         for part in pending.parts if isinstance(pending, AllPending) else (pending,):
             self._groups.failures.wait(part, device)
-
-
-def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is neither NaN nor infinity in any of them. The host waits for a GPU."""
-    totals = [tensor.sum(dtype=_WIDE.get(tensor.dtype)) for tensor in tensors]
-    if all([bool(total.isfinite()) for total in totals]):
-        return True
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum can overflow
 
 
 def _segments(
@@ -185,17 +188,12 @@ class ExchangeQueue:
         bucket 1            start           2nd             end
         bucket 2                    start           2nd             end
 
-    In each turn older buckets come first. The link always has the messages of two buckets or more to carry, and the
-    second round of a bucket goes out while backward still computes the gradients of others. Turns wait for what they
-    need; who does not want to wait asks first.
+    In each turn older buckets come first. The second round of a bucket goes out while backward still computes the
+    gradients of others. Turns wait for what they need; who does not want to wait asks first.
 
-    Where ranks of a node average different parameters, one rank may be through with a bucket some rounds before
-    another. So what an exchange returns, which other ranks of the node have to do their part for, is waited for when
-    nothing is left to be turned: a rank that waited for it earlier would keep messages back that these ranks, or others
-    for them, wait for.
-
-    Args:
-        wait: Waits for something in flight, on a device.
+    Ranks of a node that average different parameters are through with a bucket at different times. So what an exchange
+    returns, which needs the other ranks of the node, is waited for when nothing is left to be turned: a rank that
+    waited earlier would keep back messages that the others wait for.
     """
 
     def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
@@ -203,16 +201,12 @@ class ExchangeQueue:
         self._turn = 0
         self._running: deque[PendingExchange] = deque()
 
-    def start(self, exchange: Delivered, link: Link | CrossNodeLinks, name: str = "") -> PendingExchange:
-        """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
-
-        Args:
-            exchange: Yields what it waits for.
-            link: Where it communicates.
-            name: What timelines call it.
-        """
+    def start(
+        self, exchange: Delivered, links: Sequence[Link], device: torch.device, name: str = ""
+    ) -> PendingExchange:
+        """Begin ``exchange``, over ``links``, after a turn of those under way; timelines call it ``name``."""
         self._advance()
-        entry = PendingExchange(self, exchange, link, name)
+        entry = PendingExchange(self, exchange, links, device, name)
         entry.resume(self._turn)
         if not entry.is_done:
             self._running.append(entry)
@@ -239,7 +233,7 @@ class ExchangeQueue:
         while self._running and (may_wait or self.is_ready()):
             self._advance()
         if not self._running and (may_wait or is_completed(entry.delivery)):
-            self._wait(entry.delivery, entry.link.device)
+            self._wait(entry.delivery, entry.device)
             entry.delivery = None
 
     def _due(self) -> list[PendingExchange]:
@@ -250,55 +244,44 @@ class ExchangeQueue:
         self._turn += 1
         for entry in due:
             if entry.pending is not None:
-                self._wait(entry.pending, entry.link.device)
+                self._wait(entry.pending, entry.device)
             entry.resume(self._turn)
             if entry.is_done:
                 self._running.remove(entry)
 
 
 class PendingExchange:
-    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started.
+    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started."""
 
-    Args:
-        queue: Where it is under way.
-        exchange: The generator.
-        link: Where it communicates.
-        name: What timelines call it.
+    goes_in_turns = True  # timelines show its messages one by one
 
-    Attributes:
-        due: The turn in which it goes on.
-        pending: What it waits for.
-        delivery: What its result still waits for when it has ended.
-        is_done: Whether it has ended.
-        goes_in_turns: True: timelines show its messages one by one.
-    """
-
-    goes_in_turns = True
-
-    def __init__(self, queue: ExchangeQueue, exchange: Delivered, link: Link | CrossNodeLinks, name: str) -> None:
+    def __init__(
+        self, queue: ExchangeQueue, exchange: Delivered, links: Sequence[Link], device: torch.device, name: str
+    ) -> None:
         self._queue = queue
         self.exchange = exchange
-        self.link = link
+        self._links = links
+        self.device = device
         self.name = name
-        self.due = 0
+        self.due = 0  # the turn in which it goes on
         self.pending: Waitable | None = None
-        self.delivery: Waitable | None = None
-        self.is_done = False
+        self.delivery: Waitable | None = None  # what its result still waits for when it has ended
+        self.is_done = False  # it has ended
 
     @property
     def nbytes(self) -> int:
-        """What it has sent so far, see :attr:`Link.nbytes`."""
-        return self.link.nbytes
+        """What this rank has sent so far, see :attr:`Link.nbytes`."""
+        return sum(link.nbytes for link in self._links)
 
     def is_ready(self) -> bool:
         """Whether it can go on without the host waiting: on GPUs a stream waits."""
-        return self.pending is None or self.link.device.type != "cpu" or is_completed(self.pending)
+        return self.pending is None or self.device.type != "cpu" or is_completed(self.pending)
 
     def resume(self, turn: int) -> None:
         """Go on to the next round, or to the end; what is pending was waited for."""
         self.pending = None
         self.due = turn + _DISTANCE
-        begin, before = perf_counter_ns(), self.link.nbytes
+        begin, before = perf_counter_ns(), self.nbytes
         try:
             self.pending = next(self.exchange)
         except StopIteration as end:
@@ -307,7 +290,7 @@ class PendingExchange:
         if (log := EventLog.current) is not None:
             log.add("decode" if before else "encode", self.name, begin)
             if self.pending is not None:
-                log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.link.nbytes - before)
+                log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.nbytes - before)
 
     def done(self) -> bool:
         """Whether the average is there; takes the turns that need not wait."""
@@ -317,29 +300,6 @@ class PendingExchange:
     def wait(self) -> None:
         """Take turns until the average is there."""
         self._queue.advance_until(self, may_wait=True)
-
-
-class CrossNodeLinks:
-    """What this rank has under way between nodes, for one bucket.
-
-    Args:
-        hierarchy: The nodes.
-
-    Attributes:
-        hierarchy: The argument.
-        links: For each slice of this rank.
-        device: Where the tensors are.
-    """
-
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self.hierarchy = hierarchy
-        self.links = [CrossNodeLink(link) for link in hierarchy.links]
-        self.device = _CPU
-
-    @property
-    def nbytes(self) -> int:
-        """What this rank has sent, see :attr:`Link.nbytes`: the other ranks of its node send the rest."""
-        return sum(link.nbytes for link in self.links)
 
 
 class CrossNodeLink(Link):
@@ -373,40 +333,6 @@ class CrossNodeLink(Link):
             counts = [rows[0].nbytes] * self.size
             yield self._link.all_to_all(as_bytes(received), as_bytes(rows), counts, counts)
         return received
-
-
-def average_between_nodes(
-    compressor: Compressor, gradients: FlatGradients, slices: Sequence[int], seeds: Sequence[int], links: CrossNodeLinks
-) -> Delivered:
-    """Average ``gradients`` over all ranks of the group, in place; only what goes between nodes is compressed.
-
-        ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
-        owners of a slice    own parameters                --compressor-->   their averages over the nodes
-        ranks of a node      averages                      --copy-->         flat gradients of all ranks
-
-    To the compressor a node is one rank, whose gradient is the mean over the node.
-
-    Args:
-        compressor: How, between the nodes.
-        gradients: Those of this rank, in their own dtype; all elements are in segments.
-        slices: The slice of each segment.
-        seeds: One for each slice.
-        links: Between the nodes.
-    """
-    hierarchy, layout = links.hierarchy, links.hierarchy.layout
-    parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
-    for segment, index in zip(gradients.segments, slices, strict=True):
-        parts[index].append(segment)
-    reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
-    yield reduction.summed
-    exchanges = []
-    for index, link, total in zip(layout.own_slices, links.links, reduction.sums, strict=True):
-        total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
-        segments, seed = tuple(_packed(parts[index])), seeds[index]
-        own = replace(gradients, given=total, average=total, segments=segments, seed=seed)
-        exchanges.append(compressor.average(own, link))
-    yield from together(exchanges)
-    return reduction.deliver()
 
 
 def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:

@@ -8,34 +8,27 @@ parameter that no rank has changed costs nothing.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
 
 class Synchronizing(Protocol):
-    """What is needed of the wrapper."""
+    """The part of a wrapper that outer steps need."""
 
     module: nn.Module
     require_backward_grad_sync: bool
 
-    def finish_grad_sync(self) -> None:
-        """Average what is in ``.grad``; on all ranks together."""
-        ...
-
-    def abort_grad_sync(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot average."""
-        ...
+    def finish_grad_sync(self) -> None: ...  # noqa: D102
+    def abort_grad_sync(self, reason: str) -> None: ...  # noqa: D102
 
 
 class OuterSteps:
@@ -49,12 +42,9 @@ class OuterSteps:
     Args:
         ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
         optimizer: The inner one, which updates whole parameters: no ``DistributedOptimizer``.
-        every: Inner steps to one outer step.
+        every: Inner steps to one outer step, at least 1.
         lr: Of the outer step.
         momentum: Nesterov's, of the outer step.
-
-    Raises:
-        ValueError: ``every`` is less than 1.
     """
 
     def __init__(
@@ -74,15 +64,14 @@ class OuterSteps:
         self._next: tuple[str, Tensor, Tensor | None] | None = None
         self._loaded = _LoadedParameters()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
         self._is_restored = False
         self._is_stopped = False
-        self._remember()
         ddp.require_backward_grad_sync = False
-        self._handles += [
+        self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
+        self._remember()
         vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
         tell_of_skipped_steps(optimizer, lambda: vars(optimizer)["outer_steps"].count())
 
@@ -216,7 +205,7 @@ class OuterSteps:
         self._ddp.require_backward_grad_sync = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have at the last outer step, and how many inner steps there were: a copy."""
+        """A copy of what all ranks have at the last outer step, and the number of inner steps."""
         self._remember()
         return {
             "steps": self._steps,
@@ -225,11 +214,7 @@ class OuterSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart.
-
-        Raises:
-            ValueError: It has a parameter that the module does not have.
-        """
+        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart."""
         parameters = dict(self.module.named_parameters())
         unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
         if unknown:
@@ -284,17 +269,12 @@ class DiLoCo(OuterSteps):
 
 
 class _LoadedParameters:
-    """Notes which parameters ``load_state_dict()`` replaces the values of; a class, so that modules can be pickled.
-
-    Attributes:
-        identities: Of these parameters, since it was cleared.
-    """
+    """Notes which parameters ``load_state_dict()`` replaces the values of; a class, so that modules can be pickled."""
 
     def __init__(self) -> None:
-        self.identities: set[int] = set()
+        self.identities: set[int] = set()  # of these parameters, since it was cleared
 
     def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-        """Called by torch before it loads the parameters of ``module`` itself."""
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state_dict:
                 self.identities.add(id(parameter))

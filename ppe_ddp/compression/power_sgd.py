@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor, together
-from ppe_ddp.compression.quantization import Uncompressed
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment
+from ppe_ddp.compression.quantization import average_chosen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
-
-    from ppe_ddp.compression.compressor import FlatGradients, Segment
-    from ppe_ddp.compression.link import Exchange, Link
 
 _STATE = "power_sgd"
 
@@ -46,15 +42,12 @@ class PowerSGD(Compressor):
     min_compression: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse a rank that cannot be meant."""
         if self.rank < 1:
             raise ValueError(f"PowerSGD(rank={self.rank}): the rank is at least 1")
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         """See :meth:`Compressor.average`."""
-        matrices = gradients.chosen(self._pays)
-        others = gradients.chosen(lambda segment: not self._pays(segment))
-        yield from together([self._average(matrices, link), Uncompressed().average(others, link)])
+        yield from average_chosen(gradients, link, self._pays, self._average)
 
     def _pays(self, segment: Segment) -> bool:
         if segment.rows <= 1 or not segment.numel:
@@ -109,7 +102,7 @@ def _rows_of(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, l
 
 
 def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
-    """The same with orthonormal rows; those of one rank at once."""
+    """Make the rows of each factor orthonormal; factors of one rank at once."""
     results: list[Tensor] = list(factors)
     by_rank = sorted(range(len(factors)), key=lambda k: len(factors[k]))
     for _, group in groupby(by_rank, key=lambda k: len(factors[k])):
@@ -120,7 +113,7 @@ def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int) -> list[Tensor]:
-    """What to begin the next step with: orthonormal rows, so that the iteration keeps small directions apart.
+    """The matrices that the next step begins with: orthonormal rows, so that small directions stay apart.
 
     Random rows take the place of those that a gradient of lower rank lacks, since zeros would stay zeros.
     """
@@ -144,17 +137,11 @@ _NEGLIGIBLE = 1e-10
 
 
 def orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:
-    """An orthonormal basis of the rows of each of ``bases``.
+    """An orthonormal basis of the rows of each of ``bases``: ``(r, n)`` each, with one r and any n.
 
     The Gram matrices are all of one size, whatever the vectors' length, so one batched eigendecomposition does; no
-    division by zero, as Gram-Schmidt has where a row depends on others.
-
-    Args:
-        bases: ``(r, n)`` each, with one r and any n; float32 or float64.
-
-    Returns:
-        The same shapes and dtypes: orthonormal rows, and rows of zeros in place of those that the rank of the basis
-        lacks. All NaN where a basis is not finite.
+    division by zero, as Gram-Schmidt has where a row depends on others. Rows that the rank of a basis lacks are zeros;
+    all are NaN where it is not finite.
     """
     wide = [basis.double() for basis in bases]
     gram = torch.stack([rows @ rows.mT for rows in wide])

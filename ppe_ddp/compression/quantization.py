@@ -12,18 +12,15 @@ sum is made in a narrow type that could overflow.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor
-
-if TYPE_CHECKING:
-    from ppe_ddp.compression.compressor import FlatGradients
-    from ppe_ddp.compression.link import Exchange, Link
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 
 _SECOND = 1 << 31  # apart from the seeds of the first encoding, in the 32 bits that generators look at
 
@@ -57,7 +54,7 @@ class BlockCodec(Compressor):
         """Write what ``codes``, ``(number, any)``, stand for into ``values``, ``(number, block)``."""
 
     def combine(self, received: Tensor, mean: Tensor) -> Tensor:
-        """What the ranks together shall get for a part: by default ``mean``, that of what was sent.
+        """The result for a part, of all ranks: by default ``mean``, that of what was sent.
 
         Args:
             received: The codes of all ranks, ``(size, number, any)``.
@@ -145,9 +142,6 @@ class Blocks:
 
     A block never holds elements of two parameters, so that their results do not depend on how buckets are packed;
     the last one of each is filled up by zeros.
-
-    Attributes:
-        number: The number of blocks.
     """
 
     def __init__(self, gradients: FlatGradients, block: int) -> None:
@@ -174,11 +168,8 @@ class Blocks:
 
     def room(self, flat: Tensor) -> Tensor:
         """Where ``(number, block)`` values can be written that :meth:`join` brings to ``flat``; any contents."""
-        gradients = self._gradients
-        first, last = gradients.segments[0], gradients.segments[-1]
-        if self._is_padded or last.stop - first.start != gradients.numel:
-            return flat.new_empty(self.number, self._block)
-        return flat[first.start : last.stop].view(self.number, self._block)
+        view = None if self._is_padded else self._gradients.joined(flat)
+        return flat.new_empty(self.number, self._block) if view is None else view.view(self.number, self._block)
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many elements of each block are those of a parameter: ``(number,)``, to read, where ``like`` is."""
@@ -257,7 +248,6 @@ class Int8(BlockCodec):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse blocks in which the scale would not be aligned."""
         if self.block < 8 or self.block % 8:
             raise ValueError(f"Int8(block={self.block}): a block has a multiple of 8 elements, and at least 8")
 
@@ -314,7 +304,6 @@ class Sign(BlockCodec):
     majority: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse blocks whose bits do not fill whole words."""
         if self.block < 64 or self.block % 64:
             raise ValueError(f"Sign(block={self.block}): a block has a multiple of 64 elements, and at least 64")
 
@@ -371,3 +360,14 @@ class Uncompressed(Compressor):
         gradients.unpack(values, gradients.average)
         if gradients.keeps:
             torch._foreach_zero_(gradients.views(gradients.given))
+
+
+def average_chosen(
+    gradients: FlatGradients,
+    link: Link,
+    pays: Callable[[Segment], bool],
+    average: Callable[[FlatGradients, Link], Exchange],
+) -> Exchange:
+    """Average by ``average`` the parameters for which it pays, and the others uncompressed."""
+    others = gradients.chosen(lambda segment: not pays(segment))
+    yield from together([average(gradients.chosen(pays), link), Uncompressed().average(others, link)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,32 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, is_finite, together
-from ppe_ddp.compression.quantization import Uncompressed
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, are_finite
+from ppe_ddp.compression.quantization import average_chosen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
-
-    from ppe_ddp.compression.compressor import FlatGradients, Segment
-    from ppe_ddp.compression.link import Exchange, Link
 
 
 @dataclass(frozen=True)
 class Sparsification(Compressor):
-    """Sends a part of the elements of the parameters for which that pays, and the others uncompressed.
-
-    Attributes:
-        ratio: The part of the elements that is sent, of each parameter; in (0, 1].
-        min_numel: Parameters with fewer elements are sent uncompressed.
-    """
+    """Sends a part of the elements of the parameters for which that pays, and the others uncompressed."""
 
     ratio: float
     min_numel: int = 1024
 
     def __post_init__(self) -> None:
-        """Refuse a ratio that cannot be meant."""
         if not 0 < self.ratio <= 1:
             raise ValueError(
                 f"{type(self).__name__}(ratio={self.ratio}): the part that is sent is above 0 and at most 1"
@@ -45,9 +35,7 @@ class Sparsification(Compressor):
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         """See :meth:`Compressor.average`."""
         pays = partial(self._pays, itemsize=gradients.given.element_size(), world_size=link.size)
-        sparse = gradients.chosen(pays)
-        dense = gradients.chosen(lambda segment: not pays(segment))
-        yield from together([self._average(sparse, link), Uncompressed().average(dense, link)])
+        yield from average_chosen(gradients, link, pays, self._average)
 
     def _pays(self, segment: Segment, *, itemsize: int, world_size: int) -> bool:
         return segment.numel >= max(1, self.min_numel)
@@ -163,7 +151,7 @@ class RandomK(Sparsification):
         given = gradients.given
         indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
         values = given[indices]
-        if not all(map(is_finite, gradients.views(given))):
+        if not are_finite(gradients.views(given)):
             values.fill_(torch.nan)  # what is wrong elsewhere must show in the average
         if gradients.keeps:
             given[indices] = 0

@@ -7,6 +7,7 @@ in the place of ``from accelerate import Accelerator``.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ import accelerate
 from ppe_ddp.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-
     from torch import nn
 
 __all__ = ["Accelerator"]

@@ -11,7 +11,7 @@ what Lightning's ``DDPStrategy`` takes, and the wrapper's keywords in the place 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,30 +26,39 @@ from typing_extensions import override
 from ppe_ddp.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
 __all__ = ["FabricStrategy", "TrainerStrategy"]
 
 
-class TrainerStrategy(TrainerBase):
+class _Strategy:
+    strategy_name = "ppe_ddp"
+
+    def _get_process_group_backend(self: Any) -> str:
+        if self._process_group_backend:
+            return self._process_group_backend
+        if self.root_device.type == "cuda" and torch.distributed.is_nccl_available():
+            return "cpu:gloo,cuda:nccl"
+        return "mpi4py" if isinstance(self.cluster_environment, MPIEnvironment) else "gloo"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register this one by its name."""
+        strategy_registry.register(cls.strategy_name, cls, description="ppe_ddp.DistributedDataParallel", override=True)
+
+
+class TrainerStrategy(_Strategy, TrainerBase):
     """Lightning's ``DDPStrategy`` with this library's wrapper, in automatic and in manual optimization.
 
     Micro-batches that ``accumulate_grad_batches`` leaves out are not synchronized. A ``ddp_comm_hook`` is registered
     on any device.
     """
 
-    strategy_name = "ppe_ddp"
     model: Any
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-
-    @override
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or _backend_of(self)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -71,17 +80,9 @@ class TrainerStrategy(TrainerBase):
             self.model = self.lightning_module
         super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register this one by its name."""
-        strategy_registry.register(cls.strategy_name, cls, description="ppe_ddp.DistributedDataParallel", override=True)
 
-
-class FabricStrategy(FabricBase):
+class FabricStrategy(_Strategy, FabricBase):
     """Lightning Fabric's ``DDPStrategy`` with this wrapper; ``fabric.no_backward_sync`` is its ``no_sync``."""
-
-    strategy_name = "ppe_ddp"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,19 +93,9 @@ class FabricStrategy(FabricBase):
         """Wrap ``module``."""
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
-    @override
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or _backend_of(self)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register this one by its name."""
-        strategy_registry.register(cls.strategy_name, cls, description="ppe_ddp.DistributedDataParallel", override=True)
-
 
 class _NoSync(_BackwardSyncControl):
-    """What ``fabric.no_backward_sync`` asks for; Fabric's own accepts torch's wrapper only."""
+    """The ``no_backward_sync`` of Fabric for this wrapper; Fabric's own accepts torch's only."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -113,12 +104,6 @@ class _NoSync(_BackwardSyncControl):
         if not isinstance(module, DistributedDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() has given, not a {type(module).__name__}")
         return module.no_sync()
-
-
-def _backend_of(strategy: TrainerBase | FabricBase) -> str:
-    if strategy.root_device.type == "cuda" and torch.distributed.is_nccl_available():
-        return "cpu:gloo,cuda:nccl"
-    return "mpi4py" if isinstance(strategy.cluster_environment, MPIEnvironment) else "gloo"
 
 
 TrainerStrategy.register_strategies(TRAINER_STRATEGIES)

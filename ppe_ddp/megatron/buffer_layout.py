@@ -10,6 +10,7 @@ parameter, that of the gradient, and the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -17,8 +18,6 @@ from typing import TYPE_CHECKING
 from ppe_ddp.engine.plan import BucketPlan, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
 
@@ -27,16 +26,9 @@ _TICK_ELEMENTS = 1 << 14
 
 @dataclass(frozen=True)
 class BufferKind:
-    """The properties that the gradients of one buffer share.
+    """The properties that the gradients of one buffer share."""
 
-    Attributes:
-        reduction_group: 0 for dense parameters, 1 for experts, which other ranks average.
-        param_dtype: The dtype of the parameters.
-        grad_dtype: The dtype of the gradients in the buffer.
-        device: The device of both.
-    """
-
-    reduction_group: int
+    reduction_group: int  # 0 for dense parameters, 1 for experts, which other ranks average
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     device: torch.device
@@ -44,67 +36,38 @@ class BufferKind:
 
 @dataclass(frozen=True)
 class Item:
-    """One trainable parameter.
+    """One trainable parameter."""
 
-    Attributes:
-        index: Its number among all parameters of the module.
-        numel: Its number of elements.
-        kind: The kind of its buffer.
-        alone: Whether it needs a bucket of its own, so that other pipeline stages shard it in the same way.
-        row_major: Whether its gradient is row-major.
-    """
-
-    index: int
+    index: int  # among all parameters of the module
     numel: int
     kind: BufferKind
-    alone: bool = False
+    alone: bool = False  # it needs a bucket of its own, so that other pipeline stages shard it in the same way
     row_major: bool = True
 
 
 @dataclass(frozen=True)
 class BucketRange:
-    """A range of a buffer that is reduced as one bucket.
+    """A range of a buffer that is reduced as one bucket."""
 
-    Attributes:
-        plan: Members and their offsets from the start of the range; ``index`` counts all buckets of the module in
-            the order in which every rank sends them.
-        buffer: The number of the buffer.
-        reduction_group: 0 for dense parameters, 1 for experts.
-        start: The first element in the buffer.
-        padded: Elements with padding; divides by the number of ranks.
-    """
-
-    plan: BucketPlan
-    buffer: int
+    plan: BucketPlan  # offsets are from the start of the range; the index counts the buckets of the module as sent
+    buffer: int  # its number
     reduction_group: int
-    start: int
-    padded: int
+    start: int  # the first element in the buffer
+    padded: int  # elements with padding; divides by the number of ranks
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The buffers of one module.
+    """The buffers of one module."""
 
-    Attributes:
-        kinds: The kind of each buffer.
-        sizes: The number of elements of each buffer.
-        buckets: The buckets of all buffers, in the order in which every rank sends them.
-        bucket_of: Parameter index to position in ``buckets``.
-        launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
-    """
-
-    kinds: tuple[BufferKind, ...]
-    sizes: tuple[int, ...]
-    buckets: tuple[BucketRange, ...]
-    bucket_of: dict[int, int]
-    launch_triggers: frozenset[int]
+    kinds: tuple[BufferKind, ...]  # of each buffer
+    sizes: tuple[int, ...]  # of each buffer, in elements
+    buckets: tuple[BucketRange, ...]  # of all buffers, in the order in which every rank sends them
+    bucket_of: dict[int, int]  # parameter index to position in ``buckets``
+    launch_triggers: frozenset[int]  # the parameters at whose arrival the reducer launches the buckets that are ready
 
     def plan(self, present: bytes) -> Plan:
-        """The buckets that have a gradient on some rank.
-
-        Args:
-            present: One byte a parameter, non-zero where some rank has its gradient.
-        """
+        """The buckets with a gradient on some rank; ``present`` has one byte a parameter, 0 where there is none."""
         chosen = tuple(b.plan for b in self.buckets if any(present[i] for i in b.plan.members))
         bucket_of = {i: k for k, bucket in enumerate(chosen) for i in bucket.members}
         return Plan(present, chosen, bucket_of, len(chosen) - 1)
@@ -116,7 +79,7 @@ def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequenc
     Args:
         items: The trainable parameters in the order of their registration.
         bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
-        divisors: The numbers that the size of a bucket must divide by, one a reduction group.
+        divisors: What the size of a bucket must divide by, for each reduction group.
     """
     reverse = list(reversed(items))
     kinds = tuple(dict.fromkeys(item.kind for item in reverse))
@@ -131,7 +94,10 @@ def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequenc
     drafts.sort(key=lambda draft: -draft.plan.members[-1])  # in the order in which their last gradients arrive
     buckets = tuple(replace(draft, plan=replace(draft.plan, index=k)) for k, draft in enumerate(drafts))
     bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.plan.members}
-    return BufferLayout(kinds, tuple(sizes), buckets, bucket_of, frozenset(_ticks(reverse, buckets)))
+    ends = accumulate(item.numel for item in reverse)
+    ticks = {end // _TICK_ELEMENTS: item.index for item, end in zip(reverse, ends, strict=True)}
+    triggers = frozenset([*ticks.values(), *(bucket.plan.members[-1] for bucket in buckets)])
+    return BufferLayout(kinds, tuple(sizes), buckets, bucket_of, triggers)
 
 
 def _packed(items: Sequence[Item], bucket_size: int | None) -> Iterator[list[Item]]:
@@ -165,14 +131,3 @@ def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> B
         row_major=all(item.row_major for item in members),
     )
     return BucketRange(plan, buffer, kind.reduction_group, start, -(-numel // divisor) * divisor)
-
-
-def _ticks(reverse: Sequence[Item], buckets: Sequence[BucketRange]) -> Iterator[int]:
-    for bucket in buckets:
-        yield bucket.plan.members[-1]
-    size = 0
-    for item in reverse:
-        size += item.numel
-        if size >= _TICK_ELEMENTS:
-            yield item.index
-            size = 0

@@ -10,72 +10,86 @@ launched in one order that every rank has: no rank waits in one group for a rank
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.backward import Backward, Phase
+from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
+from ppe_ddp.engine.completion import Completion, Steps
 from ppe_ddp.engine.failures import aborted_error, reason_of
 from ppe_ddp.engine.grad_hooks import pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck
-from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.memory import Allocator, MemoryPool, allocator
+from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.errors import PeerAbortedError, PpeDdpError
+from ppe_ddp.functions import own_function
+from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
+from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ParamAndGradBuffer, ReductionGroup
+from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, needs_own_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
-    from ppe_ddp.engine.backward import Backward
-    from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.errors import PpeDdpError
-    from ppe_ddp.megatron.buffer_layout import BufferLayout
-    from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ReductionGroup
+    from ppe_ddp.megatron.config import Setup
 
 _ABORTED = 1  # the bit of a rank's status beside NON_FINITE
+_HALF = (torch.bfloat16, torch.float16)
+_ALIGNED = 8  # elements: a rank's share starts at a multiple of 16 bytes
+_ALIGNED_FOR_NCCL = 1 << 16
 
 
 class BufferSynchronizer(Synchronizer):
-    """Synchronizes the gradients in the buffers of one module.
+    """The gradient buffers of one module, and what sends them. All ranks must make theirs together.
 
-    Attributes:
-        is_sent: Whether the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
-            none was accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must
-            not be the only one to send them again.
+    ``is_sent``: the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and none was
+    accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must not be the only
+    one to send them again.
     """
 
     empties_grad = True
 
-    def __init__(
-        self,
-        reduction_groups: Sequence[ReductionGroup],
-        layout: BufferLayout,
-        buckets: Sequence[BufferBucket],
-        gradients: MainGradients,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[nn.Parameter],
-        *,
-        check_finite: bool,
-    ) -> None:
-        super().__init__([group.groups for group in reduction_groups])
-        self._reduction_groups = reduction_groups
-        self._layout = layout
-        self._buckets = buckets
-        self._specs = specs
-        self._parameters = parameters
-        self._check_finite = check_finite
+    def __init__(self, setup: Setup, default_group: ProcessGroup, *, sums: bool, bucket_size: int | None) -> None:
+        config = setup.ddp_config
+        self.module_state = ModuleState(setup.module)
+        tensors = self.module_state.distributed_tensors()
+        refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
+        super().__init__(_duplicates(setup, default_group, self.module_state))
+        self._names, self._parameters = self.module_state.names, self.module_state.parameters
+        self.copies = CopiesOfParameters(setup.module, setup.config, setup.groups.data or default_group, setup.groups)
+        self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
+        self.reduction_groups = self._make_reduction_groups(setup, sums=sums)
+        aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
+        divisors = [groups.world_size * aligned for groups in self.groups]
+        self.layout = lay_out(self._items(setup), bucket_size=bucket_size, divisors=divisors)
+        self.buffers = [
+            ParamAndGradBuffer(
+                self.layout,
+                number,
+                self._parameters,
+                self.specs,
+                self._allocator(setup, kind),
+                with_params=config.use_distributed_optimizer,
+            )
+            for number, kind in enumerate(self.layout.kinds)
+        ]
+        self.pool = MemoryPool(allocator(self.groups[0].buckets))
+        self._buckets = self._make_buckets(scatter=config.use_distributed_optimizer)
+        main = {i: slot for b in self._buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
+        self.gradients = MainGradients(self._parameters, main)
+        self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
         self._failure = ""
         self._error: Exception | None = None
@@ -84,7 +98,70 @@ class BufferSynchronizer(Synchronizer):
         self._unfinished: Backward | None = None
         self._holds_averages = False
         self.is_sent = False
-        self.gradients = gradients
+
+    def __del__(self) -> None:
+        # The reducer gives back the first one, that of the dense parameters.
+        if getattr(self, "_pending_results", self) is None:
+            for groups in self.groups[1:]:
+                groups.release()
+
+    def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
+        if setup.ddp_config.use_distributed_optimizer:  # buffers are sent as they are
+            return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
+        return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
+
+    def _make_reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
+        parameters = self._parameters
+        named = list(setup.module.named_parameters(remove_duplicate=False))
+        options = f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
+        reduction_groups = []
+        for number, groups in enumerate(self.groups):
+            indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
+            others = [name for name, parameter in named if _reduction_group_of(parameter) != number]
+            size = groups.world_size
+            reduction_group = ReductionGroup(
+                groups,
+                ModuleState(setup.module, others),
+                indices,
+                [self.specs[i] for i in indices],
+                setup.reduce_function,
+                gain=float(size) if sums else size / self.groups[0].world_size,
+                options=", ".join(filter(None, (options, own_function(setup.reduce_function)))),
+            )
+            frozen = [repr(self.specs[i].name) for i in indices if not parameters[i].requires_grad]
+            reduction_group.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
+            reduction_group.negotiation.check()
+            reduction_groups.append(reduction_group)
+        return reduction_groups
+
+    def _items(self, setup: Setup) -> list[Item]:
+        is_sharded = setup.ddp_config.use_distributed_optimizer
+        alone = needs_own_bucket(setup.module, setup.config) if is_sharded else set()
+        items = []
+        for i, (parameter, spec) in enumerate(zip(self._parameters, self.specs, strict=True)):
+            if parameter.requires_grad:
+                kind = BufferKind(_reduction_group_of(parameter), parameter.dtype, spec.dtype, parameter.device)
+                items.append(Item(i, parameter.numel(), kind, id(parameter) in alone, spec.is_row_major))
+        return items
+
+    def _make_buckets(self, *, scatter: bool) -> list[BufferBucket]:
+        buckets = []
+        for extent in self.layout.buckets:
+            of_group, memory = self.reduction_groups[extent.reduction_group], self.buffers[extent.buffer].grads(extent)
+            transport = ReduceScatter.fastest(of_group.groups, self.pool, memory.device) if scatter else None
+            context = BucketContext(self.specs, self._parameters, of_group.groups, of_group.reduction)
+            buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
+        return buckets
+
+    def place_of(self, parameter: nn.Parameter) -> str:
+        """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
+        index = self.gradients.index_of(parameter)
+        extent = self.layout.buckets[self.layout.bucket_of[index]]
+        if self.buffers[extent.buffer].param_data is None:
+            return ""
+        offset = extent.plan.offsets[extent.plan.members.index(index)]
+        groups = self.reduction_groups[extent.reduction_group].groups
+        return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
 
     # ------------------------------------------------------------------ what the reducer asks for
 
@@ -112,8 +189,8 @@ class BufferSynchronizer(Synchronizer):
         if self._holds_averages:
             with torch.no_grad():
                 for i in indices:
-                    if i in self._layout.bucket_of:
-                        self._buckets[self._layout.bucket_of[i]].reopen()
+                    if i in self.layout.bucket_of:
+                        self._buckets[self.layout.bucket_of[i]].reopen()
         self.gradients.add(indices)
 
     def start_negotiation(self, backward: Backward) -> None:
@@ -127,11 +204,11 @@ class BufferSynchronizer(Synchronizer):
                 "calculate_per_token_loss=True, and finalize_model_grads() the number of tokens"
             )
         if self._check_finite:
-            self._finite = FiniteCheck(self.groups[0], [spec.name for spec in self._specs])
+            self._finite = FiniteCheck(self.groups[0], self._names)
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
-        self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self._reduction_groups]
-        backward.launch_triggers = self._layout.launch_triggers
+        self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self.reduction_groups]
+        backward.launch_triggers = self.layout.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
         backward.enter(Phase.NEGOTIATING)
 
@@ -143,7 +220,7 @@ class BufferSynchronizer(Synchronizer):
         """Wait for the agreed masks, and make the schedule that launches their buckets."""
         recorder = backward.recorder
         present = bytearray(len(self._parameters))
-        for group, exchange in zip(self._reduction_groups, self._exchanges, strict=True):
+        for group, exchange in zip(self.reduction_groups, self._exchanges, strict=True):
             answer = group.negotiation.finish(exchange, group.local(recorder.local))
             for i, here in zip(group.indices, answer.mask, strict=True):
                 present[i] = here
@@ -151,7 +228,7 @@ class BufferSynchronizer(Synchronizer):
         recorder.agreed, recorder.agreed_at = bytes(present), perf_counter_ns()
         self.gradients.averaged = bytearray(map(max, self.gradients.averaged, present))
         waiting = backward.waiting or bytes(len(self._parameters))
-        plan = self._layout.plan(recorder.agreed)
+        plan = self.layout.plan(recorder.agreed)
         buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
         schedule = LaunchSchedule(plan, buckets, waiting, self._prepare, may_launch=self._may_launch)
         backward.add_round(schedule)
@@ -172,7 +249,7 @@ class BufferSynchronizer(Synchronizer):
         mask = bytearray(i in late for i in range(len(self._parameters)))
         word = pack_status(_ABORTED if backward.aborted else found, backward.dropped)
         backward.recorder.vote_at = perf_counter_ns()
-        groups = self._reduction_groups
+        groups = self.reduction_groups
         votes = [group.negotiation.start(group.local(mask), word, is_vote=True) for group in groups]
         if EventLog.current is not None:
             for vote in votes:
@@ -213,7 +290,7 @@ class BufferSynchronizer(Synchronizer):
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
-        for group in self._reduction_groups:
+        for group in self.reduction_groups:
             group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
@@ -224,11 +301,6 @@ class BufferSynchronizer(Synchronizer):
         backward.forget_rounds()
 
     # ------------------------------------------------------------------ afterwards
-
-    @property
-    def has_pending_results(self) -> bool:
-        """Whether there are results that :meth:`wait_for_results` has to wait for."""
-        return self._pending_results is not None
 
     def wait_for_results(self) -> None:
         """Wait for the results of the last synchronized backward, with a second round if the ranks voted so.
@@ -266,7 +338,7 @@ class BufferSynchronizer(Synchronizer):
         yield from schedule.finish()
         for vote in votes:
             yield vote.done
-        groups = self._reduction_groups
+        groups = self.reduction_groups
         outcomes = [group.negotiation.finish(vote, b"") for group, vote in zip(groups, votes, strict=True)]
         repairs: list[tuple[ReductionGroup, LaunchSchedule[Bucket]]] = []
         for group, outcome in zip(groups, outcomes, strict=True):
@@ -317,12 +389,16 @@ class BufferSynchronizer(Synchronizer):
             raise error
 
     def scale(self, factor: float | Tensor) -> None:
-        """The buffers were multiplied by ``factor``."""
+        """Multiply all gradients by ``factor``."""
+        for buffer in self.buffers:
+            buffer.scale_gradients(factor)
         for bucket in self._buckets:
             bucket.scale(factor)
 
     def clear(self) -> None:
-        """The buffers were zeroed."""
+        """Set all gradients to zero."""
+        for buffer in self.buffers:
+            buffer.reset()
         for bucket in self._buckets:
             bucket.reset()
         self._holds_averages = False
@@ -334,14 +410,14 @@ class BufferSynchronizer(Synchronizer):
         self.wait_for_results()
         members: dict[int, list[int]] = {}
         for i in self.gradients.forget_some(indices):
-            members.setdefault(self._layout.bucket_of[i], []).append(i)
+            members.setdefault(self.layout.bucket_of[i], []).append(i)
         for number, of_bucket in members.items():
             self._buckets[number].clear(of_bucket)
 
     # ------------------------------------------------------------------ inside
 
     def _prepare(self, bucket: BufferBucket) -> None:
-        groups = self._reduction_groups[bucket.extent.reduction_group].groups
+        groups = self.reduction_groups[bucket.extent.reduction_group].groups
         groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
         # A gradient that no rank expected waits for the second round, in which all ranks take part.
@@ -350,7 +426,7 @@ class BufferSynchronizer(Synchronizer):
             self._finite.look(bucket.extent.plan.members, bucket.slots)
 
     def _may_launch(self) -> bool:
-        probes = [group.reduction.may_launch for group in self._reduction_groups]
+        probes = [group.reduction.may_launch for group in self.reduction_groups]
         return all(probe is None or probe() for probe in probes)
 
     def _second_round(self, backward: Backward, group: ReductionGroup, agreed: bytes) -> LaunchSchedule[Bucket]:
@@ -372,5 +448,31 @@ class BufferSynchronizer(Synchronizer):
         """Add the averages of late gradients to ``main_grad``."""
         for j, average in zip(members, averages, strict=True):
             i = group.indices[j]
-            self._buckets[self._layout.bucket_of[i]].add(i, average)
+            self._buckets[self.layout.bucket_of[i]].add(i, average)
             self.gradients.averaged[i] = 1
+
+
+def _reduction_group_of(parameter: nn.Parameter) -> int:
+    return 0 if getattr(parameter, "allreduce", True) else 1
+
+
+def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
+    """The form of ``main_grad``: that of the parameter, dense, and in fp32 where that is asked for."""
+    dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
+    return replace(spec, dtype=dtype, sparse=False)
+
+
+def _duplicates(setup: Setup, default_group: ProcessGroup, module_state: ModuleState) -> list[Groups]:
+    experts = [
+        name for name, p in zip(module_state.names, module_state.parameters, strict=True) if _reduction_group_of(p)
+    ]
+    parents = [setup.groups.data or default_group]
+    if experts:
+        if setup.groups.expert is None:
+            raise ValueError(
+                f"parameter {experts[0]!r} is an expert's (allreduce = False), and no group averages experts: pass "
+                "groups=ParallelGroups(expert=...) or expert_data_parallel_group=..., the ranks that hold the same "
+                "experts"
+            )
+        parents.append(setup.groups.expert)
+    return [Groups.duplicate(parent, shared_memory=True) for parent in parents]

@@ -1,4 +1,4 @@
-"""What the constructor of a Megatron wrapper takes: a configuration with all of Megatron-Core's fields, in two forms.
+"""The arguments of a Megatron wrapper: a configuration with all of Megatron-Core's fields, in two forms.
 
 Before Megatron-Core had a configuration, its fields were arguments by position; both forms become one :class:`Setup`.
 """
@@ -6,6 +6,7 @@ Before Megatron-Core had a configuration, its fields were arguments by position;
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from ppe_ddp.megatron.parallel_groups import ParallelGroups
 from ppe_ddp.options import check_call, unknown_keyword
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ppe_ddp.contracts import ReduceFunction
 
 DEFAULT_BUCKET_SIZE = 1_000_000
@@ -52,9 +51,8 @@ class DistributedDataParallelConfig:
     since it would change nothing; ``dataclasses.replace()`` makes another object.
 
     Of Megatron's other fields, some ask for what is not built here and take their default only; any other value is a
-    ``ValueError`` that gives the reason. The rest are accepted and have no effect: ``align_param_gather``,
-    ``average_in_collective`` and ``gradient_reduce_div_fusion`` choose when and how Megatron computes the same numbers,
-    and what follows them is read by Megatron-FSDP and NCCL's registered buffers only.
+    ``ValueError`` that gives the reason. The rest have no effect: they choose how Megatron computes the same numbers,
+    or are read by Megatron-FSDP and NCCL's registered buffers only.
 
     Attributes:
         grad_reduce_in_fp32: Accumulate and communicate the gradients of half-precision parameters in fp32. Twice the
@@ -69,9 +67,6 @@ class DistributedDataParallelConfig:
             earlier; larger ones pay the latency of a message less often. None: 1,000,000 (Megatron's 40,000,000 is for
             NCCL).
         pad_buckets_for_high_nccl_busbw: Pad buckets so that each rank's share is a multiple of 65536 elements.
-
-    Raises:
-        ValueError: A value that is not supported; names the field and the reason.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -152,14 +147,7 @@ class DistributedDataParallelConfig:
         return ", ".join(f"{field.name} {value}" for field, value in values if value != field.default)
 
 
-# The old form's arguments, and the fields that they are.
-_OLD_FIELDS = {
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "use_distributed_optimizer": "use_distributed_optimizer",
-    "check_for_nan_in_grad": "check_for_nan_in_grad",
-    "bucket_size": "bucket_size",
-}
+_OLD_FIELDS = ("overlap_grad_reduce", "use_distributed_optimizer", "check_for_nan_in_grad", "bucket_size")
 _ELSEWHERE = {
     "pg_collection": "pass groups=ParallelGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, "
     "pipeline=pg_collection.pp, embedding=pg_collection.embd, position_embedding=pg_collection.pos_embd, "
@@ -170,12 +158,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a wrapper, whichever form they came in; see :class:`~ppe_ddp.megatron.DistributedDataParallel`.
-
-    Raises:
-        TypeError: An argument of another type.
-        ValueError: Arguments that exclude each other.
-    """
+    """The arguments of a wrapper, in whichever form they came."""
 
     config: object
     module: nn.Module
@@ -199,11 +182,7 @@ class Setup:
     def of(
         cls, constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Setup:
-        """Parse a call of ``constructor``, whose overloads are the new form and the old one.
-
-        Raises:
-            TypeError: As well, a keyword or a number of arguments that this form does not have.
-        """
+        """Parse a call of ``constructor``, whose overloads are the new form and the old one."""
         is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
         form = _forms(constructor)[0 if is_new else 1]
         for name in kwargs:
@@ -223,8 +202,8 @@ class Setup:
         call.apply_defaults()
         given = call.arguments
         if not is_new:
-            values = {field: given[name] for name, field in _OLD_FIELDS.items()}
-            given["ddp_config"] = DistributedDataParallelConfig(**values)
+            in_fp32, values = given["accumulate_allreduce_grads_in_fp32"], {name: given[name] for name in _OLD_FIELDS}
+            given["ddp_config"] = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32, **values)
         groups, data, expert = (given[n] for n in ("groups", "data_parallel_group", "expert_data_parallel_group"))
         if groups is not None and (data is not None or expert is not None):
             raise ValueError("give groups, or data_parallel_group and expert_data_parallel_group, not both")

@@ -5,54 +5,44 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.broadcasting import broadcast_all
 from ppe_ddp.engine.module import ModuleState
-from ppe_ddp.engine.record import EventLog
+from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
+from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
-from ppe_ddp.megatron.module_buffers import GradientBuffers, ShardedBuffers
-from ppe_ddp.megatron.parallel_groups import ModelParallel
+from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups
+from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.record import Trace
     from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-    from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 logger = logging.getLogger("ppe_ddp")
 
 
 class DistributedDataParallelBase(nn.Module, ABC):
-    """Abstract base of wrappers for data parallelism, with the interface of Megatron's class of this name.
+    """Abstract base of wrappers of ``module``, with the interface of Megatron's class of this name.
 
     State dicts have the names of the wrapped module, without a prefix of the wrapper's.
-
-    Args:
-        module: The module to wrap.
-
-    Raises:
-        TypeError: ``module`` is no module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,14 +57,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
-        """The wrapped module's ``state_dict``: parameters and persistent buffers by name, as references.
-
-        Args:
-            *args: ``(prefix, keep_vars)``, or torch's deprecated ``(destination, prefix, keep_vars)``.
-            prefix: Put before every name.
-            keep_vars: Whether to leave tensors attached to autograd.
-            **kwargs: Further keywords of the module's own method.
-        """
+        """The wrapped module's ``state_dict``; takes its arguments, and ``(prefix, keep_vars)`` by position."""
         if args and isinstance(args[0], str):
             prefix, args = args[0], args[1:]
             if args:
@@ -87,16 +70,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
         return (own or self.module.state_dict)(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy ``state_dict`` into the wrapped module.
-
-        Args:
-            state_dict: Parameters and persistent buffers by the module's names.
-            strict: Whether the names must be exactly the module's.
-            assign: Refused: the wrapper's buffers belong to the parameters that are there.
-
-        Returns:
-            torch's named tuple of ``missing_keys`` and ``unexpected_keys``.
-        """
+        """Copy ``state_dict`` into the wrapped module; ``assign`` is refused, as buffers belong to its parameters."""
         if assign:
             raise ValueError("load_state_dict(assign=True) replaces parameters whose gradients lie in buffers: copy")
         return self.module.load_state_dict(state_dict, strict=strict)
@@ -111,9 +85,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     ``overlap_grad_reduce`` buckets are launched during the backward outside ``no_sync()``; without it, all of them in
     :meth:`finish_grad_sync`, and ``no_sync()`` makes no difference.
 
-    Any graph will do, and another one on each rank: the ranks agree while backward is running on which parameters
-    have a gradient anywhere, in this micro-batch or an earlier one; a bucket without any is not sent. A gradient
-    that comes after its bucket was launched is averaged in a second round.
+    Any graph will do, and another one on each rank: a bucket without a gradient on any rank is not sent.
 
     All ranks of the groups must construct the wrapper together and synchronize equally often. Parameters with
     ``allreduce = False`` are experts: they are averaged over ``groups.expert``, and divided by the size of the
@@ -131,11 +103,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         expert_data_parallel_group: Instead of ``groups``.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce. Or a
             :class:`ppe_ddp.compression.Compressor`.
-        accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``.
-        overlap_grad_reduce: In the old form, the field of this name.
-        use_distributed_optimizer: In the old form, the field of this name.
-        check_for_nan_in_grad: In the old form, the field of this name.
-        bucket_size: In the old form, the field of this name.
+        accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``. The further keywords
+            are fields of ``ddp_config`` in the old form.
 
     Attributes:
         grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
@@ -190,7 +159,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.groups = setup.groups
         self.model_parallel = ModelParallel(setup.groups, default_group())
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
-        self.gradient_buffers = state = GradientBuffers(
+        self.gradient_buffers = state = BufferSynchronizer(
             setup,
             default_group(),
             sums=bool(getattr(config, "calculate_per_token_loss", False)),
@@ -202,7 +171,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self._sharded: dict[bool, ShardedModel] = {}
         self._parameter_gather: ParameterGather | None = None
         self._reducer: Reducer[BufferSynchronizer] = Reducer(
-            state.groups[0], state.synchronizer, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
+            state.groups[0], state, overlap=True, wrapper=weakref.ref(self), sync_hooks={}
         )
         self._reducer.use_module(state.module_state)
         self._reducer.enabled = self.ddp_config.overlap_grad_reduce
@@ -216,11 +185,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together.
-
-        Raises:
-            ValueError: A state is of another rank, number of ranks, module or compressor.
-        """
+        """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together."""
         for group, state in zip(self.gradient_buffers.reduction_groups, states, strict=True):
             group.load_comm_state_dict(state)
 
@@ -309,14 +274,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.
 
-        With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, and what is in the
-        rest is of no use.
-
-        Args:
-            force_all_reduce: Refused with ``use_distributed_optimizer``; else gradients are all-reduced in any case.
+        With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, the rest is of no use,
+        and ``force_all_reduce`` is refused.
 
         Raises:
-            ValueError: ``force_all_reduce`` with ``use_distributed_optimizer``; before anything is sent.
             NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
             PeerAbortedError: The backward of another rank raised, or one that is to be finished has failed here.
         """
@@ -341,10 +302,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
         As :meth:`ppe_ddp.DistributedDataParallel.abort_grad_sync`: the others raise
         :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`,
-        and ``main_grad`` is what this rank has computed. ``zero_grad_buffer()`` begins the next step. When the backward
-        that synchronizes is over, others may have their averages already, and go on with a warning. Without
-        ``overlap_grad_reduce`` it is needed, too, where a backward has raised: nothing was sent by then. Beside tensor
-        or pipeline parallelism call ``finalize_model_grads()`` after it, which tells the whole model, and raises.
+        and ``main_grad`` is what this rank has computed. When the backward that synchronizes is over, others may have
+        their averages already, and go on with a warning. Without ``overlap_grad_reduce`` it is needed, too, where a
+        backward has raised. Beside tensor or pipeline parallelism call ``finalize_model_grads()`` after it, which tells
+        the whole model, and raises.
         """
         self._reducer.abort(reason)
 
@@ -352,18 +313,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Multiply all gradients in the buffers by ``scaling_factor``."""
         synchronizer = self._ready().synchronizer
         synchronizer.wait_for_results()
-        for buffer in self.gradient_buffers.buffers:
-            buffer.scale_gradients(scaling_factor)
         synchronizer.scale(scaling_factor)
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
         """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
 
-        Args:
-            zero_buffer: Set ``main_grad`` to zero. If False, ``zero_grad()`` of a distributed optimizer does that for
-                its parameters, before the first backward; until then the old values count as accumulated.
+        Without ``zero_buffer``, ``zero_grad()`` of a distributed optimizer does the latter for its parameters, before
+        the first backward; until then the old values count as accumulated.
         """
-        state = self.gradient_buffers
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
         try:
@@ -372,10 +329,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
             logger.warning("%s (It was never finished here.)", error)
         synchronizer.is_sent = False
         synchronizer.forget_failure()
-        state.gradients.discard()
+        synchronizer.gradients.discard()
         if zero_buffer:
-            for buffer in state.buffers:
-                buffer.reset()
             synchronizer.clear()
 
     def broadcast_params(self) -> None:
@@ -387,20 +342,13 @@ class DistributedDataParallel(DistributedDataParallelBase):
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 
     def trace(self) -> Trace | None:
-        """What happened in the last synchronized backward on this rank; None before the first."""
+        """The record of the last synchronized backward on this rank; None before the first."""
         return self._reducer.trace()
 
     # ------------------------------------------------------------------ a distributed optimizer
 
     def sharded(self, *, experts: bool = False) -> ShardedModel:
-        """The interface for a distributed optimizer; the same object at every call.
-
-        Args:
-            experts: Give the interface for the experts, whose shards lie on the ranks of another group.
-
-        Raises:
-            ValueError: The wrapper was made without ``use_distributed_optimizer``, or there are no experts.
-        """
+        """The interface for a distributed optimizer, of dense parameters or of ``experts``; the same at every call."""
         if not self.ddp_config.use_distributed_optimizer:
             raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
         if experts >= len(self.gradient_buffers.reduction_groups):
@@ -412,12 +360,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Bring together what each rank has written into its shards; all ranks must call this.
 
-        With ``overlap_param_gather`` it does not wait: the first use of a parameter does.
-
-        Args:
-            *unused: Ignored.
-            force_sync: Wait in any case.
-            force_dispatch: For Megatron's sake: there is nothing here that holds a gather back.
+        With ``overlap_param_gather`` it waits only by ``force_sync``: the first use of a parameter does. The other
+        arguments are Megatron's, and have no effect.
         """
         overlap = self.ddp_config.overlap_param_gather and not force_sync
         self._gather_of_parameters().start(overlap=overlap)

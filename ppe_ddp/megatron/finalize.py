@@ -11,23 +11,19 @@ All of it happens in ``main_grad``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
-from ppe_ddp.megatron.parallel_groups import ModelParallel, position_embedding, word_embedding
+from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 # Fields of the model's configuration that ask Megatron for sums or updates that are not built here.
 _REFUSED: dict[str, Callable[[Any], bool]] = {

@@ -7,6 +7,7 @@ has computed: a reduction that was given up may still write into its memory, so 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,80 +15,59 @@ import torch
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.contracts import probe
-from ppe_ddp.engine.bucket import DenseBucket
-from ppe_ddp.engine.completion import ends_soon
+from ppe_ddp.contracts import ReduceFunction, probe
+from ppe_ddp.engine.bucket import BucketContext, DenseBucket
+from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
-from ppe_ddp.engine.memory import allocator, slots_of
+from ppe_ddp.engine.memory import Allocator, allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation
-from ppe_ddp.engine.plan import Packing, Planner
-from ppe_ddp.engine.reduction import FunctionReduction
+from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner
+from ppe_ddp.engine.reduction import FunctionReduction, Reduction
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from torch import Tensor, nn
 
-    from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.bucket import BucketContext
-    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.memory import Allocator
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-    from ppe_ddp.megatron.buffer_layout import BucketRange, BufferKind
+    from ppe_ddp.megatron.buffer_layout import BucketRange, BufferLayout
 
 
 class ParamAndGradBuffer:
     """Contiguous gradients of one kind.
 
-    Args:
-        kind: The properties that they have in common.
-        size: The number of elements, padding included.
-        buckets: Its buckets.
-        parameters: All parameters of the module.
-        specs: The specs of all parameters.
-        allocate: Makes the memory of the gradients.
-        with_params: Whether the parameters become views of a contiguous buffer too. Their values stay.
-
     Attributes:
-        grad_data: 1-D, ``size`` elements of the gradients' dtype; padding is zero.
-        param_data: 1-D, ``size`` elements of the parameters' dtype, or None.
+        kind: The properties that they have in common.
+        buckets: The ranges that are sent.
+        grad_data: 1-D, in the gradients' dtype; padding is zero.
+        param_data: 1-D, in the parameters' dtype, of as many elements: the parameters are views of it. Or None.
         params: Those whose gradients lie here, in the order in which they do.
     """
 
     def __init__(
         self,
-        kind: BufferKind,
-        size: int,
-        buckets: Sequence[BucketRange],
+        layout: BufferLayout,
+        number: int,
         parameters: Sequence[nn.Parameter],
         specs: Sequence[ParameterSpec],
         allocate: Allocator,
         *,
         with_params: bool,
     ) -> None:
-        self.kind = kind
-        self.buckets = tuple(buckets)
+        self.kind = kind = layout.kinds[number]
+        size = layout.sizes[number]
+        self.buckets = buckets = tuple(bucket for bucket in layout.buckets if bucket.buffer == number)
         self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
         self.param_data: Tensor | None = None
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
         if with_params:
-            self.param_data = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
-            self._move_in(parameters, specs, self.param_data)
-
-    @torch.no_grad()
-    def _move_in(self, parameters: Sequence[nn.Parameter], specs: Sequence[ParameterSpec], memory: Tensor) -> None:
-        for bucket in self.buckets:
-            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
-                parameter, spec = parameters[i], specs[i]
-                slot = memory.as_strided(spec.shape, spec.stride, bucket.start + offset)
-                slot.copy_(parameter)
-                parameter.data = slot
+            self.param_data = memory = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+            for bucket in buckets:
+                for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                    slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
+                    parameters[i].data = slot.copy_(parameters[i].detach())
 
     def grads(self, bucket: BucketRange) -> Tensor:
         """The gradients of one bucket, padding included."""
@@ -108,22 +88,14 @@ class ParamAndGradBuffer:
 
 
 class MainGradients:
-    """The accumulated gradients of one module, and which of them there are.
-
-    Attributes:
-        accumulated: One byte a parameter: whether something was added here since the buffers were zeroed.
-        averaged: One byte a parameter: whether some rank had it when it was synchronized.
-        is_dirty: Whether something was added that is not synchronized yet.
-        revision: Another number after each synchronization and each zeroing.
-        streams: Those that gradients are accumulated on; None on CPUs.
-    """
+    """The accumulated gradients of one module, and which of them there are."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._main = main
         self._index = {id(parameters[i]): i for i in main}
-        self.streams: GradientStreams | None = None
-        self.revision = 0
+        self.streams: GradientStreams | None = None  # those that gradients are accumulated on; None on CPUs
+        self.revision = 0  # another number after each synchronization and each zeroing
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -132,17 +104,13 @@ class MainGradients:
 
     def forget(self) -> None:
         """Mark every gradient as absent: the buffers were zeroed."""
-        self.accumulated = bytearray(len(self._parameters))
-        self.averaged = bytearray(len(self._parameters))
-        self.is_dirty = False
+        self.accumulated = bytearray(len(self._parameters))  # 1 where something was added here since then
+        self.averaged = bytearray(len(self._parameters))  # 1 where some rank had it when it was synchronized
+        self.is_dirty = False  # something was added that is not synchronized yet
         self.revision += 1
 
     def forget_some(self, indices: Iterable[int]) -> list[int]:
-        """Mark the gradients at ``indices`` as absent: they are being zeroed.
-
-        Returns:
-            Those that were there on some rank or here; the memory of the others is zero already.
-        """
+        """Mark gradients as absent, and return those that were there on some rank: the rest of the memory is zero."""
         there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
         for i in there:
             self.accumulated[i] = self.averaged[i] = 0
@@ -233,29 +201,16 @@ _PACKING = Packing(bucket_bytes=4 << 20, adopt_bytes=1 << 62)
 class ReductionGroup:
     """The parameters that one process group averages, the dense ones or the experts. All its ranks make it together.
 
-    Args:
-        groups: The wrapper's own duplicates of the user's group.
-        module_state: The parameters.
-        indices: Their numbers among all parameters of the module.
-        specs: The specs of these parameters, with the dtypes of ``main_grad``.
-        function: Averages a bucket over the group, or a compressor that does.
-        gain: What a mean over the group is multiplied by. Experts see the tokens of all data-parallel ranks, but are
-            averaged over fewer; and where losses are summed a token, so are gradients.
-        options: What else the ranks must agree on.
-
-    Attributes:
-        negotiation: Agrees with the ranks of the group.
-        reduction: Reduces a bucket.
-        dropped_forwards: Warns where the ranks differ in how many forwards had no backward.
-        repairs: Plans the messages of a second round.
+    A mean over the group is multiplied by ``gain``: experts see the tokens of all data-parallel ranks, but are averaged
+    over fewer; and where losses are summed a token, so are gradients.
     """
 
     def __init__(
         self,
         groups: Groups,
         module_state: ModuleState,
-        indices: Sequence[int],
-        specs: Sequence[ParameterSpec],
+        indices: Sequence[int],  # of its parameters among all of the module
+        specs: Sequence[ParameterSpec],  # of its parameters, with the dtypes of main_grad
         function: ReduceFunction | Compressor,
         *,
         gain: float,
@@ -269,7 +224,7 @@ class ReductionGroup:
         self.negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
         self.negotiation.use_module(module_state)
         self.dropped_forwards = DroppedForwards(groups.rank)
-        self.repairs = Planner(specs, _PACKING)
+        self.repairs = Planner(specs, _PACKING)  # of a second round
         self._comm_state = CommState()
         self._comm_state.begin(groups, module_state.specs)
         self.reduction: Reduction
@@ -281,20 +236,15 @@ class ReductionGroup:
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """A copy of what the compressor remembers on this rank; empty without one."""
+        """A copy of the compressor's memory on this rank; empty without one."""
         if not isinstance(self.reduction, CompressorReduction):
             return {}
         return self._comm_state.state_dict(self.reduction.compressor, self.groups)
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`comm_state_dict` gave.
-
-        Raises:
-            ValueError: The state is of another rank, number of ranks, module or compressor.
-        """
+        """Go on from what :meth:`comm_state_dict` gave; refuses the state of another rank, module or compressor."""
         if isinstance(self.reduction, CompressorReduction):
-            devices = {spec.name: spec.device for spec in self.module_state.specs}
-            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, devices)
+            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
             self.negotiation.use_plug("a state of the compressor", *self._comm_state.agreed)
         elif state:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
@@ -305,19 +255,7 @@ class ReductionGroup:
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step.
-
-    Args:
-        extent: The range, and the parameters in it.
-        memory: The range of the buffer, padding included.
-        context: What all buckets of one group have in common; the specs with the dtypes of ``main_grad``.
-        gain: What the mean over the group is multiplied by.
-        scatter: How to reduce-scatter; None to all-reduce.
-
-    Attributes:
-        slots: The ``main_grad`` of each member.
-        message: The memory that it is all-reduced in, and the slots there; None before the first time.
-    """
+    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step."""
 
     def __init__(
         self,
@@ -326,7 +264,7 @@ class BufferBucket(DenseBucket):
         context: BucketContext,
         *,
         gain: float,
-        scatter: ReduceScatter | None,
+        scatter: ReduceScatter | None,  # None to all-reduce
     ) -> None:
         super().__init__(extent.plan, context)
         self.extent = extent
@@ -335,10 +273,10 @@ class BufferBucket(DenseBucket):
         self._gain = gain
         self._scatter = scatter
         self._range = memory.narrow(0, 0, extent.plan.numel)
-        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)
+        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
         self._is_reduced = False
         self._carried: Tensor | None = None
-        self.message: tuple[Tensor, list[Tensor]] | None = None
+        self.message: tuple[Tensor, list[Tensor]] | None = None  # where it is all-reduced, and the slots there
         self._reduced_share: Tensor | None = None
 
     @property
@@ -350,7 +288,7 @@ class BufferBucket(DenseBucket):
         return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
-        """The buffer was zeroed."""
+        """Note that the buffer was zeroed."""
         self._is_reduced = False
         self._carried = None
 
@@ -368,7 +306,7 @@ class BufferBucket(DenseBucket):
                     self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
 
     def scale(self, factor: float | Tensor) -> None:
-        """The buffer was multiplied by ``factor``."""
+        """Note that the buffer was multiplied by ``factor``."""
         if self._carried is not None:
             self._carried.mul_(factor)
 
@@ -414,16 +352,8 @@ class BufferBucket(DenseBucket):
         return flat, slots
 
     def finish(self) -> Steps:
-        """Wait for the result.
-
-        Raises:
-            CommunicationError: The transport failed.
-            FunctionError: The user's reduce function broke its contract.
-        """
-        if self._scatter is None:
-            yield from super().finish()
-        else:
-            yield from self._scatter.finish(self)
+        """Wait for the result."""
+        yield from super().finish() if self._scatter is None else self._scatter.finish(self)
 
     def averages(self) -> list[Tensor]:
         """Write the averages into ``main_grad``, of a reduce-scatter into this rank's share; one view a member."""

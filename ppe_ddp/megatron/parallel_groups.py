@@ -11,34 +11,29 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ppe_ddp.backends.group_internals import flattened_group, kept_with
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.contracts import probe
-from ppe_ddp.engine.completion import Completion, run
+from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import FINALIZE, reason_of
 from ppe_ddp.engine.groups import Groups, renewing_all
-from ppe_ddp.engine.zero.shards import Copies
+from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.zero.shards import Shard
 
 _DATA = ("dp", "cp", "ep")
 _SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
@@ -118,13 +113,8 @@ def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or mesh.size(names.index("pp")) < 2:
         return None
-    own: ProcessGroup | None = None
     pipelines = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
-    for stages in pipelines.tolist():
-        ends = [stages[0], stages[-1]]
-        group = dist.new_group(ends)
-        if dist.get_rank() in ends:
-            own = group
+    own: ProcessGroup | None = dist.new_subgroups_by_enumeration(pipelines[:, [0, -1]].tolist())[0]
     return own
 
 
@@ -216,27 +206,21 @@ def _rank(group: ProcessGroup | None) -> int:
 
 
 class _Duplicate:
-    """The duplicate of one group, which all wrappers of this process share: they use it one after another."""
-
     groups: Groups | None = None
 
-    @classmethod
-    def of(cls, parent: ProcessGroup) -> Groups:
-        """The duplicate of ``parent``, made at the first call on all its ranks."""
-        kept = kept_with(parent, cls)
-        kept.groups = kept.groups or Groups.duplicate(parent)
-        return kept.groups
+
+def _duplicate_of(parent: ProcessGroup) -> Groups:
+    """The duplicate of ``parent``, made at the first call on all its ranks; all wrappers use it, one after another."""
+    kept = kept_with(parent, _Duplicate)
+    kept.groups = kept.groups or Groups.duplicate(parent)
+    return kept.groups
 
 
 class ModelParallel:
     """Collectives over the groups that split one model; all their ranks must make theirs together.
 
-    Where there are any, the data-parallel group is among them: one after another they join all ranks of the job, so
-    that all know of a rank that drops the step.
-
-    Args:
-        groups: The user's groups. Those of one rank are left out.
-        default_group: The data-parallel group where ``groups`` has none.
+    Groups of one rank are left out. Where there are others, the data-parallel group is among them: one after another
+    they join all ranks of the job, so that all know of a rank that drops the step.
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
@@ -245,7 +229,7 @@ class ModelParallel:
         data = groups.data or default_group
         if found and dist.get_world_size(data) > 1:
             found["data"] = data
-        self._groups = {name: _Duplicate.of(parent) for name, parent in found.items()}
+        self._groups = {name: _duplicate_of(parent) for name, parent in found.items()}
         self._distinct = [*{id(groups): groups for groups in self._groups.values()}.values()]
         self._waits_in: Groups | None = None
 
@@ -255,12 +239,7 @@ class ModelParallel:
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
-        """Run one step's collectives: what is raised inside reaches the ranks of all groups.
-
-        Raises:
-            PeerAbortedError: A rank of one of the groups has failed.
-            CommunicationError: A rank is lost.
-        """
+        """Run one step's collectives: what is raised inside reaches the ranks of all groups."""
         try:
             self._renew()
             yield
@@ -276,14 +255,8 @@ class ModelParallel:
 
     def communicate(self, groups: Groups, start: Callable[[], Waitable], device: torch.device) -> None:
         """Wait for the collective that ``start`` begins in ``groups``, or until a rank of it reports a failure."""
-
-        def steps() -> Steps:
-            work = start()
-            yield probe(work)
-            groups.failures.wait(work, device)
-
         self._waits_in = groups
-        run(steps())
+        groups.failures.wait(start(), device)
         self._waits_in = None
 
     def all_reduce(self, groups: Groups, tensor: Tensor) -> None:
@@ -291,13 +264,10 @@ class ModelParallel:
         self.communicate(groups, lambda: dist.all_reduce(tensor, group=groups.buckets, async_op=True), tensor.device)
 
     def agree(self, described: Mapping[str, Sequence[str]]) -> None:
-        """Wait until all ranks of all groups have come here, about to send the same.
+        """Wait until all ranks have come here, and refuse ranks of a group that are about to send different things.
 
         Args:
             described: What is sent in which group, a line each.
-
-        Raises:
-            DisagreementError: On all ranks of a group, where they are about to send different things.
         """
         for groups in self._distinct:
             names = [name for name, one in self._groups.items() if one is groups]

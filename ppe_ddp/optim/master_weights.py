@@ -16,9 +16,10 @@ is made where two steps have had the same gradients: to make it costs some steps
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ from ppe_ddp.engine.plan import is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import step_hooks, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from torch.optim import Optimizer
 
     from ppe_ddp.engine.zero.shards import Shard, ShardedModel
@@ -90,7 +89,6 @@ class MasterWeights:
         self._weights: list[nn.Parameter] = []
         self._addresses: list[int] = []  # of what is aliased, when it was looked at last
         self._own_addresses: list[int] = []
-        self._update: _Update | None = None
 
     def __iter__(self) -> Iterator[MasterWeight]:
         return iter(self._all)
@@ -101,7 +99,6 @@ class MasterWeights:
     def append(self, master: MasterWeight) -> None:
         """Add one more."""
         self._all.append(master)
-        self._update = None
         if not master.is_alias:
             self._copies.append(master)
             return
@@ -119,59 +116,27 @@ class MasterWeights:
             self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
 
     def write(self, model: ShardedModel, updated: Sequence[bool]) -> Sequence[int]:
-        """Give parameters of ``model`` the values of their master weights, on this rank.
+        """Give parameters of ``model`` the values of their master weights, on this rank; returns the changed units.
 
         Args:
             model: The model of the parameters.
             updated: For each of its shards, whether that has a new value.
-
-        Returns:
-            The units of the model that have some of these shards, in order.
         """
-        update = self._update
-        if update is None or update.updated != updated:
-            update = self._update = _Update.of(self._all, model, updated)
-        copied = update.copies
+        masters = [master for master in self._all if updated[master.index]]
+        indices = {master.index for master in masters}
         if list(map(torch.Tensor.data_ptr, self._weights)) == self._own_addresses:
-            model.write_in_place(update.in_place)
-        else:  # the optimizer has set ``.data`` of some of its weights
-            copied = update.masters
-        for master in copied:
+            model.write_in_place([master.index for master in masters if master.is_alias])
+            masters = [master for master in masters if not master.is_alias]
+        for master in masters:  # all of them where the optimizer has set ``.data`` of some of its weights
             model.write(master.index, master.weight.detach())
-        return update.units
-
-
-class _Update(NamedTuple):
-    """The parameters that get new values, kept for steps that update the same ones."""
-
-    updated: Sequence[bool]  # for each shard of the model
-    masters: Sequence[MasterWeight]  # of these shards
-    copies: Sequence[MasterWeight]  # those that are not their parameter's own memory
-    in_place: Sequence[int]  # the shards of the others
-    units: Sequence[int]  # of the model, with updated shards
-
-    @classmethod
-    def of(cls, masters: Sequence[MasterWeight], model: ShardedModel, updated: Sequence[bool]) -> _Update:
-        own = [master for master in masters if updated[master.index]]
-        indices = {master.index for master in own}
-        return cls(
-            updated,
-            own,
-            [master for master in own if not master.is_alias],
-            [master.index for master in own if master.is_alias],
-            [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)],
-        )
+        return [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)]
 
 
 class FlatStep:
     """Steps an optimizer of 1-D weights, the small ones laid end to end where that makes no difference to the result.
 
-    It makes one to whoever looks on: hooks of the optimizer's, or a ``step`` that was replaced (by ``torch.compile``);
-    there, and with an optimizer that is not torch's own, each weight is stepped by itself.
-
-    Args:
-        optimizer: The optimizer, whose groups hold the weights and whose state is kept by weight.
-        hooks: How many hooks its step may have.
+    It makes one to whoever looks on: more hooks of the optimizer's than ``hooks``, or a ``step`` that was replaced (by
+    ``torch.compile``); there, and with an optimizer that is not torch's own, each weight is stepped by itself.
     """
 
     def __init__(self, optimizer: Optimizer, *, hooks: int) -> None:
@@ -245,11 +210,9 @@ class FlatStep:
 
 
 class FlatShards:
-    """Weights of the same hyper-parameters, dtype and device that have made as many steps, laid end to end.
+    """Weights of the same hyper-parameters, dtype and device that have made as many steps, and their state.
 
-    Attributes:
-        weight: All of them, in memory of its own.
-        state: The state of all of them.
+    ``weight`` and ``state`` are those of all of them, end to end in memory of their own.
     """
 
     def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:
@@ -329,7 +292,7 @@ def _parts(weights: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _kind(value: Any, weight: Tensor) -> object:
-    """What is the same of the state of two weights that may be stepped together."""
+    """The properties of state in which weights must agree to be stepped together."""
     if not isinstance(value, Tensor):
         return type(value), value
     if value.shape == weight.shape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ppe_ddp")
@@ -49,18 +48,16 @@ class DistributedOptimizer(Optimizer):
 
     ``.grad`` of a parameter is None after a synchronized backward where no rank has a gradient, else a
     :class:`ppe_ddp.optim.ShardedGradient`: a tensor without elements, since each rank has its shard of them, in the
-    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared:
-    by ``zero_grad()`` of this optimizer, of the wrapper, of the module or of any other optimizer of its parameters, or
-    by ``parameter.grad = None``; with ``set_to_none=False`` they are zero from then on. All ranks must clear alike.
-    (``zero_grad()`` of the wrapped optimizer itself clears the averages, and not what has accumulated in
-    ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and ``zero_grad_buffer()`` clears as well. There
-    gradients add up in ``main_grad``, over steps too, until it is cleared; but what was unscaled, clipped or edited is,
-    where the master weights have another dtype, a copy, which the next synchronization makes anew.
+    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared by
+    any ``zero_grad()`` or by ``parameter.grad = None``, on all ranks alike. (``zero_grad()`` of the wrapped optimizer
+    itself does not clear what has accumulated in ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and
+    gradients add up in ``main_grad`` until ``zero_grad_buffer()`` clears it too; but what was unscaled, clipped or
+    edited is, where the master weights have another dtype, a copy, which the next synchronization makes anew.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D;
-    what is done to their ``.grad`` there counts in the step.
-    Instead of ``torch.nn.utils.clip_grad_norm_``, call :meth:`clip_grad_norm_`.
+    what is done to their ``.grad`` there counts in the step. In the place of ``torch.nn.utils.clip_grad_norm_`` is
+    :meth:`clip_grad_norm_`.
 
     All ranks of the model's group must construct it together, with the same groups, and call :meth:`step`,
     :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
@@ -147,10 +144,7 @@ class DistributedOptimizer(Optimizer):
         return weights
 
     def _on_installed(self) -> Callable[[int], None]:
-        """A callback for gathered units, which notes that parameters have the values of their master weights.
-
-        It does not keep this optimizer alive.
-        """
+        """A callback that notes which parameters are as their master weights; it does not keep this alive."""
         masters = {master.index: master for master in self._masters if not master.is_alias}
         units = self._model.units
 
@@ -232,10 +226,7 @@ class DistributedOptimizer(Optimizer):
         """Update the shards of this rank, and gather the parameters to all ranks.
 
         Args:
-            closure: Called once, with gradients enabled, before the step: forward and backward.
-
-        Returns:
-            What ``closure`` has returned.
+            closure: Called once, with gradients enabled, before the step: forward and backward; its result is returned.
 
         Raises:
             PeerAbortedError: Another rank has raised in its step; with ``overlap`` a warning, later. Parameters
@@ -275,11 +266,7 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients: the shards, and what has accumulated in ``.grad`` during ``no_sync()``.
-
-        Args:
-            set_to_none: Whether they are gone, or zero.
-        """
+        """Forget the gradients, or set them to zero: the shards, and what has accumulated during ``no_sync()``."""
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -302,9 +289,8 @@ class DistributedOptimizer(Optimizer):
         """State, master weights and groups by parameter names, for ``torch.distributed.checkpoint`` or ``torch.save``.
 
         Tensors that are cut like their parameter are 1-D DTensors of the flattened parameter, one shard a rank: saved
-        by ``torch.distributed.checkpoint``, they are loaded by any number of ranks. What ``torch.save`` writes of
-        one rank fits the same rank of as many. The tensors are the optimizer's own, not copies. Master weights that
-        are the parameters' own memory are in the model's ``state_dict``.
+        by ``torch.distributed.checkpoint``, they are loaded by any number of ranks. What ``torch.save`` writes of one
+        rank fits the same rank of as many. Master weights that are the parameters' own memory are in the model's.
         """
         self.synchronize()
         self._flat_step.separate()
@@ -335,9 +321,9 @@ def clip_grad_norm_(
     """Scale the gradients of several optimizers so that the norm of all of them together is at most ``max_norm``.
 
     For a model whose parameters are in more than one: experts and the rest, or the chunks of a virtual pipeline. Every
-    element counts once, whatever rank has it; parameters without a gradient do not count. With a Megatron wrapper the
-    norm is that of the whole model, over the tensor-parallel and pipeline-parallel ranks too, and parameters that are
-    not marked by ``tensor_model_parallel = True`` are taken for copies on tensor-parallel ranks.
+    element counts once, whatever rank has it. With a Megatron wrapper the norm is that of the whole model, over the
+    tensor-parallel and pipeline-parallel ranks too, and parameters that are not marked by ``tensor_model_parallel =
+    True`` are taken for copies on tensor-parallel ranks; where no parameter of some rank has the mark, all raise.
 
     All ranks of the model must call this together.
 
@@ -345,15 +331,10 @@ def clip_grad_norm_(
         optimizers: Those of this rank's parameters, over the same groups.
         max_norm: The largest norm.
         norm_type: The p of the p-norm; may be ``inf``.
-        error_if_nonfinite: Raise where the norm is inf or NaN, on all ranks.
+        error_if_nonfinite: Raise a RuntimeError where the norm is inf or NaN, on all ranks.
 
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
-
-    Raises:
-        ValueError: Optimizers over different groups; or, on all ranks, tensors are split over ranks, and no parameter
-            of some rank has the mark.
-        RuntimeError: By ``error_if_nonfinite``.
     """
     models = [optimizer._model for optimizer in optimizers]
     groups = models[0].copies.groups
@@ -432,17 +413,9 @@ def total_norm(
     *,
     is_unknown: bool = False,
 ) -> Tensor:
-    """The norm of the gradients whose shards the ranks have: 0-dimensional, the same on every rank.
+    """The norm of the gradients whose shards the ranks of ``groups`` have: 0-dimensional, the same on every rank.
 
-    Args:
-        shards: This rank's, without those that are copies of another rank's.
-        norm_type: The p of the p-norm; may be ``inf``.
-        device: The device of the result.
-        groups: The ranks that must call this; they agree over one group after another.
-        is_unknown: Whether this rank does not know which of its shards are copies.
-
-    Raises:
-        ValueError: On all ranks, if one does not know.
+    ``shards`` are without copies of another rank's; where a rank does not know which are (``is_unknown``), all raise.
     """
     present = [shard for shard in shards if shard.numel()]
     dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
@@ -466,12 +439,10 @@ def total_norm(
 
 
 class ScaleCheck:
-    """One check for inf over all ranks, which the scaler makes in one call for each device and dtype.
+    """One check for inf over the ranks of ``groups``, which the scaler makes in one call for each device and dtype.
 
-    Args:
-        calls: The number of calls that this rank's scaler makes. Only the last one communicates, so that ranks whose
-            gradients have other dtypes and devices send as many messages.
-        groups: The groups whose ranks agree, one after another.
+    Only the last of so many ``calls`` communicates, so that ranks whose gradients have other dtypes and devices send as
+    many messages.
     """
 
     def __init__(self, calls: int, groups: Sequence[ProcessGroup]) -> None:
@@ -511,7 +482,6 @@ class SharedScaleCheck(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``; if it was the scaler's check, agree on what it found."""
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
             if is_scaler_check(func):

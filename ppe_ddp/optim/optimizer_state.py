@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.engine.zero.shards import bounds_of
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel, bounds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from ppe_ddp.engine.zero.shards import Shard, ShardedModel
     from ppe_ddp.optim.master_weights import MasterWeight
 
 _SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too
@@ -71,7 +68,9 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
             held = optimizer.state.get(member.weight)
             if not held:
                 template = _template(optimizer, options) if template is None else template
-                held = {key: _empty(value, member) for key, value in template.items()}
+                cut = {key for key, value in template.items() if isinstance(value, torch.Tensor) and value.dim()}
+                numel = member.shard.numel
+                held = {k: v.new_zeros(numel) if k in cut else copy.deepcopy(v) for k, v in template.items()}
             state[member.shard.name] = {key: shards.of(value, member) for key, value in held.items()}
     return {
         "state": state,
@@ -85,14 +84,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
 def restore(
     optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
 ) -> list[MasterWeight]:
-    """Give ``optimizer`` the state in ``checkpoint``; on all ranks, or on none.
-
-    Returns:
-        The masters that have new weights.
-
-    Raises:
-        ValueError: It does not fit, here or on another rank.
-    """
+    """Give ``optimizer`` the state in ``checkpoint``, on all ranks or on none; returns masters with new weights."""
     found: _CheckpointPart | None = None
     error: Exception | None = None
     try:  # no collective in here: a rank that fails would leave the others in it
@@ -114,13 +106,10 @@ def restore(
 
 
 def _raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Raise on all ranks, which call this together, if one has an error or their next ``collectives`` differ.
-
-    Raises:
-        ValueError: On every rank, with the errors of all.
-    """
+    """Raise the errors of all ranks, which call this together, on each; also where their ``collectives`` differ."""
     world_size = dist.get_world_size(group)
-    told = all_gather_json([None if error is None else _text(error), list(collectives)], group)
+    own = f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{error}"
+    told = all_gather_json([None if error is None else own, list(collectives)], group)
     texts = [text for text, _ in told]
     if any(texts):
         ranks: dict[str, list[int]] = {}
@@ -140,17 +129,8 @@ def _raise_together(error: Exception | None, collectives: Sequence[str], group: 
             )
 
 
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-
-
 class _CheckpointPart:
-    """This rank's part of a checkpoint. All that can be wrong with it is found out when this is made.
-
-    Attributes:
-        state: This rank's part of the state of each master weight, by its index, copied.
-        weights: The new values of master weights, by their indices.
-    """
+    """This rank's part of a checkpoint. All that can be wrong with it is found out when this is made."""
 
     def __init__(
         self, optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
@@ -158,8 +138,8 @@ class _CheckpointPart:
         _check_groups(optimizer, masters, checkpoint)
         self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self._even = model.has_even_shards
-        self.state: dict[int, dict[str, Any]] = {}
-        self.weights: dict[int, Tensor] = {}
+        self.state: dict[int, dict[str, Any]] = {}  # this rank's copy, by the index of the master weight
+        self.weights: dict[int, Tensor] = {}  # new values, by the index of the master weight
         self._others: list[tuple[dict[Any, Any], Any, Any, MasterWeight]] = []
         for master in masters:
             name = master.shard.name
@@ -276,12 +256,6 @@ def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any
     with torch.no_grad():
         type(optimizer).step(twin)  # not a method that a scheduler has put in its place
     return dict(twin.state[trial])
-
-
-def _empty(value: Any, master: MasterWeight) -> Any:
-    """The state of one parameter to load into, like that of the trial."""
-    is_cut = isinstance(value, torch.Tensor) and value.dim()
-    return value.new_zeros(master.shard.numel) if is_cut else copy.deepcopy(value)
 
 
 def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:

@@ -73,7 +73,6 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
     """Read a checkpoint file on global rank 0; elsewhere return an empty dict without a look at the file.
 
     A drop-in for ``accelerate.utils.modeling.load_state_dict``. Not collective: an error is raised on rank 0 alone.
-    ``DistModule.load_checkpoint`` tells it to all ranks.
 
     Args:
         checkpoint_file: A safetensors file or one of ``torch.save``.
@@ -96,13 +95,10 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
 
 
 def dump_plain(value: Any) -> bytes:
-    """Save a value that is no tensor; :func:`load_plain` reads the bytes and executes nothing.
-
-    It may be what ``torch.load(weights_only=True)`` reads: tensors, plain Python values in lists, tuples and
-    dictionaries, and the classes that a user has added by ``torch.serialization.add_safe_globals``.
+    """Save what ``torch.load(weights_only=True)`` reads; :func:`load_plain` reads the bytes and executes nothing.
 
     Raises:
-        TypeError: Loading it would run code, or it cannot be saved at all; says what it is made of.
+        TypeError: Loading the value would run code, or it cannot be saved at all; says what it is made of.
     """
     content = io.BytesIO()
     try:
@@ -122,16 +118,12 @@ def dump_plain(value: Any) -> bytes:
 
 
 def load_plain(content: bytes) -> Any:
-    """The value of :func:`dump_plain`, its tensors on the CPU.
-
-    Raises:
-        pickle.UnpicklingError: It would run code.
-    """
+    """The value of :func:`dump_plain`, its tensors on the CPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def as_text(value: Any) -> str:
-    """What :func:`dump_plain` gives, as a text that JSON can hold."""
+    """The bytes of :func:`dump_plain`, as a text that JSON can hold."""
     return b64encode(dump_plain(value)).decode()
 
 
@@ -224,13 +216,11 @@ def _places(device_map: DeviceMap) -> dict[str, torch.device]:
     try:
         return {name: torch.device("cpu" if device == "disk" else device) for name, device in named.items()}
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device_map names a device that does not exist: {str(error).partition(chr(10))[0]}"
-        ) from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device_map names a device that does not exist: {reason}") from error
 
 
-def _place(key: str, places: Mapping[str, torch.device]) -> torch.device:
-    name = key
+def _place(name: str, places: Mapping[str, torch.device]) -> torch.device:
     while name and name not in places:
         name = name.rpartition(".")[0]
     return places.get(name, torch.device("cpu"))

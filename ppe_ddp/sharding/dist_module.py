@@ -13,13 +13,12 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
-from ppe_ddp.sharding.distribution import LoadOptions, distribute
+from ppe_ddp.sharding.distribution import Load, LoadOptions
 from ppe_ddp.sharding.load_group import LoadGroup
 from ppe_ddp.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 
 if TYPE_CHECKING:
     import os
-    from types import ModuleType
 
     import torch
     from torch.distributed import ProcessGroup
@@ -104,9 +103,8 @@ class DistModule(nn.Module):
         in no checkpoint, and stay what they are, on the meta device too.
 
         Args:
-            state_dict: Full tensors, on rank 0 of the process group. Other ranks pass an empty mapping; what they pass
-                is not looked at. A mapping that reads tensors when they are asked for saves memory; it may be asked for
-                each more than once.
+            state_dict: Full tensors, on rank 0 of the process group; what other ranks pass is not looked at. A mapping
+                that reads tensors when they are asked for saves memory; it may be asked for each more than once.
             strict: Whether all keys must match. Shapes must in any case.
             assign: Whether loaded tensors take the place of the module's, which may then be on the meta device. On rank
                 0 tensors that are needed whole are taken over without a copy. If False, the module's tensors are
@@ -128,18 +126,9 @@ class DistModule(nn.Module):
     ) -> IncompatibleKeys:
         """Load files that rank 0 reads, piece by piece; every rank calls this together.
 
-        Args:
-            path: What :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. Looked
-                at on rank 0 only.
-            strict: As for ``load_state_dict``.
-            assign: As for ``load_state_dict``; the tensors of the files are copied.
-
-        Returns:
-            The missing and the unexpected keys, the same on every rank.
-
-        Raises:
-            CheckpointError: As from ``load_state_dict``, and where a file cannot be read, on every rank.
-            CommunicationError: The process group failed.
+        ``path`` is what :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. It is
+        looked at on rank 0 only, and the tensors of the files are copied. All else is as in :meth:`load_state_dict`; a
+        file that cannot be read is an error on every rank.
         """
         return self._load(lambda: Checkpoint(path), strict, assign, lends=False)
 
@@ -151,14 +140,15 @@ class DistModule(nn.Module):
         module = self._wrapped
         what = type(module).__name__
         options = replace(self._options, fresh=assign, strict=strict, what=what, lends=lends)
-        loaded = distribute(checkpoint_of, lambda: module.state_dict(keep_vars=True), options)
+        load = Load(options)
+        keys = load.run(checkpoint_of, lambda: module.state_dict(keep_vars=True))
 
-        def load() -> None:
+        def take() -> None:
             # Strictness is settled, over the keys of all ranks.
-            module.load_state_dict(loaded.state_dict, strict=False, assign=assign)
+            module.load_state_dict(load.state_dict, strict=False, assign=assign)
 
-        LoadGroup(self._options.process_group).from_each(load)
-        return IncompatibleKeys(loaded.missing, loaded.unexpected)
+        load.load_group.from_each(take)
+        return keys
 
 
 @contextmanager
@@ -166,10 +156,9 @@ def patch_accelerate() -> Iterator[None]:
     """Let accelerate load checkpoints by :func:`load_state_dict`, and give each rank its shards of what rank 0 reads.
 
     Inside the block ``accelerate.load_checkpoint_in_model(model, folder)``, called on every rank, reads each file
-    on rank 0 alone and loads it as ``DistModule(model).load_state_dict`` does; the model may be a DistModule, or have
-    DTensors, or be on the meta device. It goes for whatever else calls accelerate's ``load_state_dict``
-    under that name, in transformers too. With a ``device_map`` accelerate puts tensors into the model itself: then only
-    rank 0 gets any.
+    on rank 0 alone and loads it as ``DistModule(model).load_state_dict`` does; so does whatever else calls accelerate's
+    ``load_state_dict`` under that name, in transformers too. With a ``device_map`` accelerate puts tensors into the
+    model itself: then only rank 0 gets any.
 
     Raises:
         ImportError: accelerate is not installed.
@@ -187,21 +176,12 @@ def patch_accelerate() -> Iterator[None]:
                 name.partition(".")[0] in _PATCHED_PACKAGES
                 and getattr(module, "__dict__", {}).get("load_state_dict") is theirs
             ):
-                stack.enter_context(_replaced(module, "load_state_dict", _load_state_dict))
+                stack.callback(setattr, module, "load_state_dict", theirs)
+                setattr(module, "load_state_dict", _load_state_dict)  # noqa: B010  # a module has no such attribute
         original = torch_state_dict.set_model_state_dict
-        stack.enter_context(_replaced(torch_state_dict, "set_model_state_dict", _setter(original)))
+        stack.callback(setattr, torch_state_dict, "set_model_state_dict", original)
+        torch_state_dict.set_model_state_dict = _setter(original)
         yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, function: Any) -> Iterator[None]:
-    """Have ``module.name`` be ``function`` inside the block."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 class _Unreadable(dict[str, Any]):
@@ -226,7 +206,7 @@ def _load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Device
 
 
 def _setter(original: Any) -> Any:
-    """What stands for torch's ``set_model_state_dict``, by DistModule where it gets full tensors."""
+    """A stand-in for torch's ``set_model_state_dict``, by DistModule where it gets full tensors."""
 
     def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
         if options is None or not options.full_state_dict:

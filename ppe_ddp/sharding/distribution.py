@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,15 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp.errors import CheckpointError, CommunicationError
-from ppe_ddp.sharding.checkpoint_entries import (
+from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
+from ppe_ddp.sharding.load_group import LoadGroup, device_of
+from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
+    Match,
+    Piece,
     ShardLayout,
     SourceEntry,
+    TransferMessage,
     check,
     cut,
     describe,
@@ -28,20 +33,17 @@ from ppe_ddp.sharding.checkpoint_entries import (
     local_of,
     match,
     packed,
+    plan_messages,
+    route_tensors,
     shape_of,
     takes_anything,
+    tree,
     unpacked,
 )
-from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
-from ppe_ddp.sharding.load_group import LoadGroup, device_of
-from ppe_ddp.sharding.transfer_plan import RoutedTensor, plan_messages, route_tensors, tree
-from ppe_ddp.torch_internals import metadata_of, set_metadata
+from ppe_ddp.torch_internals import IncompatibleKeys, metadata_of, set_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from ppe_ddp.sharding.checkpoint_entries import Match
-    from ppe_ddp.sharding.transfer_plan import Piece, TransferMessage
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
@@ -85,39 +87,6 @@ class LoadOptions:
         return {"strict": self.strict, "assign": self.fresh, "dtype": self.dtype, "piece_nbytes": self.piece_nbytes}
 
 
-class Distributed(NamedTuple):
-    """The tensors that one rank got.
-
-    Attributes:
-        state_dict: Its entries, by the keys of its module; DTensors where the module has them.
-        missing: Keys of the module that the checkpoint lacks; the same on every rank.
-        unexpected: Keys of the checkpoint that the module lacks; the same on every rank.
-    """
-
-    state_dict: dict[str, Any]
-    missing: list[str]
-    unexpected: list[str]
-
-
-def distribute(
-    checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]], options: LoadOptions
-) -> Distributed:
-    """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
-
-    Args:
-        checkpoint_of: Gives the checkpoint: full tensors, and other entries. Called on rank 0 only.
-        targets_of: Gives what this rank's module has: DTensors, tensors, and other entries.
-        options: How.
-
-    Raises:
-        CheckpointError: On every rank, with the same text: the checkpoint does not fit, or a rank failed. If the
-            module's own memory is loaded into, it may then have some, all or none of the new values.
-        CommunicationError: The process group failed.
-    """
-    with torch.no_grad():
-        return _Distribution(options).run(checkpoint_of, targets_of)
-
-
 def broadcast_and_shard_state_dict(
     state_dict: Mapping[str, Any],
     meta_sharded_state_dict: Mapping[str, Any],
@@ -142,14 +111,14 @@ def broadcast_and_shard_state_dict(
         CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
         CommunicationError: The process group failed.
     """
-    options = LoadOptions(process_group, strict=strict)
-    load_group = LoadGroup(process_group)
-    if not load_group.is_source:
+    load = Load(LoadOptions(process_group, strict=strict))
+    if not load.load_group.is_source:
         raise ValueError(
-            f"rank {load_group.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
+            f"rank {load.load_group.rank} called broadcast_and_shard_state_dict, which is for rank 0 alone; call "
             "shard_broadcasted_state_dict here"
         )
-    sharded_state_dict.update(distribute(lambda: state_dict, lambda: meta_sharded_state_dict, options).state_dict)
+    load.run(lambda: state_dict, lambda: meta_sharded_state_dict)
+    sharded_state_dict.update(load.state_dict)
 
 
 def shard_broadcasted_state_dict(
@@ -161,72 +130,80 @@ def shard_broadcasted_state_dict(
 ) -> None:
     """Receive this rank's shards from rank 0, which calls :func:`broadcast_and_shard_state_dict` meanwhile.
 
-    Args:
-        meta_sharded_state_dict: What this rank's module has; DTensors and tensors, on the meta device or not.
-        sharded_state_dict: Filled in place, with real tensors that a module can load with ``assign=True``.
-        process_group: The ranks that load together; None for the default group.
-        strict: Whether all keys must match; the same on every rank.
+    Arguments and errors are as there.
 
     Raises:
         ValueError: This is rank 0 of the group. Nothing was received.
-        CheckpointError: On every rank, with the same text, as from ``DistModule.load_state_dict``.
-        CommunicationError: The process group failed.
     """
-    options = LoadOptions(process_group, strict=strict)
-    if LoadGroup(process_group).is_source:
+    load = Load(LoadOptions(process_group, strict=strict))
+    if load.load_group.is_source:
         raise ValueError(
             "rank 0 called shard_broadcasted_state_dict, which is for the other ranks; call "
             "broadcast_and_shard_state_dict here"
         )
-    sharded_state_dict.update(distribute(dict, lambda: meta_sharded_state_dict, options).state_dict)
+    load.run(dict, lambda: meta_sharded_state_dict)
+    sharded_state_dict.update(load.state_dict)
 
 
-class _Distribution:
-    """One rank's part in a load."""
+class Load:
+    """One rank's part in a load: what it has and expects, and memory for each tensor, once for tied ones."""
 
     def __init__(self, options: LoadOptions) -> None:
         self._options = options
-        self._load_group = LoadGroup(options.process_group)
+        self.load_group = LoadGroup(options.process_group)
+        self.state_dict: OrderedDict[str, Any] = OrderedDict()  # the result, by the keys of the module
         self._checkpoint: Mapping[str, Any] = {}
         self._targets: Mapping[str, Any] = {}
-        self._found: list[SourceEntry] = []
-        self._expectations: list[list[ExpectedEntry]] = []
+        self._found: dict[str, SourceEntry] = {}
+        self._sources: dict[str, str] = {}  # of this rank's keys
+        self._memories: dict[str, RegionMemory] = {}  # by the key of the checkpoint
+        self._failure: Exception | None = None  # the load goes on, since other ranks count on this one
 
+    @torch.no_grad()
     def run(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
-    ) -> Distributed:
-        load_group, options = self._load_group, self._options
-        header = self._agree(checkpoint_of, targets_of)
-        matched = match(self._found, self._expectations)
-        check(self._found, self._expectations, matched, strict=options.strict, what=header["what"])
-        routed = route_tensors(self._found, self._expectations, matched, load_group.ranks, converts=options.keeps_dtype)
-        device = device_for(self._targets, load_group, options.device)
-        load_targets = LoadTargets(
-            self._targets, matched, self._found, device, fresh=options.fresh, keeps_dtype=options.keeps_dtype
+    ) -> IncompatibleKeys:
+        """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
+
+        Args:
+            checkpoint_of: Gives the checkpoint, with full tensors; called on rank 0 only.
+            targets_of: Gives what this rank's module has.
+
+        Returns:
+            The missing and the unexpected keys, the same on every rank.
+        """
+        load_group, options = self.load_group, self._options
+        header, expectations = self._agree(checkpoint_of, targets_of)
+        matched = match(self._found.values(), expectations)
+        check(self._found, expectations, matched, strict=options.strict, what=header["what"])
+        routed = route_tensors(self._found, expectations, matched, load_group.ranks, converts=options.keeps_dtype)
+        self._sources = {key: source for key, source in matched.sources.items() if key in self._targets}
+        try:
+            self._prepare()
+        except Exception as error:
+            self._failure = error
+        transfer = TensorTransfer(
+            load_group, self._checkpoint, self._memories, device_of(header["wire"]), options.piece_nbytes, self._failure
         )
-        lends = options.lends and options.fresh and load_group.is_source
-        load_targets.prepare(load_group.ranks[load_group.rank], self._checkpoint if lends else None)
-        failure = self._transfer(routed, load_targets, device_of(header["wire"]))
-        result: OrderedDict[str, Any] = OrderedDict()
-        set_metadata(result, header["metadata"])
+        messages = plan_messages(routed, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE))
+        shown = options.progress if load_group.is_source else False
+        with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
+            transfer.run(messages, advance)
+        set_metadata(self.state_dict, header["metadata"])
 
         def finish() -> None:
-            if failure is not None:
-                raise failure
-            result.update(load_targets.state_dict(self._checkpoint))
+            if transfer.failure is not None:
+                raise transfer.failure
+            self.state_dict.update(self._loaded())
 
         load_group.from_each(finish)
-        return Distributed(result, matched.missing, matched.unexpected)
+        return IncompatibleKeys(matched.missing, matched.unexpected)
 
     def _agree(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Exchange what rank 0 has and what each rank expects.
-
-        Returns:
-            Rank 0's first message to the others.
-        """
-        load_group, options = self._load_group, self._options
+    ) -> tuple[dict[str, Any], list[list[ExpectedEntry]]]:
+        """Exchange what rank 0 has and what each rank expects: rank 0's first message, and expectations by rank."""
+        load_group, options = self.load_group, self._options
         expected: list[ExpectedEntry] = []
         failure: Exception | None = None
         try:
@@ -237,14 +214,13 @@ class _Distribution:
 
         def make_header() -> dict[str, Any]:
             self._checkpoint = checkpoint_of()
-            device = device_for(self._targets, load_group, options.device)
             found = describe(self._checkpoint, is_sent=load_group.size > 1)
             return {
                 # most often the same is expected everywhere
                 "content": as_text([list(map(tuple, found)), packed(expected), metadata_of(self._checkpoint)]),
                 "options": options.compared(),
                 "what": options.what,
-                "wire": load_group.wire_kind(device.type),
+                "wire": load_group.wire_kind(self._device().type),
             }
 
         header: dict[str, Any] = load_group.from_source(make_header)
@@ -254,42 +230,102 @@ class _Distribution:
             if failure is not None:
                 raise failure
             found, sent, header["metadata"] = from_text(header["content"])
-            self._found = [SourceEntry(*entry) for entry in found]
+            self._found = {key: SourceEntry(key, *rest) for key, *rest in found}
             usual.extend(unpacked(sent))
             own = options.compared()
             if own != header["options"]:
                 raise ValueError(f"it loads with {own}, and rank 0 with {header['options']}; they have to be the same")
             if not options.fresh:
-                refuse_meta(self._targets, match(self._found, [expected]))
+                _refuse_meta(self._targets, match(self._found.values(), [expected]))
             return None if expected == usual else as_text(packed(expected))
 
         answers = load_group.from_each(answer)
-        self._expectations = [usual if other is None else unpacked(from_text(other)) for other in answers]
-        return header
+        return header, [usual if other is None else unpacked(from_text(other)) for other in answers]
 
-    def _transfer(
-        self, routed: list[RoutedTensor], load_targets: LoadTargets, device: torch.device
-    ) -> Exception | None:
-        """Send and receive; returns the first error with a tensor of this rank."""
-        load_group, options = self._load_group, self._options
-        read = self._checkpoint.__getitem__
-        transfer = TensorTransfer(load_group, read, load_targets.memories, device, staging_nbytes=options.piece_nbytes)
-        transfer.failure = load_targets.failure
-        messages = plan_messages(routed, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE))
-        shown = options.progress if load_group.is_source else False
-        with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
-            transfer.run(messages, advance)
-        return transfer.failure
+    def _device(self) -> torch.device:
+        """The device for tensors that the module has on the meta device."""
+        if self._options.device is not None:
+            return torch.device(self._options.device)
+        tensors = [target for target in self._targets.values() if isinstance(target, Tensor)]
+        for target in tensors:
+            if isinstance(target, DTensor):
+                return device_of(target.device_mesh.device_type)
+        real = (target.device for target in tensors if not target.is_meta)
+        return next(real, device_of(self.load_group.wire_kind("cpu")))
+
+    def _prepare(self) -> None:
+        """Get the memory; the checkpoint's own where rank 0 may take it and needs nothing else."""
+        device = self._device()
+        for key, source in self._sources.items():
+            if self._found[source].shape is not None and source not in self._memories:
+                memory = self._memory(key, self._found[source], device)
+                if memory is not None:
+                    self._memories[source] = RegionMemory(memory)
+        if not (self._options.lends and self._options.fresh and self.load_group.is_source):
+            return
+        taken = set()
+        for key, region_memory in self._memories.items():
+            value, room = self._checkpoint[key].detach(), region_memory.target
+            same = (value.shape, value.dtype, value.device) == (room.shape, room.dtype, room.device)
+            if same and value.is_contiguous() and value.data_ptr() not in taken:
+                taken.add(value.data_ptr())
+                region_memory.target, region_memory.filled = value, True
+
+    def _memory(self, key: str, entry: SourceEntry, device: torch.device) -> Tensor | None:
+        """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
+        target = self._targets[key]
+        shape: Sequence[int] = entry.shape or ()
+        if takes_anything(key, target):
+            return torch.empty(shape, dtype=entry.dtype, device=device)
+        if not self._options.fresh:
+            return local_of(target).detach()
+        if isinstance(target, DTensor):
+            region = ShardLayout.of(target).region(tuple(shape), self.load_group.ranks[self.load_group.rank])
+            if region is None:
+                return None
+            shape = shape_of(region)
+        dtype = target.dtype if self._options.keeps_dtype else entry.dtype
+        return torch.empty(shape, dtype=dtype, device=device if target.is_meta else target.device)
+
+    def _loaded(self) -> dict[str, Any]:
+        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
+        made: dict[str, Any] = {}
+        result = {}
+        uses = Counter(self._sources.values())
+        for key, source in self._sources.items():
+            if self._found[source].shape is None:
+                own = self._checkpoint
+                result[key] = copy.deepcopy(own[source]) if source in own else from_text(self._found[source].content)
+            elif source in self._memories:
+                if source not in made:
+                    made[source] = self._wrapped(self._targets[key], self._memories[source].target, uses[source] > 1)
+                result[key] = made[source]
+        return result
+
+    def _wrapped(self, target: Any, value: Tensor, tied: bool) -> Any:
+        if isinstance(target, DTensor):
+            shape = target.shape
+            stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            mesh, placements = target.device_mesh, target.placements
+            value = DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+        # nn.Module wraps a tensor anew for each name; a Parameter it takes as it is.
+        if tied and self._options.fresh and isinstance(target, nn.Parameter):
+            return nn.Parameter(value, requires_grad=target.requires_grad)
+        return value
+
+
+def _refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
+    meta = [key for key in matched.sources if isinstance(targets[key], Tensor) and targets[key].is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{len(meta)} entries of the module are on the meta device, such as {meta[0]!r}, and have no memory to "
+            "load into: pass assign=True, or call to_empty() first"
+        )
 
 
 @contextmanager
 def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[int], object]]:
-    """Show a bar once a load takes long; gives the function that counts bytes.
-
-    Args:
-        total: Bytes in all.
-        shown: None for a terminal only; True also where stderr is a file; False for never.
-    """
+    """A bar for a load that takes long, on a terminal only where ``shown`` is None; gives what counts bytes."""
     bar: AbstractContextManager[Any] = nullcontext()
     if shown or (shown is None and sys.stderr.isatty()):
         with suppress(ImportError):
@@ -306,15 +342,10 @@ _IN_FLIGHT = 16  # enough to keep every receiver busy; each costs a request, not
 
 @dataclass(eq=False)
 class RegionMemory:
-    """This rank's memory for its region of one tensor.
+    """This rank's memory for its region of one tensor."""
 
-    Attributes:
-        target: A tensor of the region's shape, on any device and of any dtype: values are converted as they come.
-        filled: The values are there already, because the memory is the checkpoint's own.
-    """
-
-    target: Tensor
-    filled: bool = False
+    target: Tensor  # of the region's shape, on any device and of any dtype: values are converted as they come
+    filled: bool = False  # the values are there already, because the memory is the checkpoint's own
 
     def put(self, piece: Piece, values: Tensor) -> None:
         """Copy the flat ``values`` of a piece to their place."""
@@ -341,45 +372,31 @@ class _PendingMessage:
 class TensorTransfer:
     """Sends and receives the planned messages. All ranks of the load group run one, with the same plan.
 
-    Nothing here raises for what goes wrong with a tensor on one rank, since the others count on its messages: look
-    at ``failure`` when all has been sent.
-
-    Args:
-        load_group: The ranks.
-        read: Gives a full tensor of the checkpoint; called on rank 0 only.
-        memories: This rank's memory, by the key of the checkpoint.
-        device: The device whose tensors are sent.
-        staging_nbytes: How much memory may be used for messages that cannot be received or sent in place.
-
-    Attributes:
-        failure: The first error of reading or writing tensors here.
+    What goes wrong with a tensor on one rank is kept in ``failure``: the others count on its messages. Not more than
+    ``room`` bytes are used for messages that cannot be received or sent in place.
     """
 
     def __init__(
         self,
         load_group: LoadGroup,
-        read: Callable[[str], Tensor],
+        checkpoint: Mapping[str, Any],
         memories: dict[str, RegionMemory],
         device: torch.device,
-        *,
-        staging_nbytes: int,
+        room: int,
+        failure: Exception | None,
     ) -> None:
         self._load_group = load_group
-        self._read = read
+        self._checkpoint = checkpoint
         self._memories = memories
         self._device = device
-        self._room = staging_nbytes
+        self._room = room
         self._staged = 0
         self._pending: deque[_PendingMessage] = deque()
         self._last_is_broadcast = False
-        self.failure: Exception | None = None
+        self.failure = failure
 
     def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
-        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent.
-
-        Raises:
-            CommunicationError: The process group failed.
-        """
+        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent."""
         try:
             for message in messages:
                 self._make_room(message)
@@ -461,7 +478,7 @@ class TensorTransfer:
 
     def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
         """The flat values of a piece, ready to be sent, and whether they are a copy."""
-        source = self._read(piece.routed.key).detach()
+        source = self._checkpoint[piece.routed.key].detach()
         values = cut(source, piece.region, piece.box).to(self._device, piece.routed.dtype)
         values = values.resolve_conj().resolve_neg().contiguous().view(-1)
         return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
@@ -493,125 +510,3 @@ class TensorTransfer:
         except Exception as error:
             self.failure = self.failure or error
             return None
-
-
-class LoadTargets:
-    """This rank's part of a checkpoint: memory for each tensor, once for tied ones.
-
-    Attributes:
-        memories: By the key of the checkpoint.
-        failure: Why there is not memory for all; the load has to go on, since other ranks count on this one.
-    """
-
-    def __init__(
-        self,
-        targets: Mapping[str, Any],
-        matched: Match,
-        found: Sequence[SourceEntry],
-        device: torch.device,
-        *,
-        fresh: bool,
-        keeps_dtype: bool,
-    ) -> None:
-        self._targets = targets
-        self._sources = {key: source for key, source in matched.sources.items() if key in targets}
-        self._found = {entry.key: entry for entry in found}
-        self._device = device
-        self._fresh = fresh
-        self._keeps_dtype = keeps_dtype
-        self.memories: dict[str, RegionMemory] = {}
-        self.failure: Exception | None = None
-
-    def prepare(self, rank: int, lent: Mapping[str, Any] | None) -> None:
-        """Get the memory; an error is kept in ``failure``.
-
-        Args:
-            rank: The global rank of this process.
-            lent: The checkpoint, whose own tensors are taken where they are all that this rank needs; no memory
-                twice. None to copy.
-        """
-        try:
-            for key, source in self._sources.items():
-                if self._found[source].shape is not None and source not in self.memories:
-                    memory = self._memory(key, self._found[source], rank)
-                    if memory is not None:
-                        self.memories[source] = RegionMemory(memory)
-            if lent is not None:
-                self._borrow(lent)
-        except Exception as error:
-            self.failure = error
-
-    def state_dict(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
-        made: dict[str, Any] = {}
-        result = {}
-        uses = Counter(self._sources.values())
-        for key, source in self._sources.items():
-            if self._found[source].shape is None:
-                own = source in checkpoint
-                result[key] = copy.deepcopy(checkpoint[source]) if own else from_text(self._found[source].content)
-            elif source in self.memories:
-                if source not in made:
-                    made[source] = self._wrapped(self._targets[key], self.memories[source].target, uses[source] > 1)
-                result[key] = made[source]
-        return result
-
-    def _memory(self, key: str, entry: SourceEntry, rank: int) -> Tensor | None:
-        """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
-        target = self._targets[key]
-        shape: Sequence[int] = entry.shape or ()
-        if takes_anything(key, target):
-            return torch.empty(shape, dtype=entry.dtype, device=self._device)
-        if not self._fresh:
-            return local_of(target).detach()
-        if isinstance(target, DTensor):
-            region = ShardLayout.of(target).region(tuple(shape), rank)
-            if region is None:
-                return None
-            shape = shape_of(region)
-        dtype = target.dtype if self._keeps_dtype else entry.dtype
-        return torch.empty(shape, dtype=dtype, device=self._device if target.is_meta else target.device)
-
-    def _borrow(self, state_dict: Mapping[str, Any]) -> None:
-        taken = set()
-        for key, region_memory in self.memories.items():
-            value, room = state_dict[key].detach(), region_memory.target
-            same = (value.shape, value.dtype, value.device) == (room.shape, room.dtype, room.device)
-            if same and value.is_contiguous() and value.data_ptr() not in taken:
-                taken.add(value.data_ptr())
-                region_memory.target, region_memory.filled = value, True
-
-    def _wrapped(self, target: Any, local: Tensor, tied: bool) -> Any:
-        value = local
-        if isinstance(target, DTensor):
-            shape = target.shape
-            stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            mesh, placements = target.device_mesh, target.placements
-            value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        # nn.Module wraps a tensor anew for each name; a Parameter it takes as it is.
-        if tied and self._fresh and isinstance(target, nn.Parameter):
-            return nn.Parameter(value, requires_grad=target.requires_grad)
-        return value
-
-
-def refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
-    """Raise ``CheckpointError`` where values would be written to the meta device."""
-    meta = [key for key in matched.sources if isinstance(targets[key], Tensor) and targets[key].is_meta]
-    if meta:
-        raise CheckpointError(
-            f"{len(meta)} entries of the module are on the meta device, such as {meta[0]!r}, and have no memory to "
-            "load into: pass assign=True, or call to_empty() first"
-        )
-
-
-def device_for(
-    targets: Mapping[str, Any], load_group: LoadGroup, chosen: torch.device | str | None = None
-) -> torch.device:
-    """The device for tensors that the module has on the meta device."""
-    if chosen is not None:
-        return torch.device(chosen)
-    tensors = [target for target in targets.values() if isinstance(target, Tensor)]
-    for target in tensors:
-        if isinstance(target, DTensor):
-            return device_of(target.device_mesh.device_type)
-    return next((target.device for target in tensors if not target.is_meta), device_of(load_group.wire_kind("cpu")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +33,7 @@ def device_of(kind: str) -> torch.device:
 
 
 class LoadGroup:
-    """The ranks of a process group; this process alone where torch.distributed is not initialized.
-
-    Attributes:
-        group: The process group; None for a process alone.
-        rank: This process in the group.
-        size: The number of ranks.
-        ranks: The global rank of each.
-    """
+    """The ranks of a process group; this process alone, and no group, where torch.distributed is not initialized."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group: ProcessGroup | None = None
@@ -53,7 +46,7 @@ class LoadGroup:
                     f"global rank {dist.get_rank()} is not in the process group that was given; only the ranks of the "
                     "group load together"
                 )
-            self.ranks = dist.get_process_group_ranks(self.group)
+            self.ranks = dist.get_process_group_ranks(self.group)  # their global ranks
         self._processes: _Processes | None = None  # a rank may be gone before it comes
 
     @property
@@ -74,22 +67,14 @@ class LoadGroup:
         return "cpu" if "cpu" in served or not served else next(iter(served))
 
     def from_source(self, make: Callable[[], Any]) -> Any:
-        """Call ``make`` on the source, and return its result, which JSON must be able to say, on every rank.
-
-        Raises:
-            CheckpointError: On every rank, where ``make`` raised.
-        """
+        """Call ``make`` on the source, and return its result, as JSON has it, or raise its error, on every rank."""
         answer, failure = self._attempt(make) if self.is_source else (None, None)
         if self.group is not None and self.size > 1:
             answer = self.communicate(partial(broadcast_json, answer, self.ranks[0], self.group))
         return _values([answer], failure)[0]
 
     def from_each(self, make: Callable[[], Any]) -> list[Any]:
-        """Call ``make`` on every rank, and return all results, which JSON must be able to say, by rank.
-
-        Raises:
-            CheckpointError: On every rank, where ``make`` raised on any.
-        """
+        """Call ``make`` on every rank, and return all results by rank, or raise an error of any, on every rank."""
         answer, failure = self._attempt(make)
         everyone = [answer]
         if self.group is not None and self.size > 1:
@@ -97,7 +82,7 @@ class LoadGroup:
         return _values(everyone, failure)
 
     def _attempt(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """What this rank sends: a result, or the text that all ranks get for its error; and the error itself."""
+        """The message of this rank, a result or the text that all ranks get for its error; and the error itself."""
         try:
             return (make(), None), None
         except CheckpointError as error:
@@ -106,11 +91,7 @@ class LoadGroup:
             return (None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
 
     def communicate(self, call: Callable[[], Any]) -> Any:
-        """Call what all ranks call together.
-
-        Raises:
-            CommunicationError: It has failed; names the ranks that are gone.
-        """
+        """Call what all ranks call together; where it fails, the error names the ranks that are gone."""
         try:
             if self._processes is None and self.group is not None and self.size > 1 and is_registered(self.group):
                 self._processes = _Processes(self.group, self.rank)
@@ -168,8 +149,5 @@ class _Processes:
         return lost_error(self._rank, lost, f"the ranks of a checkpoint lost each other: {error}")
 
 
-@dataclass
 class _LoadGroupCount:
-    """How many load groups one process group has had."""
-
-    count: int = 0
+    count = 0  # of the load groups that one process group has had

@@ -1,17 +1,23 @@
-"""The entries of a checkpoint and those that modules expect: described, packed to be sent, matched by name. Pure.
+"""Plans a load: regions of tensors, the entries of checkpoint and modules, their names, and the messages between ranks.
 
     tensor of 10 rows over 4 ranks, Shard(0)         0 1 2 | 3 4 5 | 6 7 8 | 9
 
 A region is a list of runs ``(start, stop)`` for each dimension. One run is the rule; FSDP over tensor parallelism
 (torch's ``_StridedShard``) may leave a rank with several.
+
+    entry   |   a   | b |        c        |      cut into pieces; small ones of a route share a message
+    route   | 1 2 3 | * | 1     2     3   |      * all ranks: a broadcast; else a tree from rank 0
+
+Pure: every rank computes the same plan from what the ranks agreed on. It makes only the messages that it sends,
+receives or passes on; their order is the same on all ranks, so there is no deadlock.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,30 +33,25 @@ Run: TypeAlias = "tuple[int, int]"
 Runs: TypeAlias = "tuple[Run, ...]"
 Region: TypeAlias = "tuple[Runs, ...]"
 Box: TypeAlias = "tuple[Run, ...]"
+Route: TypeAlias = "tuple[int, ...]"
+
+_ALONE = 256 << 10  # bytes: larger pieces are sent from where they lie, as a copy would cost more than a message
 
 
 @dataclass(frozen=True)
 class ShardLayout:
     """The placement of a DTensor on a device mesh.
 
-    Attributes:
-        ranks: The global ranks of the mesh, in row-major order.
-        mesh_shape: The sizes of the mesh's dimensions.
-        placements: One for each mesh dimension: ``()`` replicates, ``(dim,)`` is a Shard, and ``(dim, split_factor)``
-            torch's _StridedShard.
+    A placement is ``()`` to replicate, ``(dim,)`` for a Shard, and ``(dim, split_factor)`` for torch's _StridedShard.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the global ranks of the mesh, in row-major order
     mesh_shape: tuple[int, ...]
-    placements: tuple[tuple[int, ...], ...]
+    placements: tuple[tuple[int, ...], ...]  # one for each mesh dimension
 
     @classmethod
     def of(cls, tensor: DTensor) -> ShardLayout:
-        """The layout of ``tensor``.
-
-        Raises:
-            ValueError: A placement is Partial: such a tensor is a sum that has not been made yet.
-        """
+        """The layout of ``tensor``, which must not be Partial: that is a sum that has not been made yet."""
         placements: list[tuple[int, ...]] = []
         placement: Any
         for placement in tensor.placements:
@@ -98,11 +99,7 @@ def cut(tensor: Tensor, region: Region, box: Box) -> Tensor:
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int, int]]:
-    """Cut a contiguous tensor into boxes of at most ``most`` elements, each contiguous in it.
-
-    Yields:
-        A box, where it starts in the flat tensor, and how many elements it has.
-    """
+    """Boxes of at most ``most`` elements that are contiguous in a tensor, each with its first element and its size."""
     if 0 in shape:
         return
     if not shape:
@@ -154,47 +151,27 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 class SourceEntry(NamedTuple):
-    """An entry of the checkpoint.
-
-    Attributes:
-        key: Its name.
-        shape: The shape of the full tensor; None for an entry that is no tensor.
-        dtype: The dtype of the tensor.
-        kind: The name of its type.
-        content: An entry that is no tensor, as :func:`as_text` gives it, where it is sent with its description.
-    """
+    """An entry of the checkpoint."""
 
     key: str
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # of the full tensor; None for an entry that is no tensor
     dtype: torch.dtype | None
-    kind: str
-    content: str = ""
+    kind: str  # the name of its type
+    content: str = ""  # as_text() of an entry that is no tensor, where it is sent with its description
 
 
 class ExpectedEntry(NamedTuple):
-    """An entry that a module has.
-
-    Attributes:
-        key: Its name in the module.
-        shape: The shape of the full tensor; None where any shape will do, or an entry that is no tensor.
-        dtype: The dtype of the tensor.
-        layout: How it is spread over ranks; None for a tensor that each rank has whole.
-        tie: The first key that stands for the same memory; usually the key itself.
-    """
+    """An entry that a module has."""
 
     key: str
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # of the full tensor; None where any shape will do, or an entry that is no tensor
     dtype: torch.dtype | None
-    layout: ShardLayout | None
-    tie: str
+    layout: ShardLayout | None  # None for a tensor that each rank has whole
+    tie: str  # the first key that stands for the same memory; usually the key itself
 
 
 def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntry]:
-    """The entries of a checkpoint; with their content, if ``is_sent``, where they are no tensors.
-
-    Raises:
-        TypeError: A key is not a text, an entry is no full tensor, or loading a value that is none would run code.
-    """
+    """The entries of a checkpoint; with their content, if ``is_sent``, where they are no tensors."""
     found = []
     for key, value in state_dict.items():
         if not isinstance(key, str):
@@ -218,10 +195,6 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
     """The entries that a module expects, by its own state_dict on global rank ``rank``.
 
     Where that was made with ``keep_vars=True``, tied parameters on the meta device are seen.
-
-    Raises:
-        TypeError: An entry is of a kind that cannot be filled.
-        ValueError: A DTensor is not split as torch splits.
     """
     first: dict[object, str] = {}
     expected = []
@@ -269,7 +242,7 @@ def _layout(key: str, value: Tensor, local: Tensor, rank: int) -> ShardLayout | 
 
 
 def packed(entries: Sequence[ExpectedEntry]) -> Any:
-    """What is sent of a module's expectations, as plain values; each of its layouts, which are few, once."""
+    """A module's expectations as plain values, to be sent; each of its layouts, which are few, once."""
     layouts: dict[ShardLayout | None, int] = {}
     rows = [(e.key, e.shape, e.dtype, layouts.setdefault(e.layout, len(layouts)), e.tie) for e in entries]
     return [[one and astuple(one) for one in layouts], rows]
@@ -287,27 +260,24 @@ def unpacked(sent: Any) -> list[ExpectedEntry]:
 class Match(NamedTuple):
     """The keys of a checkpoint, matched with the module's.
 
-    Attributes:
-        sources: For each key of the module that is loaded, the key of the checkpoint it is loaded from. Of keys that
-            are one tensor, each has the source of the last that the checkpoint has, which is what would stay there if
-            they were loaded one after another.
-        missing: Keys of the module that nothing is loaded into.
-        unexpected: Keys of the checkpoint that no rank has a place for.
+    Keys that are one tensor are all loaded from the last of them that the checkpoint has, which is what would stay
+    there if they were loaded one after another.
     """
 
-    sources: dict[str, str]
-    missing: list[str]
-    unexpected: list[str]
+    sources: dict[str, str]  # for each key of the module that is loaded, the key of the checkpoint
+    missing: list[str]  # keys of the module that nothing is loaded into
+    unexpected: list[str]  # keys of the checkpoint that no rank has a place for
 
 
-def match(found: Sequence[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
+def match(found: Iterable[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
     """Match the keys of a checkpoint with those of the modules of all ranks, which may be parts of a model."""
     ours: dict[str, None] = {}
     ties: dict[str, dict[str, None]] = {}
     for _, entry in _each(expectations):
         ours[entry.key] = None
         ties.setdefault(entry.tie, {})[entry.key] = None
-    named = _names([entry.key for entry in found], list(ours))
+    theirs = [entry.key for entry in found]
+    named = _names(theirs, list(ours))
     direct = {name: key for key, name in named.items()}
     sources = {}
     for tied in ties.values():
@@ -317,31 +287,26 @@ def match(found: Sequence[SourceEntry], expectations: Sequence[Sequence[Expected
     return Match(
         sources={key: sources[key] for key in ours if key in sources},
         missing=[key for key in ours if key not in sources],
-        unexpected=[entry.key for entry in found if entry.key not in named],
+        unexpected=[key for key in theirs if key not in named],
     )
 
 
 def check(
-    found: Sequence[SourceEntry],
+    found: Mapping[str, SourceEntry],
     expectations: Sequence[Sequence[ExpectedEntry]],
     matched: Match,
     *,
     strict: bool,
     what: str,
 ) -> None:
-    """Check shapes, and if ``strict`` keys, for the class named ``what``.
-
-    Raises:
-        CheckpointError: With the words of ``torch.nn.Module.load_state_dict``.
-    """
+    """Check shapes, and if ``strict`` keys, for the class ``what``; raise in the words of torch."""
     problems = []
     for kind, keys in (("Missing", matched.missing), ("Unexpected", matched.unexpected)):
         if strict and keys:
             quoted = ", ".join(f'"{key}"' for key in keys)
             problems.append(f"{kind} key(s) in state_dict: {quoted}.")
-    by_key = {entry.key: entry for entry in found}
     for rank, entry in _each(expectations):
-        source = by_key.get(matched.sources.get(entry.key, ""))
+        source = found.get(matched.sources.get(entry.key, ""))
         if source is not None and (problem := _misfit(source, entry)):
             problems.append(problem if rank == 0 else f"on rank {rank}: {problem}")
     if problems:
@@ -384,3 +349,138 @@ def _bare(key: str) -> str:
     """A key without the names of wrappers: torch.compile's anywhere, and DistributedDataParallel's in front."""
     parts = [part for part in key.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[:1] == ["module"] and len(parts) > 1 else parts)
+
+
+@dataclass(frozen=True)
+class RoutedTensor:
+    """One tensor of the checkpoint and the ranks that it goes to."""
+
+    key: str
+    dtype: torch.dtype  # in which it is sent
+    shares: tuple[tuple[Region, Route], ...]  # regions, and the ranks of the load group that hold each, in order
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all regions; one that several ranks hold counts once."""
+        return sum(math.prod(shape_of(region)) for region, _ in self.shares) * self.dtype.itemsize
+
+
+def route_tensors(
+    found: Mapping[str, SourceEntry],
+    expectations: Sequence[Sequence[ExpectedEntry]],
+    matched: Match,
+    ranks: Sequence[int],
+    *,
+    converts: bool,
+) -> list[RoutedTensor]:
+    """The tensors that any rank takes, in the order of the checkpoint.
+
+    Args:
+        found: What the checkpoint has.
+        expectations: What the module of each rank has.
+        matched: The sources of their keys.
+        ranks: The global rank of each rank of the load group.
+        converts: Send in the modules' dtype where that has fewer bytes, since values become it.
+    """
+    members: dict[int, list[int]] = {}
+    for rank, expected in enumerate(expectations):
+        members.setdefault(id(expected), []).append(rank)
+    tensors = {key: entry for key, entry in found.items() if entry.shape is not None}
+    shares: dict[str, dict[Region, set[int]]] = {}
+    dtypes: dict[str, set[torch.dtype | None]] = {}
+    # Models have few kinds of layouts and shapes, and many entries.
+    known: dict[tuple[ShardLayout | None, tuple[int, ...]], list[Region | None]] = {}
+    for expected, holders in ((expectations[holders[0]], holders) for holders in members.values()):
+        for entry in expected:
+            source = tensors.get(matched.sources.get(entry.key, ""))
+            if source is None or source.shape is None:
+                continue
+            dtypes.setdefault(source.key, set()).add(entry.dtype)
+            layout, shape = kind = (entry.layout, source.shape)
+            if kind not in known:
+                known[kind] = [layout.region(shape, rank) if layout else whole(shape) for rank in ranks]
+            for rank in holders:
+                region = known[kind][rank]
+                if region is not None:
+                    shares.setdefault(source.key, {}).setdefault(region, set()).add(rank)
+    return [
+        RoutedTensor(
+            key,
+            _wire_dtype(entry.dtype, dtypes[key] if converts else set()),
+            tuple((region, tuple(sorted(holders))) for region, holders in shares[key].items()),
+        )
+        for key, entry in tensors.items()
+        if key in shares
+    ]
+
+
+def _wire_dtype(found: torch.dtype | None, wanted: set[torch.dtype | None]) -> torch.dtype:
+    assert found is not None
+    if len(wanted) == 1:
+        (dtype,) = wanted
+        if dtype is not None and dtype.itemsize < found.itemsize:
+            return dtype
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor."""
+
+    routed: RoutedTensor
+    region: Region  # that the ranks of the route hold
+    box: Box  # the part of the region that this is
+    offset: int  # where it starts in the region, in elements
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel * self.routed.dtype.itemsize
+
+
+@dataclass
+class TransferMessage:
+    """Pieces that are sent together."""
+
+    route: Route  # the ranks that it is for, in order; it comes from rank 0, which may be one of them
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def plan_messages(tensors: Sequence[RoutedTensor], rank: int, most: int) -> Iterator[TransferMessage]:
+    """The messages of at most ``most`` bytes that ``rank`` sends, receives or passes on, in their order."""
+    filling: dict[Route, TransferMessage] = {}
+    for routed in tensors:
+        shares = [share for share in routed.shares if rank == 0 or rank in share[1]]
+        limit = max(1, most // routed.dtype.itemsize)
+        # In turn, so that no rank waits until all of another's share is there.
+        for row in itertools.zip_longest(*(boxes(shape_of(region), limit) for region, _ in shares)):
+            for found, (region, route) in zip(row, shares, strict=True):
+                if found is None:
+                    continue
+                piece = Piece(routed, region, *found)
+                if piece.nbytes >= _ALONE:
+                    yield TransferMessage(route, [piece], piece.nbytes)
+                    continue
+                message = filling.setdefault(route, TransferMessage(route))
+                if message.pieces and message.nbytes + piece.nbytes > most:
+                    yield message
+                    message = filling[route] = TransferMessage(route)
+                message.pieces.append(piece)
+                message.nbytes += piece.nbytes
+    yield from filling.values()
+
+
+def tree(route: Route, rank: int) -> tuple[int | None, list[int]]:
+    """Whom ``rank`` gets a message from, None for rank 0, and whom it passes it on to: a binomial tree from rank 0."""
+    nodes = [0, *(node for node in route if node != 0)]
+    place = nodes.index(rank)
+    parent = None if place == 0 else nodes[place & (place - 1)]
+    step = place & -place or 1 << (len(nodes) - 1).bit_length()
+    children = []
+    while step > 1:
+        step >>= 1
+        if place + step < len(nodes):
+            children.append(nodes[place + step])
+    return parent, children

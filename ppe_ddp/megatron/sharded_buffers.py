@@ -1,0 +1,182 @@
+"""The shards of one module's gradient buffers, for a distributed optimizer.
+
+Each bucket of a buffer is cut into equal parts, one a rank. A cut may go through a parameter.
+
+    bucket      |  weight 5      | bias 4 |   weight 3      . |
+    ranks       |      0       |      1       |       2       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ppe_ddp.engine.zero.shard_collectives import all_gather
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.torch_internals import version_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import Waitable
+    from ppe_ddp.megatron.buffer_layout import BucketRange
+    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+
+
+class _Assigned(NamedTuple):
+    """The gradient that a weight was given last, and the versions by which a change of it is seen."""
+
+    revision: int  # of the averages
+    source_version: int  # of the buffer: it changes with each write into main_grad
+    gradient: Tensor  # a view of the buffer, or where the dtypes differ a copy
+    version: int  # of the copy: it changes where the optimizer unscales or clips it
+
+
+class ShardedBuffers(ShardedModel):
+    """The shards of the buffers of one reduction group, for a distributed optimizer.
+
+    Gathering is in place: parameters are views of the buffer. So between ``gather()`` and the end of its Work the
+    parameters of that unit must not be used.
+    """
+
+    has_even_shards = False  # the bounds of a rank's part of a bucket may lie anywhere in a parameter
+
+    def __init__(self, state: BufferSynchronizer, number: int) -> None:
+        self.copies = state.copies
+        self.groups = state.reduction_groups[number].groups
+        self._buffers = state.buffers
+        self._gradients = state.gradients
+        self._synchronizer = state
+        self._pool = state.pool
+        # What backward reaches last, a forward needs first.
+        self._buckets = [bucket for bucket in reversed(state.layout.buckets) if bucket.reduction_group == number]
+        places = {
+            i: (bucket, offset)
+            for bucket in self._buckets
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True)
+        }
+        self._indices = sorted(places)
+        position = {i: k for k, i in enumerate(self._indices)}
+        self.units = [[position[i] for i in reversed(bucket.plan.members)] for bucket in self._buckets]
+        self.shards: list[Shard] = []
+        self._weights: dict[int, Tensor] = {}
+        self._assigned: dict[int, _Assigned] = {}
+        self._starts: list[tuple[int, int]] = []
+        for i in self._indices:
+            self._cut(*places[i], state.module_state.parameters[i], state.specs[i].name)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share the parameters."""
+        return self.groups.parent
+
+    def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
+        groups = self.groups
+        size = bucket.padded // groups.world_size
+        first, numel = groups.rank * size, parameter.numel()
+        start = min(max(first - offset, 0), numel)
+        stop = max(min(first + size - offset, numel), start)
+        self.shards.append(Shard(parameter, name, start, stop))
+        self._starts.append((bucket.buffer, bucket.start + offset + start))
+
+    def _slice(self, memory: Tensor, index: int) -> Tensor:
+        return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether every gradient in the buffers is an average."""
+        self._synchronizer.wait_for_results()
+        return not self._gradients.is_dirty
+
+    def gradients(self) -> list[Tensor | None]:
+        """The averages of this rank's shards: views of the grad buffers, in their dtype, or None."""
+        if not self.is_synchronized:
+            raise RuntimeError(
+                f"rank {self.groups.rank}: there are gradients that no synchronization has averaged; call "
+                "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
+            )
+        return [
+            self._slice(self._buffers[self._starts[k][0]].grad_data, k) if self._gradients.averaged[i] else None
+            for k, i in enumerate(self._indices)
+        ]
+
+    def attach(self, index: int, weight: Tensor) -> None:
+        """Let ``weight.grad`` be the average, in :meth:`assign_gradients`."""
+        self._weights[index] = weight
+        self._assigned.pop(index, None)
+
+    def assign_gradients(self) -> list[bool]:
+        """Give the weights what was averaged since, and what was written into ``main_grad``."""
+        gradients = self.gradients()
+        for index, weight in self._weights.items():
+            gradient = gradients[index]
+            if gradient is None:
+                weight.grad = None
+                self._assigned.pop(index, None)
+            elif self._has_changed(index, weight, gradient):
+                weight.grad = gradient.to(weight.dtype)
+                self._assigned[index] = _Assigned(
+                    self._gradients.revision, version_of(gradient), weight.grad, version_of(weight.grad)
+                )
+        return [gradient is not None for gradient in gradients]
+
+    def _has_changed(self, index: int, weight: Tensor, gradient: Tensor) -> bool:
+        assigned = self._assigned.get(index)
+        if assigned is None or assigned.revision != self._gradients.revision:
+            return True
+        if gradient.dtype == weight.dtype or version_of(gradient) == assigned.source_version:
+            return False
+        held = weight.grad
+        if held is None or held.data_ptr() != assigned.gradient.data_ptr() or version_of(held) != assigned.version:
+            raise RuntimeError(
+                f"rank {self.groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
+                "optimizer (unscaled or clipped), and then in main_grad, which has another dtype: change main_grad "
+                "before the optimizer sees it, or the gradients in the optimizer's param_groups"
+            )
+        return True
+
+    def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
+        """Clear what is in ``.grad`` and in ``main_grad``: afterwards there is no gradient, however it is cleared.
+
+        Megatron's train step leaves the buffers to this, where it calls ``zero_grad_buffer(zero_buffer=False)``.
+        """
+        super().zero_grad(indices)
+        self._synchronizer.clear_some([self._indices[index] for index in indices])
+        for index in indices:
+            if index in self._weights:
+                self._weights[index].grad = None
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Set the shard at ``index`` in the parameter buffer, on this rank only."""
+        self._slice(self._memory_of(index), index).copy_(values.detach())
+
+    def write_in_place(self, indices: Sequence[int]) -> None:
+        """Check that the parameters at ``indices`` are views of the buffer, so that their new values are there."""
+        for index in indices:
+            self._memory_of(index)
+
+    def _memory_of(self, index: int) -> Tensor:
+        memory = self._buffers[self._starts[index][0]].param_data
+        assert memory is not None
+        shard = self.shards[index]
+        if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+            raise UnusableError(
+                f"rank {self.groups.rank}: parameter {shard.name!r} was given other memory since the module was "
+                "wrapped, so it is no view of the parameter buffer; wrap the module again, on all ranks"
+            )
+        return memory
+
+    def gather(self, unit: int) -> Waitable | None:
+        """Start the all-gather of one bucket of parameters, in place."""
+        bucket = self._buckets[unit]
+        if bucket.padded == 0:
+            return None
+        values = self._buffers[bucket.buffer].values(bucket)
+        groups = self.groups
+        size = bucket.padded // groups.world_size
+        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
+
+    def install(self, unit: int) -> None:
+        """Nothing to do: parameters are views of what was gathered."""
