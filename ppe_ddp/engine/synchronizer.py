@@ -433,13 +433,15 @@ class BucketSynchronizer(Synchronizer):
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
-        weight = 1.0 if backward.weight is None else backward.weight
+        weight, masks = 1.0 if backward.weight is None else backward.weight, self.negotiation.node_masks
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
+            # What has come unannounced is no part of a bucket that another node sends: it waits for the second round.
+            is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
+            gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
             if self.weights.is_nothing:
                 gradients = nothing
             if self._finite is not None:
