@@ -20,6 +20,7 @@ from ppe_ddp.launch import Job, init_process_group
 from ppe_ddp.optim import DistributedOptimizer
 from ppe_ddp.options import Options
 from ppe_ddp.tracing import timeline
+from ppe_ddp.weighing import weigh
 
 __version__ = "0.1.0"
 
@@ -51,4 +52,5 @@ __all__ = [
     "init_process_group",
     "overlapped",
     "timeline",
+    "weigh",
 ]

@@ -112,7 +112,12 @@ def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 def is_in_backward() -> bool:
     """Whether this thread executes a graph now, and not only code that was called at other times."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the graph task that runs on this thread, which no other one gets; -1 outside of a backward."""
+    return int(torch._C._current_graph_task_id())
 
 
 def current_node() -> Node | None:

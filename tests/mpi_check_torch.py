@@ -7,6 +7,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+import weighing
 from mpi_check_kit import assert_same, check
 
 
@@ -131,3 +132,13 @@ def checkpoint():
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(where[0])
+
+
+@check(3, 4, ranks=2)
+def weighted_means_of_random_models(seed):
+    weighing.hold_random_model(seed)
+
+
+@check(ranks=2)
+def training_with_batches_of_other_sizes_is_that_of_one_process():
+    weighing.hold_training(torch.float64, weighing.EXACT, steps=10)

@@ -36,7 +36,7 @@ def mean_of(tables, world_size):
     """The mean of tables of gradients: None where no rank has one, absent ones count as zero."""
     means = {}
     for name in tables[0]:
-        present = [_dense(table[name]) for table in tables if table[name] is not None]
+        present = [dense(table[name]) for table in tables if table[name] is not None]
         means[name] = sum(present) / world_size if present else None
     return means
 
@@ -63,14 +63,14 @@ def assert_gradients(module, expected, rtol=1e-5, atol=1e-5):
             continue
         assert got is not None, f"{name} has no gradient"
         torch.testing.assert_close(
-            _dense(got), want, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            dense(got), want, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 def assert_same_on_all_ranks(module, group=None):
     """The gradients of `module` are bit for bit the same on every rank."""
     tables = [None] * dist.get_world_size(group)
-    own = {name: None if g is None else _dense(g) for name, g in gradients(module).items()}
+    own = {name: None if g is None else dense(g) for name, g in gradients(module).items()}
     dist.all_gather_object(tables, own, group=group)
     for rank, table in enumerate(tables):
         for name, gradient in table.items():
@@ -127,5 +127,5 @@ class Routes(nn.Module):
         return x
 
 
-def _dense(tensor):
+def dense(tensor):
     return tensor.to_dense() if tensor.is_sparse else tensor

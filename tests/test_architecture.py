@@ -24,6 +24,7 @@ LAYERS = [
     "waiting",
     "nested_tensors",
     "scaling",
+    "weighing",
     "contracts",
     "functions",
     "backends",

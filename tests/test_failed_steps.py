@@ -272,3 +272,20 @@ def assert_shards(wrapper, own_table):
     mean, sharded = mean_of(tables, len(tables)), wrapper.sharded()
     for shard, gradient in zip(sharded.shards, sharded.gradients(), strict=True):
         torch.testing.assert_close(gradient, mean[shard.name].flatten()[shard.start : shard.stop])
+
+
+@on_three_ranks
+def test_a_checkpoint_right_after_a_failed_step_holds_no_order_that_the_ranks_forget():
+    rank, switch = dist.get_rank(), Switch()
+    wrapper = DistributedDataParallel(seeded(FailingNet, None), **WAYS["before"](switch))
+
+    def learned():
+        return wrapper.comm_state_dict()["buckets"]["learned"]
+
+    square(wrapper, rank)
+    assert learned()
+    switch.left = 0 if rank == 1 else -1
+    assert failed(lambda model: square(model, rank), wrapper)
+    assert not learned()
+    square(wrapper, rank)
+    assert learned()

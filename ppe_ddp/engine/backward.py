@@ -83,6 +83,7 @@ class Backward:
         exchange: The mask exchange; None before.
         launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
         agreement: What came of it; None before.
+        weight: What this rank's gradients are multiplied by before they are averaged; None where no rank weighs.
         late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         averaged: One byte a parameter: whether its average is in ``.grad``.
         is_writer: Whether this rank has written buffers of each submodule that has any.
@@ -108,6 +109,7 @@ class Backward:
         self.exchange: MaskExchange | None = None
         self.launch_triggers: Collection[int] = ()
         self.agreement: Agreement | None = None
+        self.weight: float | None = None
         self.schedule: LaunchSchedule[Any] | None = None
         self.rounds: list[LaunchSchedule[Any]] = []
         self.unexpected: list[int] = []

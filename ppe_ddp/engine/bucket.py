@@ -90,6 +90,7 @@ class Bucket(ABC):
             before :meth:`averages`.
         nbytes: What this rank sends.
         pending: The reduction that was started and not waited for.
+        weight: What this rank's gradients are multiplied by before they are averaged.
         packed_at: When the gradients of the last launch had been packed, by ``perf_counter_ns()``; 0 if nothing is.
     """
 
@@ -105,21 +106,23 @@ class Bucket(ABC):
         self.is_exact = len(self.expected) == len(members)
         self.gradients: list[Tensor | None] = []
         self.pending: Waitable | None = None
+        self.weight = 1.0
         self._views = False
 
-    def hold(self, gradients: list[Tensor | None], *, views: bool = False) -> None:
+    def hold(self, gradients: list[Tensor | None], *, views: bool = False, weight: float = 1.0) -> None:
         """Take this rank's gradients, to be reduced by :meth:`launch`.
 
         Args:
             gradients: One for each of :attr:`expected`: what this rank has, or None.
             views: Whether the averages may be views of the memory that they are packed into.
+            weight: What to multiply them by before they are averaged.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
             found = dict(zip(self.expected, gradients, strict=True))
             gradients = [found.get(i) for i in self.plan.members]
         self.gradients = gradients
-        self._views = views
+        self._views, self.weight = views, weight
 
     def expected_of(self, averages: list[Tensor]) -> list[Tensor]:
         """The averages of the parameters in :attr:`expected`, out of one average a member."""
@@ -293,7 +296,7 @@ class PackedBucket(DenseBucket):
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
-        gradients, factor = self.gradients, self.factor
+        gradients, factor = self.gradients, self.factor * self.weight
         if self._views and any(map(REQUIRES_GRAD, filter(_EXISTS, gradients))):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
@@ -391,6 +394,8 @@ class SparseBucket(Bucket):
         groups = self._groups
         local = self._local()
         indices, values = local.indices(), local.values()
+        if self.weight != 1.0:
+            values = values * self.weight
         self.nbytes = indices.nbytes + values.nbytes
         if groups.world_size == 1:
             self._average = [self._of(indices, values)]

@@ -149,6 +149,7 @@ class Agreement(NamedTuple):
         statuses: One byte a rank: in a mask, whether it contributes.
         writers: The maxima of what was given for them.
         apart: One byte a slot: whether some rank does not end it together with this one; empty in a vote.
+        weights: What the ranks have said of their gradients' weights; empty in a vote.
         nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
     """
 
@@ -156,6 +157,7 @@ class Agreement(NamedTuple):
     statuses: bytes
     writers: bytes
     apart: bytes
+    weights: bytes
     nodes: bytes
 
     def senders(self, second: bytes) -> list[int]:
@@ -262,6 +264,7 @@ class Negotiation:
         is_vote: bool = False,
         apart: bytes = APART,
         writers: bytes = b"",
+        weights: bytes = b"",
     ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and each rank's ``status`` (``mask_exchange.py``).
 
@@ -273,6 +276,7 @@ class Negotiation:
                 where they do not negotiate.
             apart: What this rank does not end together with it (``completion.py``); votes do not say it.
             writers: Digits of this rank, for each module whose buffers it has written.
+            weights: What this rank says of the weight of its gradients (``weighing.py``); votes do not say it.
         """
         groups = self._groups
         if self._generation != groups.generation:
@@ -295,7 +299,7 @@ class Negotiation:
         statuses[groups.rank] = status
         fields |= {"statuses": bytes(statuses), "writers": writers}
         if not is_vote:
-            fields |= {"apart": apart, "learned": with_complement(self._learned())}
+            fields |= {"apart": apart, "weights": weights, "learned": with_complement(self._learned())}
         return MaskExchange(self._exchanger, digest, fields)
 
     def _restart(self) -> None:
@@ -334,7 +338,8 @@ class Negotiation:
             specs = self._module_state.specs
             sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
             mask, nodes = self.node_masks.read(mask, fields["nodes"], sizes)
-        return Agreement(mask, fields["statuses"], fields["writers"], fields.get("apart", b""), nodes)
+        apart, weights = fields.get("apart", b""), fields.get("weights", b"")
+        return Agreement(mask, fields["statuses"], fields["writers"], apart, weights, nodes)
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""
@@ -366,7 +371,9 @@ class Negotiation:
         recorder.control_nbytes += sums.nbytes
 
     def order_state(self) -> dict[str, Any]:
-        """The order of arrival as learned so far, by names."""
+        """The order of arrival as learned so far, by names; nothing of it where the ranks are to connect again."""
+        if self._groups.is_closed:
+            self._forget()
         names = self._module_state.names
         return {
             "order": [names[i] for i in self.planner.order],

@@ -167,6 +167,8 @@ class Reducer(Generic[C]):
             self.shared.end_callback = self._end_callback
             if not has_begun:
                 return
+        elif self._arrivals.reached():
+            self.synchronizer.weights.note()
         for other in self._everyone():  # an error before it comes to their outputs has to end those, too
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
                 other._begin_once()
@@ -199,6 +201,7 @@ class Reducer(Generic[C]):
         with self._lock:
             if not self.enabled:
                 self._running()
+                self.synchronizer.weights.note(index)
                 self.synchronizer.on_accumulated((index,))
                 return
             backward = self._backward
@@ -271,6 +274,8 @@ class Reducer(Generic[C]):
                     "module, of the wrapper or of the whole step works without it"
                 )
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
+            if reached or (self._parameters and self._arrivals.accumulates()):
+                self.synchronizer.weights.note(arrived)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
             raise

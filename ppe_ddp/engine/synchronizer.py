@@ -37,6 +37,7 @@ from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
+from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,6 +99,7 @@ class Synchronizer(ABC):
         groups: The argument.
         empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
         knows_of_failure: Whether this step has failed, so that all ranks know of it.
+        weights: How much the gradients that were not synchronized yet stand for.
     """
 
     empties_grad = False
@@ -109,6 +111,7 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
+        self.weights = Weights()
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -310,7 +313,7 @@ class BucketSynchronizer(Synchronizer):
         """Synchronize the parameters of ``module_state`` from now on; gradients are accumulated on ``streams``."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.use_module(module_state)
-        self._module_state = module_state
+        self._module_state, self.weights.parameters = module_state, module_state.parameters
         self._nothing = bytes(len(module_state.parameters))
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
@@ -381,7 +384,9 @@ class BucketSynchronizer(Synchronizer):
         if self.announce is not None and not backward.recorder.asked_at and (backward.aborted or not backward.silent):
             self.announce()
         reached = backward.waiting or self._nothing
-        local = self._nothing if backward.silent else self.gradients.existing(reached)
+        weights = self.weights
+        is_left_out = backward.silent or (weights.is_nothing and self._policy.negotiate)
+        local = self._nothing if is_left_out else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
         turn = backward.turn
@@ -403,6 +408,9 @@ class BucketSynchronizer(Synchronizer):
                 buffers=backward.buffers,
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
+                weights=weights.field(
+                    self._groups.rank, self._groups.world_size, silent=backward.silent, has_gradients=any(local)
+                ),
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
@@ -421,18 +429,24 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
         backward.agreement = answer
+        backward.weight = self.weights.factor(answer.weights)
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
+        weight, masks = 1.0 if backward.weight is None else backward.weight, self.negotiation.node_masks
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            gradients = nothing if backward.silent else self.gradients.take(bucket.expected)
+            # What has come unannounced is no part of a bucket that another node sends: it waits for the second round.
+            is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
+            gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
+            if self.weights.is_nothing:
+                gradients = nothing
             if self._finite is not None:
                 self._finite.look(bucket.expected, gradients)
-            bucket.hold(gradients, views=views)
+            bucket.hold(gradients, views=views, weight=weight)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
@@ -452,7 +466,7 @@ class BucketSynchronizer(Synchronizer):
         yield from schedule.launch_all()
         backward.enter(Phase.FINISHING)
         recorder, late = backward.recorder, backward.late
-        if backward.unexpected and not backward.silent:
+        if backward.unexpected and not (backward.silent or self.weights.is_nothing):
             late.update(self._take_late(backward.unexpected))
         recorder.vote_at = perf_counter_ns()
         if self._finite is not None:
@@ -490,11 +504,22 @@ class BucketSynchronizer(Synchronizer):
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
             return
+        self._weigh_alone()
         if self.sharded_parameters is not None:
             everything = range(len(self._module_state.parameters))
             taken = zip(everything, self.gradients.take(everything), strict=True)
             present = {i: gradient for i, gradient in taken if gradient is not None}
             self.sharded_parameters.hand_over(list(present), list(present.values()))
+
+    def _weigh_alone(self) -> None:
+        weights = self.weights
+        if weights.is_nothing:
+            self.gradients.take(range(len(self._nothing)))
+        elif weights.is_weighed:
+            for parameter in self._module_state.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(weights.factor_alone)
+        weights.settle()
 
     def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
         """All ranks drop the step: its gradients are no numbers on one of them."""
@@ -581,14 +606,18 @@ class BucketSynchronizer(Synchronizer):
     def _hand_over(self, backward: Backward) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
         factor = 1.0
-        if self.scale_by_active and backward.agreement is not None:
+        if self.scale_by_active and backward.agreement is not None and backward.weight is None:
             factor = self._groups.world_size / max(1, sum(backward.agreement.statuses))
+        if self.weights.is_nothing and not backward.silent:
+            self.gradients.take(range(len(self._nothing)))
         owner = self.sharded_parameters or self.gradients
         for schedule in backward.rounds:
             if backward.silent:
                 schedule.release()
             else:
                 schedule.hand_over(partial(owner.hand_over, factor=factor))
+        if not backward.silent:
+            self.weights.settle()
         self.gradients.buffers.trim()
         if self.sharded_parameters is not None:
             self.sharded_parameters.trim()
@@ -596,10 +625,11 @@ class BucketSynchronizer(Synchronizer):
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average the late gradients in a second round: averaging is linear, so both can be added."""
         views = self._policy.views and not self.gradients.stays_in_place
+        weight = 1.0 if backward.weight is None else backward.weight
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
-            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views)
+            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views, weight=weight)
 
         plan = self.negotiation.planner.plan(agreed)
         second = self._schedule(plan, prepare, self._nothing, repair=True)

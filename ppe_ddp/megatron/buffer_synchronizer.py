@@ -197,6 +197,12 @@ class BufferSynchronizer(Synchronizer):
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
         self.forget_failure()
+        if self.weights.is_weighed:
+            self.weights.settle()
+            raise ValueError(
+                f"rank {self.groups[0].rank}: ppe_ddp.weigh() is not for Megatron's wrapper: give its config "
+                "calculate_per_token_loss=True, and finalize_model_grads() the number of tokens"
+            )
         if self._check_finite:
             self._finite = FiniteCheck(self.groups[0], self._names)
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))

@@ -352,12 +352,14 @@ class ReduceScatterBucket(Bucket):
         """Copy the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
-        rows = self._gradient_as_rows()
+        rows = self._gradient_as_rows() if self.weight == 1.0 else None
         ours = rows is None
         if rows is None:
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
             rows = flat.view(self.groups.world_size, self._rows.width)
             self._rows.fill(rows, self._gradients_to_cut())
+            if self.weight != 1.0:
+                flat.mul_(self.weight)
         self._message = rows
         wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)

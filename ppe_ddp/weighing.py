@@ -1,0 +1,206 @@
+"""Weighted means: the gradients of ranks whose losses stand for different numbers of samples or tokens.
+
+    weigh(loss, tokens)        multiplies the loss by tokens / unit; the unit is a constant of this process
+    a backward begins          each wrapper that it reaches counts the tokens of the losses behind it
+    mask                       carries the tokens of each rank
+    first bucket is packed     gradients are multiplied by unit * ranks / tokens of all ranks, and then averaged
+
+So the mean over the ranks is the gradient of the mean loss of all tokens, with no message more. Counts of backwards in
+``no_sync()`` add up until the gradients are synchronized.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from ppe_ddp.errors import DisagreementError, UnusableError
+from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+_NOTHING, _UNWEIGHTED = 0, 2**32 - 1
+"""What a rank says that has no gradients, and one whose gradients have no weight; between them 1 + float32."""
+NBYTES = 4
+"""Of what a rank says."""
+
+
+def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
+    """Say how many samples or tokens a mean loss stands for, so that gradients are averaged over all of those.
+
+    ``weigh(loss, tokens).backward()`` in place of ``loss.backward()`` makes ``.grad``, once it is synchronized, the
+    gradient of the mean over the tokens of all ranks, and of all backwards under ``no_sync()`` since the last
+    synchronization, however many tokens each had. It is the same without a launcher, on one rank that has a wrapper.
+
+    A rank all whose counts are 0 contributes nothing, whatever its loss is, and gets the averages. One that has no
+    backward calls ``finish_grad_sync()``. All losses of one backward share one denominator, the sum of their counts.
+
+    Args:
+        loss: Of any shape, floating-point: a mean over ``count``.
+        count: Finite and not negative; a number, or a tensor of one element, for which the host waits. The sum of a
+            rank's counts is sent as float32: integers up to 16,777,216 are exact.
+
+    Returns:
+        The loss times a constant of this process; call ``backward()`` on it, and print the loss that was given.
+
+    Raises:
+        ValueError: The count is negative, infinite or NaN.
+        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight.
+        DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
+    """
+    number = float(count)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"weigh() needs a finite count that is not negative, not {number}")
+    weighed: Tensor = _Weigh.apply(loss, number)  # type: ignore[no-untyped-call]
+    return weighed
+
+
+class _Weigh(torch.autograd.Function):
+    """The node of a loss that has a weight; lives as long as its graph."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    unit: ClassVar[float] = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: float) -> Tensor:
+        if count and not _Weigh.unit:
+            _Weigh.unit = 2.0 ** round(math.log2(count))  # products stay about as large as the loss, and are exact
+        ctx.count, ctx.executions, ctx.end = count, 0, lambda: None
+        ctx.factor = count / (_Weigh.unit or 1.0)
+        _Weigh.alive.add(ctx)
+        return loss * float(ctx.factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        end = _GraphTask()
+        at_end_of_backward(end)
+        ctx.end = weakref.ref(end)
+        ctx.executions += 1
+        return gradients[0] * ctx.factor, None
+
+
+class _GraphTask:
+    """Lives as long as the graph task that has queued it."""
+
+    def __call__(self) -> None:
+        """Do nothing."""
+
+
+class _Parameter(Protocol):
+    @property
+    def grad(self) -> Tensor | None: ...
+
+
+class Weights:
+    """How much the gradients of one wrapper stand for that were not synchronized yet.
+
+    Attributes:
+        parameters: Of the wrapper.
+        total: The sum of the counts.
+        is_weighed: Whether there are any.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: Sequence[_Parameter] = ()
+        self._is_executed = node_is_executed()
+        self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._left: list[tuple[int, int]] = []
+        self._task = -1
+        self.total, self.is_weighed = 0.0, False
+
+    def note(self, arrived: int | None = None) -> None:
+        """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet."""
+        if not _Weigh.alive or self._task == (task := graph_task()):
+            return
+        self._task = task
+        behind = {}
+        for node in list(_Weigh.alive):
+            is_over = node.end() is None  # its execution, if there was one, belongs to an older backward
+            execution = node.executions + is_over
+            if self._counted.get(node, 0) < execution and not (is_over and not self._is_executed(node)):
+                behind[node] = execution
+        if not behind:
+            return
+        has_gradients = self._has_gradients(but=arrived)
+        if has_gradients and not self.is_weighed:
+            raise UnusableError(
+                "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
+                "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh()"
+            )
+        if not has_gradients and self._left != self._versions():
+            self.settle()  # the user has dropped what was weighed before
+        at_end_of_backward(self._remember)
+        self._counted.update(behind)
+        self.total, self.is_weighed = self.total + sum(node.count for node in behind), True
+
+    def _has_gradients(self, but: int | None) -> bool:
+        return any(
+            parameter.grad is not None and _is_nonzero(parameter.grad)
+            for i, parameter in enumerate(self.parameters)
+            if i != but
+        )
+
+    def _remember(self) -> None:
+        self._left = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Which tensors are in ``.grad``, and how often each was changed: gradients may well be zero."""
+        return [(id(grad), version_of(grad)) for parameter in self.parameters if (grad := parameter.grad) is not None]
+
+    @property
+    def factor_alone(self) -> float:
+        """The same on one rank, which sends nothing."""
+        return _Weigh.unit / self.total if self.total else 1.0
+
+    def settle(self) -> None:
+        """The gradients were synchronized, or are gone."""
+        self.total, self.is_weighed = 0.0, False
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether all losses behind the gradients stand for nothing."""
+        return self.is_weighed and not self.total
+
+    def field(self, rank: int, world_size: int, *, silent: bool, has_gradients: bool) -> bytes:
+        """What this rank says in a mask, between zeros for the others."""
+        word = _UNWEIGHTED if has_gradients else _NOTHING
+        if self.is_weighed and not silent:
+            word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
+        return bytes(NBYTES * rank) + struct.pack(">I", word) + bytes(NBYTES * (world_size - rank - 1))
+
+    def factor(self, field: bytes) -> float | None:
+        """What this rank's gradients are to be multiplied by before they are averaged; None where no rank weighs.
+
+        Args:
+            field: The maxima of the ranks' fields.
+
+        Raises:
+            DisagreementError: On every rank: some weigh, and others have gradients without a weight.
+        """
+        if not field.strip(b"\x00\xff"):
+            return None
+        words = struct.unpack(f">{len(field) // NBYTES}I", field)
+        missing = [rank for rank, word in enumerate(words) if word == _UNWEIGHTED]
+        if missing:
+            weighing = [rank for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED]
+            raise DisagreementError(
+                f"rank {_joined(weighing)} weighs its loss, and rank {_joined(missing)} has gradients of one without a "
+                "weight: call ppe_ddp.weigh(loss, count) on all ranks, or on none"
+            )
+        total = sum(struct.unpack(">f", struct.pack(">I", word - 1))[0] for word in words if word)
+        return _Weigh.unit * len(words) / total if total and self.total else 1.0
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
+
+
+def _joined(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))

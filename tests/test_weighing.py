@@ -1,0 +1,234 @@
+"""`weigh()`: the mean over all samples, whatever each rank has of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from one_process import assert_gradients, data, gradients, mlp, seeded
+from ppe_ddp import (
+    DisagreementError,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    PeerAbortedError,
+    UnusableError,
+    megatron,
+    weigh,
+)
+from ppe_ddp.compression import Int8
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
+from weighing import CLOSE, EXACT, hold_random_model, hold_training, weighted_mean
+
+SHARED = pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shm"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@SHARED
+@on_three_ranks
+def test_random_models(seed, shared_memory):
+    options = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}, {"gradient_as_bucket_view": False}][seed % 4]
+    hold_random_model(seed, shared_memory=shared_memory, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, {"rtol": 1e-5, "atol": 1e-5})]
+)
+@SHARED
+@on_three_ranks
+def test_training_with_batches_of_other_sizes_is_that_of_one_process(dtype, tolerance, shared_memory):
+    hold_training(dtype, tolerance, shared_memory=shared_memory)
+
+
+def loss_of(model, rank, step=0, rows=4):
+    return model(data(rows, 4, rank=rank, step=step)).pow(2).mean()
+
+
+def expected(module, counts):
+    """The gradients of one process that has every rank's loss, with these counts."""
+    tables = []
+    for rank, count in enumerate(counts):
+        module.zero_grad()
+        if count:
+            loss_of(module, rank).backward()
+        tables.append((count, gradients(module)))
+    module.zero_grad()
+    return weighted_mean(tables)
+
+
+@each_variant
+@on_two_ranks
+def test_a_rank_without_samples_takes_the_averages_whatever_its_loss_is(options):
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    rank = dist.get_rank()
+    want = expected(module, [0, 7])
+    for _ in range(3):
+        wrapper.zero_grad()
+        weigh(loss_of(wrapper, rank) * (1 if rank else torch.nan), 7 * rank).backward()
+        assert_gradients(module, want)
+        wrapper.zero_grad()
+        weigh(loss_of(wrapper, rank), 0).backward()
+        assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@on_two_ranks
+def test_all_weigh_or_none():
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+    with pytest.raises(DisagreementError, match=r"rank 1 weighs its loss, and rank 0 has .* without a weight"):
+        (weigh(loss_of(wrapper, rank), 3) if rank else loss_of(wrapper, rank)).backward()
+    wrapper.zero_grad()
+    weigh(loss_of(wrapper, rank), 3 + rank).backward()
+    assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 4]))
+
+
+@on_two_ranks
+def test_counts_that_cannot_be():
+    for count in (-1, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="finite"):
+            weigh(torch.ones(()), count)
+    wrapper = megatron.DistributedDataParallel(None, megatron.DistributedDataParallelConfig(), seeded(mlp, 4, 5, 2))
+    weigh(loss_of(wrapper, 0), 3).backward()
+    with pytest.raises(ValueError, match="not for Megatron's wrapper"):
+        wrapper.finish_grad_sync()
+
+
+@on_two_ranks
+def test_what_was_dropped_does_not_count():
+    """A micro-batch that the user has dropped, a loss without a backward, autograd.grad, a step that has failed."""
+    module = seeded(mlp, 4, 5, 2)
+    want = expected(module, [3, 5])
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+    many = 1000 * (rank + 1)
+
+    def in_no_sync():
+        with wrapper.no_sync():
+            weigh(loss_of(wrapper, rank), many).backward()
+
+    def without_a_backward():
+        return weigh(loss_of(wrapper, rank), many)
+
+    def for_inputs():
+        batch = data(4, 4).requires_grad_()
+        with wrapper.no_sync():
+            torch.autograd.grad(weigh(wrapper(batch).sum(), many), batch)
+
+    def failing():
+        output = wrapper(data(4, 4))
+        output.register_hook(lambda gradient: 1 / 0 if rank else gradient)
+        with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+            weigh(output.mean(), many).backward()
+
+    for drop in (in_no_sync, without_a_backward, for_inputs, failing):
+        for set_to_none in (True, False):
+            wrapper.zero_grad()
+            kept = drop()
+            wrapper.zero_grad(set_to_none)
+            weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+            assert_gradients(module, want)
+            del kept
+
+
+@on_two_ranks
+def test_a_step_that_is_taken_again_has_the_weights_of_the_first_time():
+    module = seeded(mlp, 4, 5, 2)
+    want = expected(module, [3, 5])
+    rank, fails = dist.get_rank(), [True]
+
+    def mean(bucket, group):
+        if rank and fails:
+            fails.pop()
+            raise MemoryError
+        dist.all_reduce(bucket.buffer(), group=group)
+        bucket.buffer().div_(2)
+
+    wrapper = DistributedDataParallel(module, reduce_function=mean)
+    with pytest.raises(MemoryError if rank else PeerAbortedError):
+        weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    wrapper.finish_grad_sync()
+    assert_gradients(module, want)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_two_ranks
+def test_a_wrapper_inside_a_checkpoint(use_reentrant):
+    module = seeded(mlp, 4, 5, 2)
+    want = expected(module, [3, 5])
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+    for _ in range(2):
+        wrapper.zero_grad()
+        batch = data(4, 4).requires_grad_()
+        weigh(checkpoint(wrapper, batch, use_reentrant=use_reentrant).pow(2).mean(), 3 + 2 * rank).backward()
+        assert_gradients(module, want)
+
+
+@on_two_ranks
+def test_several_losses_wrappers_and_backwards():
+    modules = [seeded(mlp, 4, 5, 2) for _ in range(2)]
+    first, second = map(DistributedDataParallel, modules)
+    rank = dist.get_rank()
+    want = expected(modules[0], [3, 5])
+    loss = sum(loss_of(wrapper, rank) for wrapper in ((first, second) if rank else (second, first)))
+    weigh(loss, 3 + 2 * rank).backward()
+    for module in modules:
+        assert_gradients(module, want)
+        module.zero_grad()
+    weigh(loss_of(first, rank), 3 + 2 * rank).backward()
+    with pytest.raises(UnusableError if rank else (UnusableError, PeerAbortedError), match="clear them first"):
+        weigh(loss_of(first, rank), 8 - 6 * rank).backward()
+    assert_gradients(modules[0], want)
+
+
+@on_two_ranks
+def test_beside_a_scaler_a_hook_and_the_distributed_optimizer():
+    rank = dist.get_rank()
+    want = expected(seeded(mlp, 4, 5, 2), [3, 5])
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(weigh(loss_of(wrapper, rank), 3 + 2 * rank)).backward()
+    assert_gradients(module, {name: 1024.0 * gradient for name, gradient in want.items()}, atol=1e-2)
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(Int8(block=8))
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    assert_gradients(module, want, rtol=5e-2, atol=5e-2)
+    modules = [seeded(mlp, 4, 5, 2) for _ in range(2)]
+    wrapper = DistributedDataParallel(modules[0])
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    optimizer.step()
+    for parameter, (name, plain) in zip(modules[0].parameters(), modules[1].named_parameters(), strict=True):
+        torch.testing.assert_close(parameter, plain - 0.1 * want[name])
+
+
+@on_two_ranks
+def test_sparse_gradients():
+    module = seeded(nn.Embedding, 6, 3, sparse=True)
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+    weigh(wrapper(torch.tensor([rank, 2])).pow(2).mean(), 3 + 2 * rank).backward()
+    weight = module.weight.detach()
+    want = torch.zeros(6, 3)
+    for other, count in enumerate([3, 5]):
+        for row in (other, 2):
+            want[row] += count / 8 * weight[row] / 3
+    torch.testing.assert_close(module.weight.grad.to_dense(), want)
+
+
+@on_two_ranks
+def test_ranks_that_have_run_out_count_for_nothing():
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+    for by_all in (True, False):
+        with wrapper.join(divide_by_initial_world_size=by_all):
+            for step in range(1 + rank):
+                want = expected(seeded(mlp, 4, 5, 2), [0 if step else 3, 5])
+                wrapper.zero_grad()
+                weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+                assert_gradients(module, want, **CLOSE)
