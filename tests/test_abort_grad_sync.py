@@ -82,6 +82,34 @@ def test_a_synchronization_that_was_begun_is_given_up():
     assert_gradients(module, mean)
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+@on_two_ranks
+def test_what_one_rank_has_started_is_over_where_another_gives_the_step_up(is_forgotten):
+    """Rank 0 has no use for the first of two wrappers in every other step."""
+    rank = dist.get_rank()
+    first, second = (DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2))
+    for step in range(4):
+        is_started, fails = rank == 0 and step % 2 == 1, step == 1
+        for wrapper in (first, second):
+            wrapper.zero_grad()
+        if is_started:
+            first.start_grad_sync()
+        outputs = [wrapper(data(5, 4)).sum() for wrapper in ((second,) if is_started else (first, second))]
+        if fails and rank:
+            first.abort_grad_sync("its loss is no number")
+            second.abort_grad_sync("its loss is no number")
+            continue
+        with pytest.raises(PeerAbortedError) if fails else contextlib.nullcontext():
+            sum(outputs).backward()
+        if is_started and not fails:
+            first.finish_grad_sync()
+        elif is_started and not is_forgotten:
+            first.abort_grad_sync()
+        if not fails:
+            sums = [wrapper.module[0].bias.grad.sum().item() for wrapper in (first, second)]
+            assert sums == ([10.0, 10.0] if step % 2 == 0 else [5.0, 10.0])
+
+
 @pytest.mark.parametrize("who", ["the rank that has failed", "the others"])
 @on_three_ranks
 def test_in_an_except_around_a_step_whose_error_came_with_the_vote(who):

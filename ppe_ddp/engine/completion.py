@@ -431,6 +431,11 @@ class Completion:
             self._steps.close()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error that :meth:`conclude` is still to raise."""
+        return self._error is not None
+
+    @property
     def is_ready(self) -> bool:
         """Whether it can go on without waiting."""
         try:

@@ -286,6 +286,7 @@ class Reducer(Generic[C]):
             at_end_of_backward(callback)
         if not reached and not (self._parameters and self._arrivals.accumulates()):
             return None
+        self._forget_failed()
         self.check()
         self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
@@ -374,8 +375,11 @@ class Reducer(Generic[C]):
         A ``silent`` rank contributes and takes nothing; it only makes the collectives that other ranks wait for.
         """
         with self._lock:
+            self._forget_failed()
             if self._running() is not None or self._started is not None:
-                raise RuntimeError(f"rank {self.groups.rank}: a synchronization is under way already")
+                raise RuntimeError(
+                    f"rank {self.groups.rank}: a synchronization is under way already: call finish_grad_sync() first"
+                )
             self.check()
             self.synchronizer.begin_step()
             self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
@@ -386,6 +390,11 @@ class Reducer(Generic[C]):
                 started.finish()
             self._started = started
             started.keep_open()
+
+    def _forget_failed(self) -> None:
+        """Another step begins, or this one is given up: nobody asks any more how what was started has ended."""
+        if self._started is not None and self._started.has_failed:
+            self._started = None
 
     def finish(self, *, silent: bool = False) -> None:
         """Finish the synchronization that :meth:`start` began, or do both."""
@@ -411,6 +420,7 @@ class Reducer(Generic[C]):
     def abort(self, reason: str) -> None:
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
         with self._lock:
+            self._forget_failed()
             if self._running() is None and self.synchronizer.knows_of_failure:
                 return
             backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)
