@@ -113,13 +113,18 @@ class LostRanks:
         self._rank = rank
         self._processes = processes
         self._elsewhere = set(range(world_size)) - {rank, *processes.on_this_node}
+        self._has_answered = False
 
     def gone(self) -> list[LostRank]:
         """The ranks that are known not to come any more; found out at once."""
         here = self._not_running()
         if self._elsewhere and not here:
             with suppress(dist.DistError, CommunicationError):
-                here = [LostRank(**one) for record in self._told().values() for one in record["lost"]]
+                told = self._told()
+                here = [LostRank(**one) for record in told.values() for one in record["lost"]]
+                if told and not self._has_answered:  # who looks for ranks that are lost waits for the others
+                    self._has_answered = True
+                    self._tell([])
         return [one for one in here if one.is_gone]
 
     def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
@@ -448,6 +453,11 @@ class Renewals:
         if self._outcome is None:
             self._outcome = self._do(Meeting.outcome)
         return self._outcome
+
+    def was_refused_by(self, step: int) -> bool:
+        """Whether it is known that the ranks do not connect, as one of them has failed in ``step`` or before."""
+        outcome = self.outcome()
+        return outcome is not None and not outcome.words and outcome.refusal[0] <= step
 
     def may_precede(self, place: int) -> bool:
         """Whether all ranks have come, or are about to be found to have, before the attempt that has this place."""

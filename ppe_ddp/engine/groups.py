@@ -25,12 +25,10 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group import ended_at_exit
 from ppe_ddp.backends.group_internals import (
     HashStore,
-    default_group,
     device_types,
     forget_destroyed,
     is_registered,
     kept_with,
-    registered_groups,
     store_of,
     timeout_of,
 )
@@ -173,6 +171,7 @@ class Groups:
         self._renewals = Renewals(self._store, self.name, self.rank, self.world_size)
         self.is_renewing = False
         """Whether this rank has come to make them anew, and not ended that."""
+        self._outdated: list[Failures] = []  # of the attempts since the last that has succeeded
         self._reason = ""  # why they are unusable
         self._starts = 0
         self._releases: dict[str, Release] = {}  # of the duplicates that were closed
@@ -264,6 +263,9 @@ class Groups:
         self.check()
         self._end_attempt(AbortedError("it was interrupted while the ranks connected again"))
         self._renewals.begin()
+        while self._renewals.was_refused_by(self.step):
+            self._renewals.end()  # in a step in which this rank has failed with the connections of before
+            self._renewals.begin()
         self.is_renewing = True
         _RENEWING.groups.append(self)
         try:
@@ -306,7 +308,13 @@ class Groups:
         """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
         self._renewals.come(self.step)
         lost: list[LostRank] = []
-        looks = paced(lambda: lost.extend(self._lost.gone()), LOOK_SECONDS, at_once=False)
+        failed: list[Failure] = []
+
+        def look() -> None:
+            lost.extend(self._lost.gone())
+            failed.extend(self._failed_since())
+
+        looks = paced(look, LOOK_SECONDS, at_once=False)
         can_go_on = paced(self._can_connect, longest=_LONGEST_PAUSE)
         seconds = self.timeout_seconds
         try:
@@ -314,15 +322,24 @@ class Groups:
         except (CommunicationError, PeerAbortedError):
             seconds = 0.0  # none of several wrappers has moved for the whole timeout
         progress = progress_engine(os.getpid())
-        if not progress.wait_until(lambda: lost or can_go_on(), looks, seconds=seconds, nap=_NAP_SECONDS):
+        if not progress.wait_until(lambda: lost or failed or can_go_on(), looks, seconds=seconds, nap=_NAP_SECONDS):
             lost.extend(self._lost.behind(self._renewals.absent()))
         outcome = self._renewals.outcome()
-        if outcome is None:
+        if outcome is None and failed:
+            outcome = self._renewals.refuse(self.step + 1, str(failed[0]))
+        elif outcome is None:
             reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
             outcome = self._renewals.refuse(self.step + 1, reason, lost)
+        self._end(outcome, lost)
+
+    def _end(self, outcome: MeetingOutcome, lost: Sequence[LostRank]) -> None:
+        """Do what the ranks have decided; raises where they do not connect, for which this one has found ``lost``."""
+        failed = [] if outcome.words else self._failed_since()
         self._follow(outcome)
         if outcome.words:
             return
+        if failed:
+            raise self.failures.error(failed)
         _, reason, found = outcome.refusal
         if outcome.rank == self.rank:
             raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
@@ -335,6 +352,15 @@ class Groups:
         )
         error.rank, error.step, error.phase, error.reason = outcome.rank, self.step, "begun", reason
         raise error
+
+    def _failed_since(self) -> list[Failure]:
+        """The reports of ranks that had completed the step in which the connections were closed, and have failed since.
+
+        They have not heard of that, and so have not come to connect again.
+        """
+        with contextlib.suppress(dist.DistError, CommunicationError):
+            return [failure for failure in self.failures.of_others() if failure.step > self.step]
+        return []
 
     def _can_connect(self) -> bool:
         """Whether a rank has refused, or all have come, and to no other group of this thread before."""
@@ -352,10 +378,9 @@ class Groups:
             return
         self.step = max(outcome.words)  # the last step that is over
         if not self._is_agreed:
-            before = self.failures
+            self._outdated.append(self.failures)
             self._connect_failures(self._renewals.number)
             self.generation = self._renewals.number
-            before.forget()  # all have come here, and so left the old connections
             self._renewals.forget()
 
     def _connect_again(self, progress: HookProgress | None) -> None:
@@ -379,6 +404,8 @@ class Groups:
             before_each=lambda name: self._share(f"makes/{name}", ""),  # one that was interrupted says so
         )
         self._starts = 0
+        while self._outdated:
+            self._outdated.pop().forget()  # all have agreed, and look no more at what was reported before
         self._renewals.end()
         self._enter(Life.OPEN)
 
@@ -432,8 +459,9 @@ class Groups:
         """Whether a rank has failed in this step: what is under way will not come."""
         if not self.is_duplicate or (self.is_closed and not self.is_renewing):
             return self.is_duplicate
-        try:  # the reports are still those of the failure after which the ranks connect again
-            return bool((not self.is_closed and self.failures.of_others()) or self._lost.gone())
+        try:
+            failed = self._failed_since() if self.is_renewing else self.failures.of_others()
+            return bool(failed or self._lost.gone())
         except (dist.DistError, CommunicationError):
             return False  # what is under way may still come
 
@@ -656,44 +684,3 @@ def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = Non
         del left[0]
     if errors:
         raise errors[0]
-
-
-class GroupHandle:
-    """Holds a process group in a module that may be copied or pickled.
-
-    A copy in the same process shares the group. In another process it is found again by its ranks, when it
-    is first needed.
-    """
-
-    def __init__(self, group: ProcessGroup | None, ranks: list[int] | None = None) -> None:
-        self._group = group
-        self._ranks = ranks
-
-    def group(self) -> ProcessGroup:
-        """The group; the default group if none was named.
-
-        Raises:
-            ValueError: This process has no group of these ranks.
-        """
-        if self._group is not None:
-            return self._group
-        if self._ranks is not None:
-            for group, ranks in registered_groups():
-                if ranks == self._ranks:
-                    return group
-            raise ValueError(
-                f"the unpickled wrapper wants a process group of ranks {self._ranks}, and there is none: make it with "
-                "torch.distributed.new_group() first"
-            )
-        return default_group()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GroupHandle:
-        """The handle itself: a group is a connection, not a value."""
-        return self
-
-    def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
-        """Only the ranks are pickled, and none for the default group."""
-        group = self._group
-        if group is None or group is dist.group.WORLD or not is_registered(group):
-            return GroupHandle, (None, self._ranks)
-        return GroupHandle, (None, dist.get_process_group_ranks(group))
