@@ -3,6 +3,7 @@
 import argparse
 import gc
 import logging
+import multiprocessing
 import sys
 import time
 
@@ -16,22 +17,32 @@ from .processes import simulated
 from .program import Program, Run
 from .scheduler import Unsound
 
+_COLLECT = 100  # histories between collections
+
+
+def failure_of(program):
+    """What is wrong with one history of ``program``; empty where it is sound. Called in :func:`simulated`."""
+    try:
+        Run(program).run()
+    except Unsound as error:
+        return str(error)
+    return ""
+
 
 def run(programs, *, stop_after=5, tell=lambda program, text: None):
     """Run each of ``programs``; what is wrong, by program. ``tell`` is called with each that fails."""
     failed = {}
     with simulated():
         for number, program in enumerate(programs):
-            history = Run(program)
-            try:
-                history.run()
-            except Unsound as error:
-                failed[program] = str(error)
-                tell(program, str(error))
+            text = failure_of(program)
+            if text:
+                failed[program] = text
+                tell(program, text)
                 if len(failed) == stop_after:
                     break
-            if number % 50 == 0:
+            if number % _COLLECT == 0:
                 gc.collect()
+                gc.freeze()  # what a first history has loaded needs no look any more
     return failed
 
 
@@ -67,26 +78,52 @@ def replay(seed):
     return bool(error)
 
 
+def prepare():
+    """Let this process be one that runs histories."""
+    torch.set_num_threads(1)
+    logging.getLogger("ppe_ddp").setLevel(logging.CRITICAL)  # a rank that looks alone has more forwards
+    gc.disable()  # a rank must not end what belongs to another
+
+
+def _tell(program, text):
+    print(f"seed {program.seed}: {text}", flush=True)
+
+
+def _run_seeds(seeds):
+    """The seeds that fail, of some; in a process of its own."""
+    prepare()
+    return len(run(map(Program.of, seeds), tell=_tell))
+
+
+def run_seeds(seeds, jobs):
+    """How many of ``seeds`` fail, run in so many processes."""
+    if jobs == 1:
+        return _run_seeds(seeds)
+    parts = [seeds[first :: 4 * jobs] for first in range(4 * jobs)]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return sum(pool.imap_unordered(_run_seeds, parts))
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--found", action="store_true", help="histories that have failed once")
     parser.add_argument("--seeds", default="0:100")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)  # a rank that looks alone has more forwards
-    gc.disable()  # a rank must not end what belongs to another
+    prepare()
     if arguments.seed is not None:
         return replay(arguments.seed)
-    first, last = map(int, arguments.seeds.split(":"))
-    start = time.process_time()
-    programs = found() if arguments.found else [Program.of(seed) for seed in range(first, last)]
-    failed = run(programs, tell=lambda program, text: print(f"seed {program.seed}: {text}", flush=True))
-    seconds = time.process_time() - start
-    rate = len(programs) / seconds
-    which = "programs that have failed once" if arguments.found else f"seeds, {first}:{last},"
-    print(f"{len(programs)} {which} in {seconds:.1f} s of the processor: {rate:.0f} a second, {len(failed)} failed")
+    start = time.perf_counter()
+    if arguments.found:
+        programs = found()
+        count, failed, which = len(programs), len(run(programs, tell=_tell)), "programs that have failed once"
+    else:
+        first, last = map(int, arguments.seeds.split(":"))
+        count, failed, which = last - first, run_seeds(range(first, last), arguments.jobs), f"seeds, {first}:{last},"
+    seconds = time.perf_counter() - start
+    print(f"{count} {which} in {seconds:.1f} s, {count / seconds:.1f} a second: {failed} failed")
     return bool(failed)
 
 

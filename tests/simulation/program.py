@@ -6,6 +6,7 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -23,7 +24,6 @@ from .store import SimulatedStore
 
 _KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)  # sparse gradients are no sums
 _TIMEOUT = timedelta(seconds=300)
-_MOST_LAYERS = 5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,14 +57,15 @@ class Program:
         options = {
             "overlap": draw.random() < 0.8,
             "gradient_as_bucket_view": draw.random() < 0.7,
-            "bucket_cap_mb": draw.choice([0.00001, 0.0002, 25.0]),
+            "bucket_cap_mb": draw.choice([0.00001, 0.0001, 25.0]),
             "forward_sync_buffers": draw.random() < 0.7,
         }
-        recipes = [Recipe.random(seed + k, kinds=_KINDS) for k in range(draw.choice([1, 1, 2]))]
-        recipes = [
-            dataclasses.replace(one, layers=one.layers[:_MOST_LAYERS], width=3, heads=recipes[0].heads)
-            for one in recipes
-        ]
+        is_large = draw.random() < 0.03  # many small histories find more than a few long ones
+        count = draw.choice([1, 2, 3]) if is_large else draw.choice([1, 1, 1, 1, 1, 2])
+        most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
+        recipes = [Recipe.random(seed + k, kinds=_KINDS) for k in range(count)]
+        heads = recipes[0].heads if is_large else draw.choice([1, 1, 2])
+        recipes = [dataclasses.replace(one, layers=one.layers[:most_layers], width=3, heads=heads) for one in recipes]
         unfit = set()
         if any(one.is_reentrant for one in recipes):
             unfit |= {StepKind.LOOK, StepKind.SOME_INPUTS}
@@ -75,9 +76,9 @@ class Program:
         kinds = [kind for kind in StepKind if kind not in unfit]
         steps = [
             TrainingStep(draw.choice(kinds), draw.choice(list(Zeroing)), draw.random() < 0.7)
-            for _ in range(draw.randint(2, 4))
+            for _ in range(draw.randint(2, 4) if is_large else draw.choice([1, 2, 2, 3]))
         ]
-        world_size = draw.choice([2, 2, 3, 4])
+        world_size = draw.choice([3, 4]) if is_large else draw.choice([2, 2, 2, 2, 3])
         own_function = draw.random() < 0.3
         faults = Fault.some(draw, world_size, len(steps)) if draw.random() < 0.6 else ()
         unseen = (Where.BACKWARD, Where.EARLY)  # where a rank that looks alone has another backward
@@ -105,12 +106,29 @@ class Models(nn.Module):
         self.parts = nn.ModuleList(parts)
         self._order = order
         self.is_quiet = False  # whether the last backward was, or is, not synchronized
+        self.table = {_plain(name): parameter for name, parameter in self.named_parameters()}
+        self._owners = [
+            (_plain(f"{prefix}.{name}"), owner, name)
+            for prefix, owner in self.named_modules()
+            for name, _ in owner.named_buffers(recurse=False)
+        ]
 
     def forward(self, batch, path):
         outputs = {}
         for k in self._order:
             outputs[k] = self.parts[k](batch, path)
         return tuple(one for k in sorted(outputs) for one in _listed(outputs[k]))
+
+    def zero_grad(self, set_to_none=True):
+        for parameter in self.table.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def buffer_values(self):
+        """Copies of the buffers by name."""
+        return {name: getattr(owner, key).clone() for name, owner, key in self._owners}
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -225,7 +243,7 @@ class Run:
         """Take a step; whether this rank goes on with the next one."""
         program, error = self.program, None
         self.scheduler.note("step", number, step.kind.name, step.zeroing.name)
-        handles = self.faults.begin_step(number, list(models.parameters()))
+        handles = self.faults.begin_step(number, models.table.values())
         try:
             for _ in perform(step, models, program.recipes[0], number, rank=rank, world_size=program.world_size):
                 self._note(rank, number, models)
@@ -247,8 +265,7 @@ class Run:
         return not isinstance(error, CommunicationError)
 
     def _note(self, rank, number, models, error=None):
-        gradients = {_plain(name): value for name, value in table_of(models).items()}
-        buffers = {_plain(name): value.clone() for name, value in models.named_buffers()}
+        gradients, buffers = table_of(models), models.buffer_values()
         traces = [part.trace() for part in models.parts]
         is_exact = not any(trace is not None and trace.repaired for trace in traces)
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")

@@ -73,7 +73,8 @@ class Scheduler:
         self._tasks = []
         self._deliveries = []  # (time, what is done then)
         self._threads = []
-        self._local = threading.local()
+        self.task = None
+        """Who has the baton; None before the first task and after the last."""
         self._main = _held()
         self._changed_at = self.now
         self.is_over = False
@@ -84,11 +85,6 @@ class Scheduler:
         self._pid = _FIRST_PID + 1000 * Scheduler._histories
 
     # ------------------------------------------------------------------ for what is simulated
-
-    @property
-    def task(self):
-        """The task of this thread; None in a thread that is none of the history's."""
-        return getattr(self._local, "task", None)
 
     def pid(self):
         """The process of this rank."""
@@ -176,13 +172,12 @@ class Scheduler:
             for task, thread in zip(self._tasks, self._threads, strict=True):  # one after another, as ever
                 self._hand_to(task)
                 thread.join(60)
-            Scheduler.current = None
+            Scheduler.current, self.task = None, None
         if self.failure is not None:
             raise self.failure
 
     def _run(self, task, run):
         task.baton.acquire()
-        self._local.task = task
         try:
             if not self.is_over:
                 self._use_world(self._worlds[task.rank])
@@ -222,6 +217,7 @@ class Scheduler:
         self._hand_to(self._choose())
 
     def _hand_to(self, task):
+        self.task = task
         baton = self._main if task is None else task.baton
         if baton.locked():
             baton.release()
