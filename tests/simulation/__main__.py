@@ -16,6 +16,7 @@ from .faults import Fault, Where
 from .processes import simulated
 from .program import Program, Run
 from .scheduler import Unsound
+from .wrappers import Wrapping
 
 _COLLECT = 100  # histories between collections
 
@@ -26,6 +27,8 @@ def failure_of(program):
         Run(program).run()
     except Unsound as error:
         return str(error)
+    except Exception as error:
+        raise RuntimeError(f"seed {program.seed}") from error
     return ""
 
 
@@ -57,7 +60,9 @@ def found():
         # A rank has died while the ranks connected again: the others waited for the timeout, and named one another.
         dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + seed))
         for nodes, faults in [(("",) * 3, (torn,)), (("here",) * 3, dies)]:
-            programs.append(Program(seed, 3, (recipe,), {"forward_sync_buffers": True}, False, steps, nodes, faults))
+            programs.append(
+                Program(seed, 3, (recipe,), {"forward_sync_buffers": True}, Wrapping.PLAIN, steps, nodes, faults)
+            )
     return programs
 
 

@@ -32,6 +32,8 @@ class Where(enum.Enum):
     """The reduce function raises before it has sent anything."""
     FUNCTION_LATE = enum.auto()
     """The reduce function raises after it has sent a bucket."""
+    NAN = enum.auto()
+    """The outputs are NaN."""
     SLOW = enum.auto()
     """The rank takes its time, less than the timeout."""
     DIES = enum.auto()
@@ -41,7 +43,7 @@ class Where(enum.Enum):
         return self.name
 
 
-RAISING = tuple(where for where in Where if where not in (Where.SLOW, Where.DIES))
+RAISING = tuple(where for where in Where if where not in (Where.NAN, Where.SLOW, Where.DIES))
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class Fault:
     number: int
 
     @classmethod
-    def some(cls, draw, world_size, steps):
+    def some(cls, draw, world_size, steps, *, with_nan):
         """At most one death, and then no rank that is slow: it would be taken for another one."""
         dies = draw.random() < 0.2
-        kinds = RAISING if dies else (*RAISING, Where.SLOW)
+        kinds = RAISING if dies else (*RAISING, Where.SLOW, *[Where.NAN] * 3 * with_nan)
         faults = [
             cls(draw.randrange(world_size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
             for _ in range(draw.choice([1, 1, 2, 3]) - dies)
@@ -112,8 +114,12 @@ class Faults:
 
         return call
 
-    def begin_step(self, number, parameters):
-        """A step of this rank begins; what to remove at its end."""
+    def poisons(self, rank, number):
+        """Whether the outputs of ``rank`` are NaN in a step."""
+        return any((one.rank, one.step, one.where) == (rank, number, Where.NAN) for one in self._planned)
+
+    def begin_step(self, number, models):
+        """A step of this rank with ``models`` begins; what to remove at its end."""
         rank = Scheduler.current.task.rank
         self.steps[rank] = number
         slow = self.due(Where.SLOW)
@@ -122,7 +128,8 @@ class Faults:
         dies = self.due(Where.DIES)
         if dies is not None:
             Scheduler.current.doom[rank] = dies.number
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        models.is_poisoned = self.poisons(rank, number)
+        trained = [parameter for parameter in models.table.values() if parameter.requires_grad]
         numbers = [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, Where.HOOK)]
         return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers]
 
