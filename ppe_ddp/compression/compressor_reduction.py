@@ -202,6 +202,7 @@ class ExchangeQueue:
         self._wait = wait
         self._turn = 0
         self._running: deque[PendingExchange] = deque()
+        self._error: BaseException | None = None  # of a turn: who only asked for it has not raised it
 
     def start(self, exchange: Delivered, link: Link | CrossNodeLinks, name: str = "") -> PendingExchange:
         """Begin ``exchange``, which is over ``link``, after a turn of those that are under way.
@@ -229,6 +230,7 @@ class ExchangeQueue:
             entry.pending = None
             entry.exchange.close()
         self._running.clear()
+        self._error = None
 
     def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
         """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
@@ -246,14 +248,20 @@ class ExchangeQueue:
         return [entry for entry in self._running if entry.due == self._turn + 1]
 
     def _advance(self) -> None:
+        if self._error is not None:
+            raise self._error
         due = self._due()
         self._turn += 1
-        for entry in due:
-            if entry.pending is not None:
-                self._wait(entry.pending, entry.link.device)
-            entry.resume(self._turn)
-            if entry.is_done:
-                self._running.remove(entry)
+        try:
+            for entry in due:
+                if entry.pending is not None:
+                    self._wait(entry.pending, entry.link.device)
+                entry.resume(self._turn)
+                if entry.is_done:
+                    self._running.remove(entry)
+        except BaseException as error:
+            self._error = error
+            raise
 
 
 class PendingExchange:

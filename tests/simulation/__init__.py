@@ -2,7 +2,9 @@
 
     __main__.py    python -m tests.simulation --seed 7    replays one history with its log
                    python -m tests.simulation --seeds 0:1000
+    found.py       programs that have failed once
     program.py     what the ranks do, drawn from the seed
+    wrappers.py    what they do it with
     faults.py      what befalls them
     oracle.py      one process that does the same, and what a history is held to
     scheduler.py   who runs next, and virtual time; stands in for ``time``, ``os`` and ``threading`` in ppe_ddp

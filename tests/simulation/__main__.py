@@ -9,14 +9,10 @@ import time
 
 import torch
 
-from law_models import Kind, LayerRecipe, Recipe
-from law_steps import StepKind, TrainingStep
-
-from .faults import Fault, Where
+from .found import found
 from .processes import simulated
 from .program import Program, Run
 from .scheduler import Unsound
-from .wrappers import Wrapping
 
 _COLLECT = 100  # histories between collections
 
@@ -33,7 +29,7 @@ def failure_of(program):
 
 
 def run(programs, *, stop_after=5, tell=lambda program, text: None):
-    """Run each of ``programs``; what is wrong, by program. ``tell`` is called with each that fails."""
+    """Run each of ``programs``, up to so many that fail; what is wrong with these, each told as it is found."""
     failed = {}
     with simulated():
         for number, program in enumerate(programs):
@@ -47,23 +43,6 @@ def run(programs, *, stop_after=5, tell=lambda program, text: None):
                 gc.collect()
                 gc.freeze()  # what a first history has loaded needs no look any more
     return failed
-
-
-def found():
-    """Programs that have failed once, each in several orders of events."""
-    steps = (TrainingStep(StepKind.ONE_BACKWARD), TrainingStep(StepKind.ONE_BACKWARD))
-    recipe = Recipe(1, (LayerRecipe(Kind.LINEAR), LayerRecipe(Kind.SKIPPED)))
-    programs = []
-    for seed in range(40):
-        # A step was complete on one rank only, where no rank sees the processes of others.
-        torn = Fault(0, 1, Where.LOSS, 0)
-        # A rank has died while the ranks connected again: the others waited for the timeout, and named one another.
-        dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + seed))
-        for nodes, faults in [(("",) * 3, (torn,)), (("here",) * 3, dies)]:
-            programs.append(
-                Program(seed, 3, (recipe,), {"forward_sync_buffers": True}, Wrapping.PLAIN, steps, nodes, faults)
-            )
-    return programs
 
 
 def replay(seed):
@@ -97,7 +76,7 @@ def _tell(program, text):
 def _run_seeds(seeds):
     """The seeds that fail, of some; in a process of its own."""
     prepare()
-    return len(run(map(Program.of, seeds), tell=_tell))
+    return len(run(map(Program.of, seeds), tell=_tell, stop_after=50))
 
 
 def run_seeds(seeds, jobs):

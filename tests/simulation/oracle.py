@@ -91,7 +91,8 @@ class Oracle:
         self.residuals = [{} for _ in range(self.program.world_size)]
         # Two halves are exact in any way; else some divide by three, and others multiply by a third.
         count, wrapping = self.program.world_size, self.program.wrapping
-        self.is_exact = count == 2 or (not self.program.shares and (count == 4 or wrapping in _SCALED_FIRST))
+        self.is_exact = count in (2, 4) or wrapping in _SCALED_FIRST
+        self.is_exact &= not self.program.shares  # whose gradients autograd adds up in the order of the forwards
         self.is_exact &= not self.program.is_sparse and wrapping is not Wrapping.OPTIMIZER
 
     def check(self):
@@ -210,8 +211,6 @@ class Oracle:
             own = self._of_wrapping(self.reference.local[rank], result.gradients)
             earlier = self._of_wrapping(before[rank], result.gradients)
             means = self._of_wrapping(expectation.means, result.gradients)
-            if error is None and program.wrapping.compressor is not None:
-                means = result.gradients
             for name, got in result.gradients.items():
                 if got is SHARD:
                     continue
@@ -222,11 +221,13 @@ class Oracle:
                     {Zeroing.NOTHING: earlier[name], Zeroing.TO_NONE: there_before}.get(zeroing, cleared),
                 ]
                 if error is None or several:
-                    fitting.append(means[name])
+                    fitting.append(got if program.wrapping.compressor is not None else means[name])
                 if is_clear and result.is_exact and not any(_same(got, one) for one in fitting):
                     texts = [None if one is None else one.tolist() for one in (got, own[name])]
                     raise Unsound(f"{here}: {name} is {texts[0]}, and the rank had computed {texts[1]}")
-            if is_clear and error is not None and not _are_same(result.residuals, self.residuals[rank]):
+            if several:  # one wrapper may have taken the step, and another not
+                self.residuals[rank] = result.residuals
+            if error is not None and not _are_same(result.residuals, self.residuals[rank]):
                 raise Unsound(f"{here}: a compressor has kept {result.residuals}, and before {self.residuals[rank]}")
 
     def _check_error(self, here, rank, error, raising, *, is_fatal):
@@ -257,7 +258,10 @@ class Oracle:
         """Every rank that had to go on was told, or all was over."""
         for rank, steps in enumerate(self.run.results):
             ended = [one for step in steps for one in step]
-            is_told = any(isinstance(one.error, CommunicationError) for one in ended)
+            errors = [one.error for one in ended if isinstance(one.error, CommunicationError)]
+            is_told = bool(errors)
+            for error in errors:
+                self._check_error(f"rank {rank}", rank, error, set(), is_fatal=True)
             if rank != fault.rank and not is_told and not steps[-1]:
                 raise Unsound(f"rank {rank} has neither ended nor been told that rank {fault.rank} is dead")
 

@@ -61,9 +61,10 @@ class Program:
             "forward_sync_buffers": draw.random() < 0.7,
         }
         is_large = draw.random() < 0.03  # many small histories find more than a few long ones
-        count = draw.choice([1, 2, 3]) if is_large else draw.choice([1, 1, 1, 1, 1, 2])
-        most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
         wrapping = draw.choice([*Wrapping, *[Wrapping.PLAIN] * 6])
+        count = draw.choice([1, 2, 3]) if is_large else draw.choice([1, 1, 1, 1, 1, 2])
+        count = 1 if wrapping is Wrapping.HOOK else count  # it communicates in one group of the user's
+        most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
         with_sparse = draw.random() < 0.1 and wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED)
         recipes = [Recipe.random(seed + k, kinds=tuple(Kind) if with_sparse else _KINDS) for k in range(count)]
         heads = recipes[0].heads if is_large else draw.choice([1, 1, 2])
@@ -160,7 +161,11 @@ class Run:
             pg_options=ShmOptions(shared_memory=False),
         )
         order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
-        models = Wrappers(modules_of(program), order, program.options, program.wrapping)
+        try:
+            models = Wrappers(modules_of(program), order, program.options, program.wrapping)
+        except CommunicationError as error:  # a rank that has begun is dead already
+            self.results[rank][0].append(Result({}, {}, {}, True, error.with_traceback(None)))
+            return
         for number, step in enumerate(program.steps):
             if not self._step(rank, number, step, models):
                 return
@@ -189,9 +194,18 @@ class Run:
             self._note(rank, number, models, error.with_traceback(None))
             models.zero_grad()
         elif step.updates:
-            models.update()
-            self.parameters[rank][number] = models.parameter_values()
+            error = self._update(rank, number, models)
         return not isinstance(error, CommunicationError)
+
+    def _update(self, rank, number, models):
+        """Take the optimizer's step; the error, where another rank has died."""
+        try:
+            models.update()
+        except CommunicationError as error:
+            self._note(rank, number, models, error.with_traceback(None))
+            return error
+        self.parameters[rank][number] = models.parameter_values()
+        return None
 
     def _note(self, rank, number, models, error=None):
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")

@@ -14,8 +14,10 @@ from ppe_ddp.compression import ErrorFeedback, Sign, TopK
 from ppe_ddp.optim import ShardedGradient
 
 from .faults import Faults, Where, reduce_function
+from .scheduler import Scheduler
 
 RATE = 0.05
+_PAUSES = 0.3
 SHARD = torch.empty(0)
 """In place of a gradient of which each rank has its shard."""
 
@@ -144,6 +146,9 @@ class Wrappers(Models):
                 DistributedOptimizer(torch.optim.SGD, part, lr=RATE, overlap=options["overlap"]) for part in self.parts
             ]
         self._is_finished = False
+        for parameter in self.table.values():
+            if parameter.requires_grad:
+                parameter.register_hook(_pause)
 
     def forward(self, batch, path):
         faults = Faults.current
@@ -230,8 +235,11 @@ class Wrappers(Models):
             part.start_grad_sync()
 
     def finish_grad_sync(self):
-        for part in self.parts:
-            part.finish_grad_sync()
+        if self.wrapping.is_megatron:
+            megatron.finalize_model_grads(list(self.parts))
+        else:
+            for part in self.parts:
+                part.finish_grad_sync()
         self._is_finished = True
 
 
@@ -255,6 +263,13 @@ def _wrapped(module, options, wrapping):
     elif wrapping.compressor is not None:
         wrapper.register_comm_hook(wrapping.compressor)
     return wrapper
+
+
+def _pause(_gradient):
+    """A gradient takes its time: what is under way arrives meanwhile."""
+    scheduler = Scheduler.current
+    if scheduler.draw.random() < _PAUSES:
+        scheduler.sleep(scheduler.draw.choice([0.0, 1e-5, 0.1]))
 
 
 def _hook(_, bucket):

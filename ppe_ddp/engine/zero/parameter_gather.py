@@ -248,7 +248,7 @@ class ParameterGather:
             model = self._models[key[0]]
             if self._sent_in[key[0]] == model.groups.generation:
                 peer_error = model.groups.fail(error, UPDATE)
-                if isinstance(peer_error, PeerAbortedError):
+                if peer_error is not None:
                     raise peer_error from error
             first = model.shards[model.units[key[1]][0]].name
             raise CommunicationError(
