@@ -32,6 +32,8 @@ class Where(enum.Enum):
     """The reduce function raises before it has sent anything."""
     FUNCTION_LATE = enum.auto()
     """The reduce function raises after it has sent a bucket."""
+    INTERRUPT = enum.auto()
+    """The rank is interrupted in some wait in this step."""
     NAN = enum.auto()
     """The outputs are NaN."""
     SLOW = enum.auto()
@@ -43,7 +45,7 @@ class Where(enum.Enum):
         return self.name
 
 
-RAISING = tuple(where for where in Where if where not in (Where.NAN, Where.SLOW, Where.DIES))
+RAISING = tuple(where for where in Where if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES))
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Fault:
     def some(cls, draw, world_size, steps, *, with_nan):
         """At most one death, and then no rank that is slow: it would be taken for another one."""
         dies = draw.random() < 0.2
-        kinds = RAISING if dies else (*RAISING, Where.SLOW, *[Where.NAN] * 3 * with_nan)
+        kinds = RAISING if dies else (*RAISING, Where.SLOW, Where.INTERRUPT, *[Where.NAN] * 3 * with_nan)
         faults = [
             cls(draw.randrange(world_size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
             for _ in range(draw.choice([1, 1, 2, 3]) - dies)
@@ -74,6 +76,28 @@ class Fault:
         if dies:
             faults.append(cls(draw.randrange(world_size), draw.randrange(steps), Where.DIES, draw.randrange(40)))
         return tuple(faults)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one rank alone does to a parameter before a step: it freezes it, or thaws it.
+
+    Attributes:
+        rank: The rank.
+        step: The step.
+        number: Which parameter, of those that were trained.
+        trains: Whether it is trained from then on.
+    """
+
+    rank: int
+    step: int
+    number: int
+    trains: bool
+
+    def apply(self, rank, step, models):
+        """Do it, where it is due."""
+        if (rank, step) == (self.rank, self.step):
+            models.trained[self.number % len(models.trained)].requires_grad_(self.trains)
 
 
 class Faults:
@@ -85,8 +109,8 @@ class Faults:
 
     current = None
 
-    def __init__(self, planned, world_size):
-        self._planned = planned
+    def __init__(self, planned, changes, world_size):
+        self._planned, self._changes = planned, changes
         self.fired = {}
         self.steps = [-1] * world_size
 
@@ -125,13 +149,28 @@ class Faults:
         slow = self.due(Where.SLOW)
         if slow is not None:
             Scheduler.current.sleep(slow.number / 10)
+        for fault in self._planned:
+            if (fault.rank, fault.step, fault.where) == (rank, number, Where.INTERRUPT):
+                Scheduler.current.signals[rank] = 1 + fault.number // 4
         dies = self.due(Where.DIES)
         if dies is not None:
             Scheduler.current.doom[rank] = dies.number
         models.is_poisoned = self.poisons(rank, number)
+        for change in self._changes:
+            change.apply(rank, number, models)
         trained = [parameter for parameter in models.table.values() if parameter.requires_grad]
         numbers = [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, Where.HOOK)]
-        return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers]
+        return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers if trained]
+
+    def end_step(self):
+        """The step of this rank is over; an interrupt would come too late."""
+        Scheduler.current.signals.pop(Scheduler.current.task.rank, None)
+
+    def interrupted(self, number):
+        """This rank was interrupted in a step."""
+        rank = Scheduler.current.task.rank
+        fault = next(f for f in self._planned if (f.rank, f.step, f.where) == (rank, number, Where.INTERRUPT))
+        self.fired[fault] = Scheduler.current.now
 
 
 def reduce_function(gradients, group):

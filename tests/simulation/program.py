@@ -13,7 +13,7 @@ from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.backends.shm import ShmOptions
 
 from . import processes
-from .faults import Fault, Faults, Planned, Where
+from .faults import Change, Fault, Faults, Planned, Where
 from .group import Network
 from .oracle import SEVERAL, hold
 from .scheduler import Scheduler
@@ -38,6 +38,7 @@ class Program:
         nodes: By rank, the node that it is on; empty where the system does not show the processes of others.
         faults: What befalls the ranks.
         shares: What the modules have in common: ``"heads"``, ``"all"``, or nothing.
+        changes: What single ranks do to their parameters.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Program:
     nodes: tuple[str, ...]
     faults: tuple[Fault, ...]
     shares: str = ""
+    changes: tuple[Change, ...] = ()
 
     @classmethod
     def of(cls, seed):
@@ -80,10 +82,17 @@ class Program:
         faults = (
             Fault.some(draw, world_size, len(steps), with_nan=wrapping.looks_for_nan) if draw.random() < 0.6 else ()
         )
-        faults = tuple(fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping))
+        faults = tuple(
+            fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, is_several=count > 1)
+        )
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
-        return cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares)
+        changes = ()
+        if draw.random() < 0.15:
+            steps = [dataclasses.replace(one, zeroing=Zeroing.TO_NONE) for one in steps]
+            rank, number = draw.randrange(world_size), draw.randrange(20)
+            changes = tuple(Change(rank, k, number, draw.random() < 0.5) for k in range(len(steps)))
+        return cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
 
     @property
     def is_sparse(self):
@@ -134,7 +143,7 @@ class Run:
         draw = Random(f"order {program.seed}")
         self.scheduler = Scheduler(draw, processes.new_worlds(count), processes.use_world)
         self.store = SimulatedStore()
-        self.faults = Faults(program.faults, count)
+        self.faults = Faults(program.faults, program.changes, count)
         self.results = [[[] for _ in program.steps] for _ in range(count)]
         self.parameters = [[None for _ in program.steps] for _ in range(count)]
 
@@ -184,9 +193,15 @@ class Run:
                 self._note(rank, number, models)
         except (Planned, MemoryError) as raised:
             error = raised
+            self.faults.end_step()
             models.abort(raised.args[0])
+        except KeyboardInterrupt as raised:
+            error = raised
+            self.faults.interrupted(number)
+            models.abort(Where.INTERRUPT)
         except (PeerAbortedError, CommunicationError, NonFiniteGradientError) as raised:
             error = raised
+        self.faults.end_step()
         for handle in handles:
             handle.remove()
         models.is_quiet = False
@@ -227,8 +242,10 @@ def _fitting(recipes, wrapping):
     return [kind for kind in StepKind if kind not in unfit]
 
 
-def _is_fitting(fault, step, wrapping):
+def _is_fitting(fault, step, wrapping, *, is_several):
     """Whether what is promised for ``fault`` is known."""
+    if fault.where is Where.INTERRUPT and is_several:
+        return False  # which connect again one after another
     if wrapping is Wrapping.HOOK:
         return fault.where is Where.SLOW  # it communicates in a group of the user's
     # A rank that looks alone has another backward.

@@ -48,6 +48,7 @@ class Task:
     seen: int = -1  # the number of changes on its rank when it looked last
     is_over: bool = False
     is_dead: bool = False
+    is_main: bool = False
 
 
 class Scheduler:
@@ -79,6 +80,7 @@ class Scheduler:
         self._changed_at = self.now
         self.is_over = False
         self.doom = {}  # in how many waits a rank dies
+        self.signals = {}  # in how many a rank is interrupted
         self.dead = set()
         self.at_death = lambda rank: None
         Scheduler._histories += 1
@@ -142,6 +144,13 @@ class Scheduler:
     def poll(self, seconds=0.0, until=bool):
         """Give the others a turn, and come back when something has happened, or some time has gone by."""
         self._wait(until, seconds)
+        rank = self.task.rank
+        if rank in self.signals and self.task.is_main:
+            self.signals[rank] -= 1
+            if self.signals[rank] == 0:
+                del self.signals[rank]
+                self.note("is interrupted")
+                raise KeyboardInterrupt
 
     def wait(self, arrived, seconds=None):
         """Poll until ``arrived()``; whether it has, in so many seconds."""
@@ -164,7 +173,7 @@ class Scheduler:
         Scheduler.current = self
         try:
             for rank, program in enumerate(programs):
-                self.spawn(rank, f"rank {rank}", program)
+                self.spawn(rank, f"rank {rank}", program).is_main = True
             self._pass_on()
             self._main.acquire()
         finally:

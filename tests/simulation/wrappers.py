@@ -85,6 +85,7 @@ class Models(nn.Module):
         self._order = order
         self.is_poisoned = False
         self.table = {_plain(name): parameter for name, parameter in self.named_parameters()}
+        self.trained = [parameter for parameter in self.table.values() if parameter.requires_grad]
         self._owners = [
             (_plain(f"{prefix}.{name}"), owner, name)
             for prefix, owner in self.named_modules()
@@ -146,9 +147,8 @@ class Wrappers(Models):
                 DistributedOptimizer(torch.optim.SGD, part, lr=RATE, overlap=options["overlap"]) for part in self.parts
             ]
         self._is_finished = False
-        for parameter in self.table.values():
-            if parameter.requires_grad:
-                parameter.register_hook(_pause)
+        for parameter in self.trained:
+            parameter.register_hook(_pause)
 
     def forward(self, batch, path):
         faults = Faults.current
@@ -211,7 +211,7 @@ class Wrappers(Models):
 
     def abort(self, where):
         """Tell the other ranks of what this one has raised ``where``, if they cannot know."""
-        if self.is_quiet or self.wrapping is Wrapping.MEGATRON or where in (Where.LOSS, Where.EARLY):
+        if self.is_quiet or self.wrapping is Wrapping.MEGATRON or where in (Where.LOSS, Where.EARLY, Where.INTERRUPT):
             for part in self.parts:
                 part.abort_grad_sync("it has failed by plan")
 
