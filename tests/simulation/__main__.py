@@ -1,4 +1,4 @@
-"""Runs histories: ``--seed N`` replays one with its log, ``--seeds A:B`` runs many and says how fast."""
+"""Runs histories: ``--seeds A:B`` many, ``--seed N`` one with its log, with ``--shrink`` a small one that fails too."""
 
 import argparse
 import gc
@@ -11,21 +11,10 @@ import torch
 
 from .found import found
 from .processes import simulated
-from .program import Program, Run
-from .scheduler import Unsound
+from .program import Program
+from .replay import failure_of, replay, shrunk
 
 _COLLECT = 100  # histories between collections
-
-
-def failure_of(program):
-    """What is wrong with one history of ``program``; empty where it is sound. Called in :func:`simulated`."""
-    try:
-        Run(program).run()
-    except Unsound as error:
-        return str(error)
-    except Exception as error:
-        raise RuntimeError(f"seed {program.seed}") from error
-    return ""
 
 
 def run(programs, *, stop_after=5, tell=lambda program, text: None):
@@ -43,23 +32,6 @@ def run(programs, *, stop_after=5, tell=lambda program, text: None):
                 gc.collect()
                 gc.freeze()  # what a first history has loaded needs no look any more
     return failed
-
-
-def replay(seed):
-    """Run one history, and print its log."""
-    history = Run(Program.of(seed))
-    for field, value in vars(history.program).items():
-        print(f"{field} = {value}")
-    error = ""
-    with simulated():
-        try:
-            history.run()
-        except Unsound as unsound:
-            error = str(unsound)
-    for at, rank, event in history.scheduler.log:
-        print(f"{at:12.6f}  {'' if rank is None else f'rank {rank}':7} {' '.join(map(str, event))}")
-    print(error or "sound")
-    return bool(error)
 
 
 def prepare():
@@ -92,13 +64,16 @@ def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--shrink", action="store_true", help="leave out of --seed what it needs not to fail")
     parser.add_argument("--found", action="store_true", help="histories that have failed once")
     parser.add_argument("--seeds", default="0:100")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
     prepare()
     if arguments.seed is not None:
-        return replay(arguments.seed)
+        with simulated():
+            program = Program.of(arguments.seed)
+            return replay(shrunk(program, tell=print) if arguments.shrink else program)
     start = time.perf_counter()
     if arguments.found:
         programs = found()

@@ -128,6 +128,7 @@ class Faults:
     def at(self, where):
         """Raise what this rank has to raise here."""
         if self.due(where) is not None:
+            self.end_step()  # who tells of one error is not interrupted as well
             raise MemoryError("planned") if where is Where.PACKING else Planned(where)
 
     def hook(self, where):

