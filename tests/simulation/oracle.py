@@ -250,7 +250,9 @@ class Oracle:
         if is_fatal:
             named = set(getattr(error, "ranks", None) or ()) or {getattr(error, "rank", None)}
             # With several wrappers a rank that looks for others in one of them does not answer in another.
-            is_right = bool(named & (dead | raising)) if len(program.recipes) > 1 else named <= dead | raising
+            # Known: nor does one that only waits answer a rank of another node.
+            is_loose = len(program.recipes) > 1 or len(set(program.nodes)) > 1 or "" in program.nodes
+            is_right = bool(named & (dead | raising)) if is_loose else named <= dead | raising
             # Who dies between its word and its count is known to nobody.
             is_right |= "rank that came too late" in str(error)
             if not (error is None or rank in raising or is_right):

@@ -21,6 +21,9 @@ from .store import SimulatedStore
 from .wrappers import Models, Wrappers, Wrapping
 
 _KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
+_ONE_SYNCHRONIZATION = [
+    kind for kind in StepKind if kind is StepKind.MICRO_BATCHES or not any(word in kind.name for word in SEVERAL)
+]
 _TIMEOUT = timedelta(seconds=300)
 
 
@@ -83,7 +86,7 @@ class Program:
             Fault.some(draw, world_size, len(steps), with_nan=wrapping.looks_for_nan) if draw.random() < 0.6 else ()
         )
         faults = tuple(
-            fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, is_several=count > 1)
+            fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, shares, is_several=count > 1)
         )
         faults = _without_known(faults)
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
@@ -249,10 +252,14 @@ def _without_known(faults):
     return interrupts[:1] or faults
 
 
-def _is_fitting(fault, step, wrapping, *, is_several):
+def _is_fitting(fault, step, wrapping, shares, *, is_several):
     """Whether what is promised for ``fault`` is known."""
-    if fault.where is Where.INTERRUPT and is_several:
-        return False  # which connect again one after another
+    if fault.where is Where.INTERRUPT and (is_several or step.kind not in _ONE_SYNCHRONIZATION):
+        return False  # the others may be one synchronization ahead
+    if shares and fault.where in (Where.HOOK, Where.BACKWARD, Where.EARLY):
+        return False  # known: a wrapper to which this backward has not come yet tells nobody
+    if fault.where is Where.NAN and is_several:
+        return False  # each drops the step by itself
     if wrapping is Wrapping.HOOK:
         return fault.where is Where.SLOW  # it communicates in a group of the user's
     # A rank that looks alone has another backward.

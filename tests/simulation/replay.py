@@ -135,7 +135,7 @@ def _smaller(program):
 def _plainer(program):
     """Programs in which one thing is as usual."""
     change = dataclasses.replace
-    if program.wrapping is not Wrapping.PLAIN:
+    if program.wrapping is not Wrapping.PLAIN and not program.wrapping.looks_for_nan:
         yield change(program, wrapping=Wrapping.PLAIN)
     if program.shares:
         yield change(program, shares="")
