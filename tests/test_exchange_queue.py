@@ -1,9 +1,11 @@
 """The order in which exchanges go on, without any communication."""
 
+import pytest
 import torch
 
 from ppe_ddp.compression import Link
 from ppe_ddp.compression.compressor_reduction import ExchangeQueue
+from ppe_ddp.errors import CommunicationError
 
 
 class Message:
@@ -103,3 +105,34 @@ def test_what_was_abandoned_is_neither_waited_for_nor_resumed():
     queue.start(exchange(log, "b", [Message()]), [link()], torch.device("cpu")).wait()
     assert log == [("a", 0), ("b", 0), ("b", "end")]
     assert len(waited) == 1
+
+
+def test_an_error_that_was_only_asked_for_is_raised_by_the_wait():
+    def fail(_message, _device):
+        raise CommunicationError("rank 1 has failed")
+
+    queue = ExchangeQueue(fail)
+    message = Message()
+    pending = [queue.start(exchange([], name, [message]), link()) for name in "ab"]
+    message.is_there = True
+    for one in pending:
+        for ask in (one.done, one.done, one.wait, one.wait):
+            with pytest.raises(CommunicationError, match="rank 1 has failed"):
+                ask()
+
+
+def test_an_error_of_a_compressor_that_was_only_asked_for_is_raised_by_the_wait():
+    def exchange_that_fails(message):
+        yield message
+        raise ValueError("not today")
+
+    queue, message = queue_of([]), Message()
+    pending = queue.start(exchange_that_fails(message), link())
+    message.is_there = True
+    for ask in (pending.done, pending.wait):
+        with pytest.raises(ValueError, match="not today"):
+            ask()
+    queue.abandon()
+    again = queue.start(exchange([], "a", [message]), link())
+    again.wait()
+    assert again.done()

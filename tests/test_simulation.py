@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FRESH = 100
+FRESH = 150
 
 
 def simulate(*arguments):

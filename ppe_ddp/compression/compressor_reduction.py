@@ -200,6 +200,7 @@ class ExchangeQueue:
         self._wait = wait
         self._turn = 0
         self._running: deque[PendingExchange] = deque()
+        self._error: BaseException | None = None  # of a turn: who only asked for it has not raised it
 
     def start(
         self, exchange: Delivered, links: Sequence[Link], device: torch.device, name: str = ""
@@ -223,6 +224,7 @@ class ExchangeQueue:
             entry.pending = None
             entry.exchange.close()
         self._running.clear()
+        self._error = None
 
     def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
         """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
@@ -240,14 +242,20 @@ class ExchangeQueue:
         return [entry for entry in self._running if entry.due == self._turn + 1]
 
     def _advance(self) -> None:
+        if self._error is not None:
+            raise self._error
         due = self._due()
         self._turn += 1
-        for entry in due:
-            if entry.pending is not None:
-                self._wait(entry.pending, entry.device)
-            entry.resume(self._turn)
-            if entry.is_done:
-                self._running.remove(entry)
+        try:
+            for entry in due:
+                if entry.pending is not None:
+                    self._wait(entry.pending, entry.device)
+                entry.resume(self._turn)
+                if entry.is_done:
+                    self._running.remove(entry)
+        except BaseException as error:
+            self._error = error
+            raise
 
 
 class PendingExchange:

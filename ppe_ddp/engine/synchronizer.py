@@ -356,6 +356,7 @@ class BucketSynchronizer(Synchronizer):
             frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
             self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
             self.negotiation.check()
+            self._groups.await_start()
             self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
             self.use_reduction(self.reduction, self._packing)
         return self.sharded_parameters

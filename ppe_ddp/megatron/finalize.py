@@ -12,6 +12,7 @@ All of it happens in ``main_grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,8 +106,9 @@ def finalize_model_grads(
     is_own = groups is None or groups == chunks[0].groups
     parallel = chunks[0].model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with parallel.step(), torch.no_grad():
-        for chunk in chunks:
-            chunk.finish_grad_sync(force_all_reduce)
+        with ExitStack() as stack:  # a step that fails in one chunk is over in all of them
+            for chunk in reversed(chunks):
+                stack.callback(chunk.finish_grad_sync, force_all_reduce)
         plan = {
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
             "pipeline": _over_pipeline(chunks),

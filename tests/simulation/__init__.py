@@ -1,8 +1,11 @@
 """A simulator: N ranks of the real engine in one process, one at a time, every order of events from a seed.
 
-    __main__.py    python -m tests.simulation --seed 7    replays one history with its log
+    __main__.py    python -m tests.simulation --seed 7    replays one history with its log; --shrink: a smaller one
                    python -m tests.simulation --seeds 0:1000
+    replay.py      one history in words, and the smallest program that fails
+    found.py       programs that have failed once
     program.py     what the ranks do, drawn from the seed
+    wrappers.py    what they do it with
     faults.py      what befalls them
     oracle.py      one process that does the same, and what a history is held to
     scheduler.py   who runs next, and virtual time; stands in for ``time``, ``os`` and ``threading`` in ppe_ddp

@@ -1,92 +1,88 @@
-"""Runs histories: ``--seed N`` replays one with its log, ``--seeds A:B`` runs many and says how fast."""
+"""Runs histories: ``--seeds A:B`` many, ``--seed N`` one with its log, with ``--shrink`` a small one that fails too."""
 
 import argparse
 import gc
 import logging
+import multiprocessing
 import sys
 import time
 
 import torch
 
-from law_models import Kind, LayerRecipe, Recipe
-from law_steps import StepKind, TrainingStep
-
-from .faults import Fault, Where
+from .found import found
 from .processes import simulated
-from .program import Program, Run
-from .scheduler import Unsound
+from .program import Program
+from .replay import failure_of, replay, shrunk
+
+_COLLECT = 100  # histories between collections
 
 
 def run(programs, *, stop_after=5, tell=lambda program, text: None):
-    """Run each of ``programs``; what is wrong, by program. ``tell`` is called with each that fails."""
+    """Run each of ``programs``, up to so many that fail; what is wrong with these, each told as it is found."""
     failed = {}
     with simulated():
         for number, program in enumerate(programs):
-            history = Run(program)
-            try:
-                history.run()
-            except Unsound as error:
-                failed[program] = str(error)
-                tell(program, str(error))
+            text = failure_of(program)
+            if text:
+                failed[program] = text
+                tell(program, text)
                 if len(failed) == stop_after:
                     break
-            if number % 50 == 0:
+            if number % _COLLECT == 0:
                 gc.collect()
+                gc.freeze()  # what a first history has loaded needs no look any more
     return failed
 
 
-def found():
-    """Programs that have failed once, each in several orders of events."""
-    steps = (TrainingStep(StepKind.ONE_BACKWARD), TrainingStep(StepKind.ONE_BACKWARD))
-    recipe = Recipe(1, (LayerRecipe(Kind.LINEAR), LayerRecipe(Kind.SKIPPED)))
-    programs = []
-    for seed in range(40):
-        # A step was complete on one rank only, where no rank sees the processes of others.
-        torn = Fault(0, 1, Where.LOSS, 0)
-        # A rank has died while the ranks connected again: the others waited for the timeout, and named one another.
-        dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + seed))
-        for nodes, faults in [(("",) * 3, (torn,)), (("here",) * 3, dies)]:
-            programs.append(Program(seed, 3, (recipe,), {"forward_sync_buffers": True}, False, steps, nodes, faults))
-    return programs
+def prepare():
+    """Let this process be one that runs histories."""
+    torch.set_num_threads(1)
+    logging.getLogger("ppe_ddp").setLevel(logging.CRITICAL)  # a rank that looks alone has more forwards
+    gc.disable()  # a rank must not end what belongs to another
 
 
-def replay(seed):
-    """Run one history, and print its log."""
-    history = Run(Program.of(seed))
-    for field, value in vars(history.program).items():
-        print(f"{field} = {value}")
-    error = ""
-    with simulated():
-        try:
-            history.run()
-        except Unsound as unsound:
-            error = str(unsound)
-    for at, rank, event in history.scheduler.log:
-        print(f"{at:12.6f}  {'' if rank is None else f'rank {rank}':7} {' '.join(map(str, event))}")
-    print(error or "sound")
-    return bool(error)
+def _tell(program, text):
+    print(f"seed {program.seed}: {text}", flush=True)
+
+
+def _run_seeds(seeds):
+    """The seeds that fail, of some; in a process of its own."""
+    prepare()
+    return len(run(map(Program.of, seeds), tell=_tell, stop_after=50))
+
+
+def run_seeds(seeds, jobs):
+    """How many of ``seeds`` fail, run in so many processes."""
+    if jobs == 1:
+        return _run_seeds(seeds)
+    parts = [seeds[first :: 4 * jobs] for first in range(4 * jobs)]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return sum(pool.imap_unordered(_run_seeds, parts))
 
 
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--shrink", action="store_true", help="leave out of --seed what it needs not to fail")
     parser.add_argument("--found", action="store_true", help="histories that have failed once")
     parser.add_argument("--seeds", default="0:100")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)  # a rank that looks alone has more forwards
-    gc.disable()  # a rank must not end what belongs to another
+    prepare()
     if arguments.seed is not None:
-        return replay(arguments.seed)
-    first, last = map(int, arguments.seeds.split(":"))
-    start = time.process_time()
-    programs = found() if arguments.found else [Program.of(seed) for seed in range(first, last)]
-    failed = run(programs, tell=lambda program, text: print(f"seed {program.seed}: {text}", flush=True))
-    seconds = time.process_time() - start
-    rate = len(programs) / seconds
-    which = "programs that have failed once" if arguments.found else f"seeds, {first}:{last},"
-    print(f"{len(programs)} {which} in {seconds:.1f} s of the processor: {rate:.0f} a second, {len(failed)} failed")
+        with simulated():
+            program = Program.of(arguments.seed)
+            return replay(shrunk(program, tell=print) if arguments.shrink else program)
+    start = time.perf_counter()
+    if arguments.found:
+        programs = found()
+        count, failed, which = len(programs), len(run(programs, tell=_tell)), "programs that have failed once"
+    else:
+        first, last = map(int, arguments.seeds.split(":"))
+        count, failed, which = last - first, run_seeds(range(first, last), arguments.jobs), f"seeds, {first}:{last},"
+    seconds = time.perf_counter() - start
+    print(f"{count} {which} in {seconds:.1f} s, {count / seconds:.1f} a second: {failed} failed")
     return bool(failed)
 
 

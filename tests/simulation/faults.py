@@ -32,6 +32,10 @@ class Where(enum.Enum):
     """The reduce function raises before it has sent anything."""
     FUNCTION_LATE = enum.auto()
     """The reduce function raises after it has sent a bucket."""
+    INTERRUPT = enum.auto()
+    """The rank is interrupted in some wait in this step."""
+    NAN = enum.auto()
+    """The outputs are NaN."""
     SLOW = enum.auto()
     """The rank takes its time, less than the timeout."""
     DIES = enum.auto()
@@ -41,7 +45,7 @@ class Where(enum.Enum):
         return self.name
 
 
-RAISING = tuple(where for where in Where if where not in (Where.SLOW, Where.DIES))
+RAISING = tuple(where for where in Where if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES))
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,10 @@ class Fault:
     number: int
 
     @classmethod
-    def some(cls, draw, world_size, steps):
+    def some(cls, draw, world_size, steps, *, with_nan):
         """At most one death, and then no rank that is slow: it would be taken for another one."""
         dies = draw.random() < 0.2
-        kinds = RAISING if dies else (*RAISING, Where.SLOW)
+        kinds = RAISING if dies else (*RAISING, Where.SLOW, Where.INTERRUPT, *[Where.NAN] * 3 * with_nan)
         faults = [
             cls(draw.randrange(world_size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
             for _ in range(draw.choice([1, 1, 2, 3]) - dies)
@@ -72,6 +76,28 @@ class Fault:
         if dies:
             faults.append(cls(draw.randrange(world_size), draw.randrange(steps), Where.DIES, draw.randrange(40)))
         return tuple(faults)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one rank alone does to a parameter before a step: it freezes it, or thaws it.
+
+    Attributes:
+        rank: The rank.
+        step: The step.
+        number: Which parameter, of those that were trained.
+        trains: Whether it is trained from then on.
+    """
+
+    rank: int
+    step: int
+    number: int
+    trains: bool
+
+    def apply(self, rank, step, models):
+        """Do it, where it is due."""
+        if (rank, step) == (self.rank, self.step):
+            models.trained[self.number % len(models.trained)].requires_grad_(self.trains)
 
 
 class Faults:
@@ -83,8 +109,8 @@ class Faults:
 
     current = None
 
-    def __init__(self, planned, world_size):
-        self._planned = planned
+    def __init__(self, planned, changes, world_size):
+        self._planned, self._changes = planned, changes
         self.fired = {}
         self.steps = [-1] * world_size
 
@@ -102,6 +128,7 @@ class Faults:
     def at(self, where):
         """Raise what this rank has to raise here."""
         if self.due(where) is not None:
+            self.end_step()  # who tells of one error is not interrupted as well
             raise MemoryError("planned") if where is Where.PACKING else Planned(where)
 
     def hook(self, where):
@@ -112,19 +139,39 @@ class Faults:
 
         return call
 
-    def begin_step(self, number, parameters):
-        """A step of this rank begins; what to remove at its end."""
+    def poisons(self, rank, number):
+        """Whether the outputs of ``rank`` are NaN in a step."""
+        return any((one.rank, one.step, one.where) == (rank, number, Where.NAN) for one in self._planned)
+
+    def begin_step(self, number, models):
+        """A step of this rank with ``models`` begins; what to remove at its end."""
         rank = Scheduler.current.task.rank
         self.steps[rank] = number
         slow = self.due(Where.SLOW)
         if slow is not None:
             Scheduler.current.sleep(slow.number / 10)
+        for fault in self._planned:
+            if (fault.rank, fault.step, fault.where) == (rank, number, Where.INTERRUPT):
+                Scheduler.current.signals[rank] = 1 + fault.number // 4
         dies = self.due(Where.DIES)
         if dies is not None:
             Scheduler.current.doom[rank] = dies.number
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        models.is_poisoned = self.poisons(rank, number)
+        for change in self._changes:
+            change.apply(rank, number, models)
+        trained = [parameter for parameter in models.table.values() if parameter.requires_grad]
         numbers = [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, Where.HOOK)]
-        return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers]
+        return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers if trained]
+
+    def end_step(self):
+        """The step of this rank is over; an interrupt would come too late."""
+        Scheduler.current.signals.pop(Scheduler.current.task.rank, None)
+
+    def interrupted(self, number):
+        """This rank was interrupted in a step."""
+        rank = Scheduler.current.task.rank
+        fault = next(f for f in self._planned if (f.rank, f.step, f.where) == (rank, number, Where.INTERRUPT))
+        self.fired[fault] = Scheduler.current.now
 
 
 def reduce_function(gradients, group):

@@ -4,20 +4,21 @@ python -m tests.simulation.mutants --seeds 0:200
 """
 
 import argparse
-import gc
 import inspect
-import logging
+import itertools
 import textwrap
+import time
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
-
 from ppe_ddp.backends import rank_store
-from ppe_ddp.engine import bucket, completion, failures, gradients, groups, reducer, synchronizer
+from ppe_ddp.compression import comm_state
+from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
+from ppe_ddp.megatron import buffer_synchronizer
 
-from .__main__ import found, run
+from .__main__ import prepare, run
+from .found import found
 from .program import Program
 
 
@@ -50,64 +51,238 @@ class Mutant:
 
 
 SYNC, REDUCER, GROUPS = synchronizer.BucketSynchronizer, reducer.Reducer, groups.Groups
+MEGATRON = buffer_synchronizer.BufferSynchronizer
+# title, owner, method, what is there, what takes its place
 MUTANTS = [
-    Mutant("a late gradient is not voted for", SYNC, "_vote", "mask[i] = 1", "mask[i] = 0"),
-    Mutant("what is in .grad already is not negotiated", gradients.Gradients, "existing", "mask[i] = 1", "pass"),
-    Mutant("what had come is lost when put back", gradients.Gradients, "put_back", "= gradient + there", "= gradient"),
-    Mutant("gradients are not put back", SYNC, "put_back", "schedule.put_back()", "()"),
-    Mutant("a failure is not reported", GROUPS, "fail", "self.failures.report(", "bool("),
-    Mutant("connections are not made anew", GROUPS, "fail", "self._close()", "pass"),
-    Mutant("a lost step is not counted", GROUPS, "skip_step", "self.step += 1", "pass"),
-    Mutant("the ranks go on with the smallest step", GROUPS, "_follow", "max(outcome.words)", "min(outcome.words)"),
-    Mutant("reports of before are read again", GROUPS, "_connect_failures", "{self.name}/{generation}", "{self.name}"),
-    Mutant("old and new attempts are mixed up", failures.Renewals, "_do", "/{self.number}", ""),
-    Mutant("a meeting ends one rank early", rank_store.Meeting, "come", "== self._size", ">= self._size - 1"),
-    Mutant("the last to come does not decide", rank_store.Meeting, "_decide", "compare_set(", "set("),
-    Mutant(
-        "who fails does not let others complete", failures.LostRanks, "await_completion", "_ARRIVING_SECONDS", "0.0"
-    ),
-    Mutant("one wrapper of a backward is ended", REDUCER, "_on_output_gradient", "other._begin_once()", "pass"),
-    Mutant(
-        "wrappers are ended one after another",
-        completion,
-        "finish",
-        "_poll(completions, others)",
-        "[one.advance(to_end=True) for one in completions]",
-    ),
-    Mutant(
-        "buckets go in another order",
-        bucket.LaunchSchedule,
-        "_launch",
-        "k = self._gone\n",
-        "k = len(self.buckets) - 1 - self._gone\n",
-    ),
-    Mutant(
-        "buffers are always of rank 0",
-        SYNC,
-        "_broadcast_buffers",
-        "backward.agreement.senders(writers)",
-        "[0] * len(backward.agreement.senders(writers))",
-    ),
+    Mutant(*row)
+    for row in [
+        # what exists
+        ("a late gradient is not voted for", SYNC, "_vote", "mask[i] = 1", "mask[i] = 0"),
+        ("what is in .grad already is not negotiated", gradients.Gradients, "existing", "mask[i] = 1", "pass"),
+        ("a gradient that nobody expected is left out", SYNC, "complete", "late.update(", "bool("),
+        ("an unexpected arrival is not noted", REDUCER, "_count_arrived", "backward.unexpected.append(i)", "pass"),
+        ("a second arrival counts as the first", REDUCER, "_count_arrived", "waiting[i] -= 1", "pass"),
+        ("a second round is never made", SYNC, "complete", "if any(outcome.mask):", "if False:"),
+        (
+            "a second round takes the place of the first",
+            SYNC,
+            "_hand_over",
+            "backward.rounds:",
+            "backward.rounds[-1:]:",
+        ),
+        (
+            "the vote says what the mask said",
+            SYNC,
+            "complete",
+            'negotiation.finish(vote, b"")',
+            'negotiation.finish(vote, b"")._replace(mask=self._nothing)',
+        ),
+        (
+            "what one rank alone has is left out of the plan",
+            SYNC,
+            "make_schedule",
+            "plan(answer.mask,",
+            "plan(bytes(map(min, answer.mask, recorder.local)),",
+        ),
+        ("arrivals that were recorded are lost", REDUCER, "_end_arrivals", "self._count_arrived(backward)", "pass"),
+        # in what order
+        (
+            "buckets go in another order",
+            bucket.LaunchSchedule,
+            "_launch",
+            "k = self._gone\n",
+            "k = len(self.buckets) - 1 - self._gone\n",
+        ),
+        ("a bucket goes before its gradients are there", bucket.LaunchSchedule, "launch_ready", "<= 0", "<= 1"),
+        (
+            "a bucket goes as soon as it is full, not in turn",
+            bucket.LaunchSchedule,
+            "launch_ready",
+            "self._missing[self._gone] <= 0",
+            "min(self._missing[self._gone :]) <= 0",
+        ),
+        (
+            "the last bucket is not waited for",
+            bucket.LaunchSchedule,
+            "finish",
+            "enumerate(self.buckets)",
+            "enumerate(self.buckets[:-1] or self.buckets)",
+        ),
+        (
+            "the order is learned by each rank alone",
+            negotiation.Negotiation,
+            "_learn_order",
+            "places, seen = sums.tolist()\n",
+            "places, seen = sums.tolist()\n    places = places[::-1] if self._groups.rank else places\n",
+        ),
+        (
+            "an order is learned once more by those that have it",
+            negotiation.Negotiation,
+            "learn",
+            "if not self._count & (self._count - 1):",
+            "if arrivals and not self._count & (self._count - 1):",
+        ),
+        (
+            "a bucket that misses a gradient is never launched",
+            bucket.LaunchSchedule,
+            "launch_all",
+            "while self._gone < len(self.buckets):",
+            "while self._gone < len(self.buckets) and self._missing[self._gone] <= 0:",
+        ),
+        ("one wrapper of a backward is ended", REDUCER, "_on_output_gradient", "other._begin_once()", "pass"),
+        (
+            "wrappers are ended one after another",
+            completion,
+            "finish",
+            "_poll(completions, others)",
+            "[one.advance(to_end=True) for one in completions]",
+        ),
+        ("those that share parameters do not take turns", completion.Turn, "_has_come", "is _State.SENDING", "is None"),
+        ("those that share parameters all give them", completion.Turn, "claim", "rest[i] = 0", "pass"),
+        (
+            "turns are those of this rank",
+            completion,
+            "arrange",
+            "sorted(joined, key=lambda turn: turn._shared.groups.name)",
+            "sorted(joined, key=id)",
+        ),
+        # sums
+        (
+            "a step is handed over before the vote is read",
+            SYNC,
+            "complete",
+            "yield vote.done\n",
+            "self._hand_over(backward)\n",
+        ),
+        (
+            "averages of a bucket go to its neighbour",
+            bucket.LaunchSchedule,
+            "hand_over",
+            "bucket.expected_of(averages)",
+            "bucket.expected_of(averages[::-1])",
+        ),
+        (
+            "buffers are always of rank 0",
+            SYNC,
+            "_broadcast_buffers",
+            "backward.agreement.senders(writers)",
+            "[0] * len(backward.agreement.senders(writers))",
+        ),
+        ("who has written buffers is asked of the vote alone", SYNC, "_vote", "writers=writers", 'writers=b""'),
+        ("buffers count as written for ever", SYNC, "_broadcast_buffers", "self.note_buffers()", "pass"),
+        (
+            "NaN drops the step on one rank",
+            SYNC,
+            "complete",
+            "any(status & NON_FINITE for status in statuses)",
+            "self._finite.status & NON_FINITE",
+        ),
+        (
+            "NaN in a late gradient is not looked for",
+            SYNC,
+            "complete",
+            "self._finite.look(late.keys(), late.values())",
+            "pass",
+        ),
+        # what failed
+        ("what had come is lost when put back", gradients.Gradients, "put_back", "= gradient + there", "= gradient"),
+        ("gradients are not put back", SYNC, "put_back", "schedule.put_back()", "()"),
+        ("a late gradient is not put back", SYNC, "put_back", "self.gradients.put_back(backward.late.items())", "pass"),
+        ("a compressor keeps a dropped step", SYNC, "put_back", "self.reduction.abandon()", "pass"),
+        ("residuals are never put back", comm_state.CommState, "put_back", "own.update(entries)", "pass"),
+        (
+            "what a step keeps is committed twice",
+            comm_state.CommState,
+            "keep",
+            "if name not in self._before",
+            "if False",
+        ),
+        ("a failure is not reported", GROUPS, "fail", "self.failures.report(", "bool("),
+        ("connections are not made anew", GROUPS, "fail", "self._close()", "pass"),
+        (
+            "connections are closed before the report",
+            GROUPS,
+            "fail",
+            "instead: PpeDdpError | None = None",
+            "instead: PpeDdpError | None = None\n    self._close()",
+        ),
+        ("a lost step is not counted", GROUPS, "skip_step", "self.step += 1", "pass"),
+        ("a failed attempt is not a step", GROUPS, "_end_attempt", "self.step += 1", "pass"),
+        ("the ranks go on with the smallest step", GROUPS, "_follow", "max(outcome.words)", "min(outcome.words)"),
+        ("reports of before are read again", GROUPS, "_connect_failures", "{self.name}/{generation}", "{self.name}"),
+        ("old and new attempts are mixed up", failures.Renewals, "_do", "/{self.number}", ""),
+        ("an attempt has no end", failures.Renewals, "end", "self._ended = self.number", "pass"),
+        ("a meeting ends one rank early", rank_store.Meeting, "come", "== self._size", ">= self._size - 1"),
+        ("the last to come does not decide", rank_store.Meeting, "_decide", "compare_set(", "set("),
+        ("who fails does not let others complete", failures.LostRanks, "await_completion", "_ARRIVING_SECONDS", "0.0"),
+        ("what was learned survives a failure", negotiation.Negotiation, "_restart", "self._forget()", "pass"),
+        ("an old report fails the next step", SYNC.__mro__[1], "postpone", "backward.restart()", "return False"),
+        (
+            "who raises in its backward tells nobody",
+            REDUCER,
+            "_abort_if_unfinished",
+            "self.synchronizer.abort(backward)",
+            "False",
+        ),
+        ("the status of who raises is dropped", SYNC, "_vote", "backward.aborted | found", "found"),
+        ("nobody looks at the statuses", SYNC, "complete", "if any(statuses) and", "if False and"),
+        ("who waits does not look for failures", failures.Failures, "_await", "self.check()", "pass"),
+        (
+            "who waits does not look for the dead",
+            failures.Failures,
+            "_await",
+            "if gone := self._lost.gone():",
+            "if gone := []:",
+        ),
+        ("the dead are not looked for in a meeting", GROUPS, "_agree", "lost.extend(self._lost.gone())", "None"),
+        (
+            "a hook of ppe's kind that raises tells nobody",
+            REDUCER,
+            "_finish_failed",
+            "yield from self._finish_aborted(backward)",
+            "yield from ()",
+        ),
+        # Megatron's wrapper
+        ("main_grad is averaged twice", MEGATRON, "start_negotiation", "self.wait_for_results()", "pass"),
+        ("a failure of Megatron's is told twice", MEGATRON, "forget_failure", 'self._failure = ""', "pass"),
+        ("a late gradient of Megatron's is lost", MEGATRON, "_take_results", "if any(outcome.mask):", "if False:"),
+        ("main_grad is not put back", MEGATRON, "put_back", "bucket.put_back()", "pass"),
+        (
+            "Megatron's statuses are not read",
+            MEGATRON,
+            "_collect_errors",
+            "if any(aborted) and not aborted_here:",
+            "if False:",
+        ),
+        ("a new gradient does not open its bucket", MEGATRON, "_prepare", "bucket.reopen()", "pass"),
+    ]
 ]
+
+
+def find(mutant, programs):
+    """A failing program and what is wrong with it, for one of these; None and nothing where all are sound."""
+    with mutant.planted():
+        failed = run(programs, stop_after=1)
+    return next(iter(failed.items()), (None, ""))
 
 
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:200")
-    first, last = map(int, parser.parse_args().seeds.split(":"))
-    torch.set_num_threads(1)
-    logging.getLogger("ppe_ddp").setLevel(logging.CRITICAL)
-    gc.disable()
-    programs = [*(Program.of(seed) for seed in range(first, last)), *found()]
+    parser.add_argument("--seeds", default="0:2000")
+    parser.add_argument("--only", default="", help="those whose titles have this")
+    arguments = parser.parse_args()
+    first, last = map(int, arguments.seeds.split(":"))
+    prepare()
+    wanted = [mutant for mutant in MUTANTS if arguments.only in mutant.title]
     count = 0
-    for mutant in MUTANTS:
-        with mutant.planted():
-            failed = run(programs, stop_after=1)
-        count += bool(failed)
-        which = f"seed {next(iter(failed)).seed}" if failed else "not found"
-        print(f"{mutant.title:48} {which:12} {next(iter(failed.values()), '')[:110]!r}", flush=True)
-    print(f"{count} of {len(MUTANTS)} found")
+    for mutant in wanted:
+        start = time.perf_counter()
+        program, text = find(mutant, itertools.chain(map(Program.of, range(first, last)), found()))
+        count += program is not None
+        which = "not found" if program is None else f"seed {program.seed}"
+        print(f"{mutant.title:55} {which:10} {time.perf_counter() - start:5.0f} s  {text[:90]!r}", flush=True)
+    print(f"{count} of {len(wanted)} found")
 
 
 if __name__ == "__main__":

@@ -1,61 +1,56 @@
 """One process that does what the ranks did, and what a history is held to."""
 
+import dataclasses
+
 import torch
 
-from law_steps import Reference, Zeroing
-from ppe_ddp import CommunicationError, PeerAbortedError
+from law_steps import Expectation, Reference, Zeroing
+from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError
 
 from .faults import RAISING, Where
 from .scheduler import Unsound
+from .wrappers import SHARD, Wrapping
 
-RATE = 0.05
-_SEVERAL = ("MICRO", "TWO_", "RETAINED")  # steps of several backwards: a rank may have done some of them
+SEVERAL = ("MICRO", "TWO_", "RETAINED")  # steps of several backwards: a rank may have done some of them
 
+_SCALED_FIRST = (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.SYNC_HOOK, Wrapping.CHECKED, Wrapping.SKIPPING)
 TOLERANCE = 1e-5  # where a gradient came in two rounds, whose sums are made in another order
 
 
 class ExactReference(Reference):
     """All ranks in one process, averaged in the order in which the simulated wire sums.
 
+    Args:
+        modules: The module of each rank.
+
     Attributes:
         local: By rank, the gradients by name that it had before they were averaged; its own, as no step changes them.
     """
 
+    def __init__(self, modules):
+        self._copies = modules
+        self._parameters = [module.table for module in modules]
+        self._give_buffers(dict(modules[0].named_buffers()))
+
     def _average(self):
-        self.local = [{name: _copy(p.grad) for name, p in table.items()} for table in self._parameters]
-        expectation = super()._average()
-        means, count = {}, len(self._parameters)
+        self.local = [copy.gradients() for copy in self._copies]
+        means, scales, share = {}, {}, 1.0 / len(self.local)
         for name, own in self._parameters[0].items():
             given = [table[name] for table in self.local]
             if all(gradient is None for gradient in given):
                 means[name] = None
                 continue
-            dense = [torch.zeros_like(own) if g is None else g for g in given]
-            total = torch.mul(dense[0], 1.0 / count)
-            for gradient in dense[1:]:
-                total = total + torch.mul(gradient, 1.0 / count)
+            total = None
+            for gradient in given:
+                part = torch.zeros_like(own) if gradient is None else torch.mul(gradient, share)
+                total = part if total is None else total + part
             means[name] = total.detach()
+            scales[name] = max(float(g.abs().max()) for g in given if g is not None) if own.numel() else 0.0
+            is_sparse = any(table[name].grad is not None and table[name].grad.is_sparse for table in self._parameters)
             for table in self._parameters:
-                table[name].grad = means[name].clone()
-        expectation.means.update(means)
-        return expectation
-
-
-def update(module, rate):
-    """Take a step of plain gradient descent."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=rate)
-
-
-def table_of(module):
-    """Copies of the gradients by name."""
-    return {name: _copy(parameter.grad) for name, parameter in module.named_parameters()}
-
-
-def _copy(gradient):
-    return None if gradient is None else gradient.detach().clone()
+                table[name].grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
+        self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
+        return Expectation(means, scales, (), self._buffers)
 
 
 def differences(found, expected, *, exact=True, scales=None):
@@ -66,7 +61,9 @@ def differences(found, expected, *, exact=True, scales=None):
         if want is None or got is None:
             if want is not got:
                 texts.append(f"{name} is {got}, and should be {want}")
-        elif exact and not torch.equal(got, want):
+        elif torch.equal(got, want):
+            pass
+        elif exact:
             texts.append(f"{name} is {got.tolist()}, and should be exactly {want.tolist()}")
         elif not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * (1 + (scales or {}).get(name, 0.0))):
             texts.append(f"{name} is {got.tolist()}, and should be {want.tolist()}")
@@ -89,8 +86,15 @@ class Oracle:
         from .program import plain_models
 
         self.run, self.program = run, run.program
-        self.reference = ExactReference(plain_models(self.program), self.program.world_size)
+        self.reference = ExactReference([plain_models(self.program) for _ in range(self.program.world_size)])
         self.has_failed = False
+        self.is_torn = False
+        self.residuals = [{} for _ in range(self.program.world_size)]
+        # Two halves are exact in any way; else some divide by three, and others multiply by a third.
+        count, wrapping = self.program.world_size, self.program.wrapping
+        self.is_exact = count in (2, 4) or wrapping in _SCALED_FIRST
+        self.is_exact &= not self.program.shares  # whose gradients autograd adds up in the order of the forwards
+        self.is_exact &= not self.program.is_sparse and wrapping is not Wrapping.OPTIMIZER
 
     def check(self):
         """Compare, step by step."""
@@ -103,12 +107,18 @@ class Oracle:
 
     def _check_step(self, number, step):
         """Compare one; whether the ranks go on."""
-        program = self.program
+        program, faults = self.program, self.run.faults
         results = [steps[number] for steps in self.run.results]
-        raising = {f.rank for f in self.run.faults.fired if f.step == number and f.where in RAISING}
-        dying = {f.rank: f.step for f in self.run.faults.fired if f.where is Where.DIES}
+        raising = {f.rank for f in faults.fired if f.step == number and f.where in RAISING}
+        interrupted = {f.rank for f in faults.fired if f.step == number and f.where is Where.INTERRUPT}
+        dying = {f.rank: f.step for f in faults.fired if f.where is Where.DIES}
         died = [dying[rank] for rank in self.run.scheduler.dead]
-        before = [{name: _copy(p.grad) for name, p in copy.named_parameters()} for copy in self.reference.copies]
+        copies = self.reference.copies
+        before = [copy.gradients() for copy in copies]
+        for rank, copy in enumerate(copies):
+            copy.is_poisoned = faults.poisons(rank, number)
+            for change in program.changes:
+                change.apply(rank, number, copy)
         expected = self.reference.expectations(step, program.recipes[0], number)
         for k, expectation in enumerate(expected):
             zeroing = step.zeroing if not k else Zeroing.NOTHING
@@ -117,6 +127,11 @@ class Oracle:
             errors = {rank: one.error for rank, one in there.items() if one.error is not None}
             # Who dies may be a step ahead, and what it has sent before may not have arrived.
             is_fatal = any(step <= number + bool(errors) for step in died)
+            is_bad = program.wrapping.looks_for_nan and self._is_bad()
+            if interrupted:
+                # The others may have their averages already.
+                self.is_torn |= any(one.error is None for one in there.values())
+                raising |= interrupted
             if errors or is_fatal:
                 self.has_failed = True
                 self._check_failed(place, there, raising, expectation, before, zeroing, is_fatal=is_fatal)
@@ -124,78 +139,164 @@ class Oracle:
                 return not any(step <= number for step in died)
             if len(there) < program.world_size:
                 raise Unsound(f"{place}: only ranks {sorted(there)} have come")
+            if is_bad:
+                self.has_failed = True
+                self.reference_zero()
+                expectation = dataclasses.replace(expectation, means=dict.fromkeys(expectation.means))
             for rank, result in there.items():
-                self._check_good(f"rank {rank}, {place}", result, expectation, there[0])
+                self._check_good(f"rank {rank}, {place}", rank, result, expectation, there, is_dropped=is_bad)
         if raising:
             raise Unsound(f"step {number}: rank {raising} has failed, and nobody was told")
         if step.updates:
-            update_all(self.reference, RATE)
+            self._check_update(number)
         return True
 
-    def _check_good(self, place, result, expectation, first):
-        wrong = differences(result.gradients, expectation.means, exact=result.is_exact, scales=expectation.scales)
-        if self.program.options["forward_sync_buffers"]:
+    def _is_bad(self):
+        """Whether a rank has a gradient that is no number."""
+        return any(g is not None and not bool(g.isfinite().all()) for own in self.reference.local for g in own.values())
+
+    def _check_update(self, number):
+        """Take a step of plain gradient descent in every copy, and compare."""
+        for copy in self.reference.copies:
+            copy.update()
+        if self.is_torn:
+            return
+        expected, first = self.reference.copies[0].parameter_values(), None
+        for rank, steps in enumerate(self.run.parameters):
+            if steps[number] is not None:
+                wrong = differences(steps[number], expected, exact=self.is_exact)
+                wrong += differences(steps[number], first or steps[number])
+                first = steps[number]
+                _raise(f"rank {rank}, parameters after step {number}", wrong)
+
+    def _check_good(self, place, rank, result, expectation, there, *, is_dropped):
+        wrapping, first = self.program.wrapping, there[0]
+        if self.is_torn:  # some have taken a step that others have not
+            if wrapping is not Wrapping.OPTIMIZER:
+                _raise(place, differences(result.gradients, first.gradients))
+            return
+        means = self._of_wrapping(expectation.means, result.gradients)
+        self.is_exact &= result.is_exact
+        if wrapping is Wrapping.OPTIMIZER:  # each rank has its shards
+            wrong = [name for name, mean in means.items() if (mean is None) != (result.gradients[name] is None)]
+        elif wrapping.compressor is not None:
+            wrong = differences(result.gradients, first.gradients)
+            if rank == 0:
+                wrong += self._lost(expectation, there)
+        else:
+            wrong = differences(result.gradients, means, exact=self.is_exact, scales=expectation.scales)
+        if self.program.options["forward_sync_buffers"] and not (is_dropped or wrapping.is_megatron):
             buffers = first.buffers if self.has_failed else expectation.buffers
             wrong += differences(result.buffers, buffers)
         _raise(place, wrong)
 
+    def _of_wrapping(self, expected, got):
+        """What is expected, with zeros for what is not there where it has memory of its own."""
+        if not self.program.wrapping.is_megatron:
+            return expected
+        return {
+            name: torch.zeros_like(got[name]) if one is None and got[name] is not None else one
+            for name, one in expected.items()
+        }
+
+    def _lost(self, expectation, there):
+        """Where what was sent and what is kept are not what was given and what was kept."""
+        after = [there[rank].residuals for rank in range(self.program.world_size)]
+        wrong = []
+        for name, mean in expectation.means.items():
+            got = there[0].gradients[name]
+            if mean is not None and got is not None:
+                sides = [part + _mean_of(tables, name, mean) for part, tables in ((mean, self.residuals), (got, after))]
+                if not torch.allclose(*sides, rtol=1e-4, atol=1e-4):
+                    wrong.append(
+                        f"{name}: given and kept before {sides[0].tolist()}, sent and kept {sides[1].tolist()}"
+                    )
+        self.residuals = after
+        return wrong
+
     def _check_failed(self, place, there, raising, expectation, before, zeroing, *, is_fatal):
         """Some rank has failed: all the others are told by name, and each has what it had computed."""
-        program, dead = self.program, self.run.scheduler.dead
+        program = self.program
         several = len(program.recipes) > 1
+        is_clear = not (self.is_torn or any(word in place for word in SEVERAL))
         for rank, result in there.items():
             here, error = f"rank {rank}, {place}", result.error
-            if is_fatal:
-                named = set(getattr(error, "ranks", None) or ()) or {getattr(error, "rank", None)}
-                # With several wrappers a rank that looks for others in one of them does not answer in another.
-                is_right = bool(named & (dead | raising)) if several else named <= dead | raising
-                # Who dies between its word and its count is known to nobody.
-                is_right |= "rank that came too late" in str(error)
-                if not (error is None or rank in raising or is_right):
-                    raise Unsound(f"{here}: names {named}, where {dead | raising} have failed: {error}")
-            elif error is None:
-                raise Unsound(f"{here}: has its averages, while others have failed")
-            elif rank not in raising and not (isinstance(error, PeerAbortedError) and error.rank in raising):
-                raise Unsound(f"{here}: {raising} have failed, and this is {type(error).__name__}: {error}")
-            own = self.reference.local[rank]
+            self._check_error(here, rank, error, raising, is_fatal=is_fatal)
+            own = self._of_wrapping(self.reference.local[rank], result.gradients)
+            earlier = self._of_wrapping(before[rank], result.gradients)
+            means = self._of_wrapping(expectation.means, result.gradients)
             for name, got in result.gradients.items():
+                if got is SHARD:
+                    continue
                 cleared = None if got is None else torch.zeros_like(got)
+                there_before = cleared if program.wrapping.is_megatron else None
                 fitting = [
                     own[name],
-                    {Zeroing.NOTHING: before[rank][name], Zeroing.TO_NONE: None}.get(zeroing, cleared),
+                    {Zeroing.NOTHING: earlier[name], Zeroing.TO_NONE: there_before}.get(zeroing, cleared),
                 ]
                 if error is None or several:
-                    fitting.append(expectation.means[name])
-                is_clear = result.is_exact and not any(word in place for word in _SEVERAL)
-                if is_clear and not any(_same(got, one) for one in fitting):
+                    fitting.append(got if program.wrapping.compressor is not None else means[name])
+                if is_clear and result.is_exact and not any(_same(got, one) for one in fitting):
                     texts = [None if one is None else one.tolist() for one in (got, own[name])]
                     raise Unsound(f"{here}: {name} is {texts[0]}, and the rank had computed {texts[1]}")
+            if several:  # one wrapper may have taken the step, and another not
+                self.residuals[rank] = result.residuals
+            if is_clear and error is not None and not _are_same(result.residuals, self.residuals[rank]):
+                raise Unsound(f"{here}: a compressor has kept {result.residuals}, and before {self.residuals[rank]}")
+
+    def _check_error(self, here, rank, error, raising, *, is_fatal):
+        """Hold what a rank has been told of a failure to what has happened."""
+        program, dead = self.program, self.run.scheduler.dead
+        if is_fatal:
+            named = set(getattr(error, "ranks", None) or ()) or {getattr(error, "rank", None)}
+            # With several wrappers a rank that looks for others in one of them does not answer in another.
+            # Known: nor does one that only waits answer a rank of another node.
+            is_loose = len(program.recipes) > 1 or len(set(program.nodes)) > 1 or "" in program.nodes
+            is_right = bool(named & (dead | raising)) if is_loose else named <= dead | raising
+            # Who dies between its word and its count is known to nobody.
+            is_right |= "rank that came too late" in str(error)
+            if not (error is None or rank in raising or is_right):
+                raise Unsound(f"{here}: names {named}, where {dead | raising} have failed: {error}")
+        elif error is None:
+            if not self.is_torn:
+                raise Unsound(f"{here}: has its averages, while others have failed")
+        elif program.wrapping is Wrapping.CHECKED and self._is_bad() and isinstance(error, NonFiniteGradientError):
+            pass
+        elif rank not in raising and not (isinstance(error, PeerAbortedError) and error.rank in raising):
+            raise Unsound(f"{here}: {raising} have failed, and this is {type(error).__name__}: {error}")
 
     def reference_zero(self):
         """Forget the gradients of a step that has failed."""
         for copy in self.reference.copies:
-            for parameter in copy.parameters():
+            for parameter in copy.table.values():
                 parameter.grad = None
 
     def _check_death(self, fault):
         """Every rank that had to go on was told, or all was over."""
         for rank, steps in enumerate(self.run.results):
             ended = [one for step in steps for one in step]
-            is_told = any(isinstance(one.error, CommunicationError) for one in ended)
+            errors = [one.error for one in ended if isinstance(one.error, CommunicationError)]
+            is_told = bool(errors)
+            for error in errors:
+                self._check_error(f"rank {rank}", rank, error, set(), is_fatal=True)
             if rank != fault.rank and not is_told and not steps[-1]:
                 raise Unsound(f"rank {rank} has neither ended nor been told that rank {fault.rank} is dead")
-
-
-def update_all(reference, rate):
-    """Take a step of plain gradient descent in every copy."""
-    for copy in reference.copies:
-        update(copy, rate)
 
 
 def _same(first, second):
     if first is None or second is None:
         return first is second
-    return torch.equal(first, second)
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+def _are_same(first, second):
+    return all(_same(first.get(name), second.get(name)) for name in first.keys() | second.keys())
+
+
+def _mean_of(tables, name, like):
+    """The mean over the ranks of what is kept for one parameter."""
+    kept = [table[name].view(-1).as_strided(like.shape, like.stride()) for table in tables if name in table]
+    return sum(kept, torch.zeros_like(like)) / len(tables)
 
 
 def _raise(place, wrong):

@@ -1,29 +1,30 @@
 """What the ranks of one history do, drawn from its seed, and the run of it."""
 
-import contextlib
 import dataclasses
 from datetime import timedelta
 from random import Random
 from typing import Any
 
 from torch import distributed as dist
-from torch import nn
 
-from law_models import Kind, Recipe, Record
+from law_models import Kind, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing, perform
-from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError
+from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.backends.shm import ShmOptions
 
 from . import processes
-from .faults import Fault, Faults, Planned, Where, reduce_function
+from .faults import Change, Fault, Faults, Planned, Where
 from .group import Network
-from .oracle import RATE, hold, table_of, update
+from .oracle import SEVERAL, hold
 from .scheduler import Scheduler
 from .store import SimulatedStore
+from .wrappers import Models, Wrappers, Wrapping
 
-_KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)  # sparse gradients are no sums
+_KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
+_ONE_SYNCHRONIZATION = [
+    kind for kind in StepKind if kind is StepKind.MICRO_BATCHES or not any(word in kind.name for word in SEVERAL)
+]
 _TIMEOUT = timedelta(seconds=300)
-_MOST_LAYERS = 5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,20 +36,24 @@ class Program:
         world_size: How many ranks there are.
         recipes: Of the modules, each with a wrapper of its own; all are in every backward.
         options: Of the wrappers.
-        own_function: Whether they have a reduce function of the user's own.
+        wrapping: What they are wrapped in.
         steps: In order.
         nodes: By rank, the node that it is on; empty where the system does not show the processes of others.
         faults: What befalls the ranks.
+        shares: What the modules have in common: ``"heads"``, ``"all"``, or nothing.
+        changes: What single ranks do to their parameters.
     """
 
     seed: int
     world_size: int
     recipes: tuple[Recipe, ...]
     options: dict[str, Any]
-    own_function: bool
+    wrapping: Wrapping
     steps: tuple[TrainingStep, ...]
     nodes: tuple[str, ...]
     faults: tuple[Fault, ...]
+    shares: str = ""
+    changes: tuple[Change, ...] = ()
 
     @classmethod
     def of(cls, seed):
@@ -57,105 +62,50 @@ class Program:
         options = {
             "overlap": draw.random() < 0.8,
             "gradient_as_bucket_view": draw.random() < 0.7,
-            "bucket_cap_mb": draw.choice([0.00001, 0.0002, 25.0]),
+            "bucket_cap_mb": draw.choice([0.00001, 0.0001, 25.0]),
             "forward_sync_buffers": draw.random() < 0.7,
         }
-        recipes = [Recipe.random(seed + k, kinds=_KINDS) for k in range(draw.choice([1, 1, 2]))]
-        recipes = [
-            dataclasses.replace(one, layers=one.layers[:_MOST_LAYERS], width=3, heads=recipes[0].heads)
-            for one in recipes
-        ]
-        unfit = set()
-        if any(one.is_reentrant for one in recipes):
-            unfit |= {StepKind.LOOK, StepKind.SOME_INPUTS}
-        if recipes[1:]:
-            unfit |= {StepKind.SOME_INPUTS, StepKind.TWO_LOSSES}  # some wrappers get another number of backwards
-        kinds = [kind for kind in StepKind if kind not in unfit]
+        is_large = draw.random() < 0.03  # many small histories find more than a few long ones
+        wrapping = draw.choice([*Wrapping, *[Wrapping.PLAIN] * 6])
+        count = draw.choice([1, 2, 3]) if is_large else draw.choice([1, 1, 1, 1, 1, 2])
+        count = 1 if wrapping is Wrapping.HOOK else count  # it communicates in one group of the user's
+        most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
+        with_sparse = draw.random() < 0.1 and wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED)
+        recipes = [Recipe.random(seed + k, kinds=tuple(Kind) if with_sparse else _KINDS) for k in range(count)]
+        heads = recipes[0].heads if is_large else draw.choice([1, 1, 2])
+        recipes = [dataclasses.replace(one, layers=one.layers[:most_layers], width=3, heads=heads) for one in recipes]
+        shares = draw.choice(["", "", "heads", "all"]) if count > 1 and not wrapping.is_megatron else ""
         steps = [
-            TrainingStep(draw.choice(kinds), draw.choice(list(Zeroing)), draw.random() < 0.7)
-            for _ in range(draw.randint(2, 4))
+            TrainingStep(draw.choice(_fitting(recipes, wrapping)), draw.choice(list(Zeroing)), draw.random() < 0.7)
+            for _ in range(draw.randint(2, 4) if is_large else draw.choice([1, 2, 2, 3]))
         ]
-        world_size = draw.choice([2, 2, 3, 4])
-        own_function = draw.random() < 0.3
-        faults = Fault.some(draw, world_size, len(steps)) if draw.random() < 0.6 else ()
-        unseen = (Where.BACKWARD, Where.EARLY)  # where a rank that looks alone has another backward
-        faults = tuple(f for f in faults if steps[f.step].kind is not StepKind.LOOK or f.where not in unseen)
+        if wrapping.compressor is not None:  # whose gradients are not what one process has
+            steps = [dataclasses.replace(one, zeroing=Zeroing.TO_NONE, updates=False) for one in steps]
+        world_size = draw.choice([3, 4]) if is_large else draw.choice([2, 2, 2, 2, 3])
+        faults = (
+            Fault.some(draw, world_size, len(steps), with_nan=wrapping.looks_for_nan) if draw.random() < 0.6 else ()
+        )
+        faults = tuple(
+            fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, shares, is_several=count > 1)
+        )
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
-        return cls(seed, world_size, tuple(recipes), options, own_function, tuple(steps), nodes, faults)
+        changes = ()
+        if draw.random() < 0.15:
+            steps = [dataclasses.replace(one, zeroing=Zeroing.TO_NONE) for one in steps]
+            rank, number = draw.randrange(world_size), draw.randrange(20)
+            changes = tuple(Change(rank, k, number, draw.random() < 0.5) for k in range(len(steps)))
+        return cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
+
+    @property
+    def is_sparse(self):
+        """Whether there are sparse gradients, which are no sums."""
+        return any(layer.kind is Kind.EMBEDDING for one in self.recipes for layer in one.layers)
 
     @property
     def dying(self):
         """The ranks that die."""
         return {fault.rank for fault in self.faults if fault.where is Where.DIES}
-
-
-class Models(nn.Module):
-    """Several modules beside each other, or their wrappers; the interface that a step uses.
-
-    Args:
-        parts: The modules, or the wrappers.
-        order: In which their forwards are called.
-    """
-
-    def __init__(self, parts, order):
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self._order = order
-        self.is_quiet = False  # whether the last backward was, or is, not synchronized
-
-    def forward(self, batch, path):
-        outputs = {}
-        for k in self._order:
-            outputs[k] = self.parts[k](batch, path)
-        return tuple(one for k in sorted(outputs) for one in _listed(outputs[k]))
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        with contextlib.ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.no_sync())
-            self.is_quiet = True
-            yield
-            self.is_quiet = False
-
-    def start_grad_sync(self):
-        self._one_by_one("start_grad_sync")
-
-    def finish_grad_sync(self):
-        self._one_by_one("finish_grad_sync")
-
-    def _one_by_one(self, call):
-        """Make the call of each wrapper; those that are not finished are given up where it raises."""
-        for k, part in enumerate(self.parts):
-            try:
-                getattr(part, call)()
-            except BaseException:
-                for other in self.parts[k + 1 :] if call == "finish_grad_sync" else self.parts:
-                    if other is not part:
-                        other.abort_grad_sync()
-                raise
-
-
-class _Failing(Models):
-    """The wrappers on a rank that may fail."""
-
-    def forward(self, batch, path):
-        faults = Faults.current
-        batch = batch * 1.0
-        batch.register_hook(faults.hook(Where.BACKWARD))
-        outputs = [None if one is None else one * 1.0 for one in super().forward(batch, path)]
-        for output in outputs:
-            if output is not None:
-                output.register_hook(faults.hook(Where.EARLY))
-        faults.at(Where.LOSS)
-        return tuple(outputs)
-
-
-def _listed(outputs):
-    if isinstance(outputs, Record):
-        return outputs.heads
-    return list(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
 @dataclasses.dataclass
@@ -165,12 +115,14 @@ class Result:
     Attributes:
         gradients: By name.
         buffers: By name.
+        residuals: By name, what a compressor has kept.
         is_exact: Whether it went in one round.
         error: What it has raised.
     """
 
     gradients: dict[str, Any]
     buffers: dict[str, Any]
+    residuals: dict[str, Any]
     is_exact: bool
     error: Exception | None
 
@@ -185,6 +137,7 @@ class Run:
         scheduler: With the log.
         faults: What has happened.
         results: By rank, step by step, what each synchronized backward has given.
+        parameters: By rank, those after each step that has updated them.
     """
 
     def __init__(self, program):
@@ -193,8 +146,9 @@ class Run:
         draw = Random(f"order {program.seed}")
         self.scheduler = Scheduler(draw, processes.new_worlds(count), processes.use_world)
         self.store = SimulatedStore()
-        self.faults = Faults(program.faults, count)
+        self.faults = Faults(program.faults, program.changes, count)
         self.results = [[[] for _ in program.steps] for _ in range(count)]
+        self.parameters = [[None for _ in program.steps] for _ in range(count)]
 
     def run(self):
         """Run it, and hold it to the oracle.
@@ -218,9 +172,12 @@ class Run:
             timeout=_TIMEOUT,
             pg_options=ShmOptions(shared_memory=False),
         )
-        options = {**program.options, **({"reduce_function": reduce_function} if program.own_function else {})}
         order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
-        models = _Failing([DistributedDataParallel(one.build(), **options) for one in program.recipes], order)
+        try:
+            models = Wrappers(modules_of(program), order, program.options, program.wrapping)
+        except CommunicationError as error:  # a rank that has begun is dead already
+            self.results[rank][0].append(Result({}, {}, {}, True, error.with_traceback(None)))
+            return
         for number, step in enumerate(program.steps):
             if not self._step(rank, number, step, models):
                 return
@@ -232,17 +189,22 @@ class Run:
         """Take a step; whether this rank goes on with the next one."""
         program, error = self.program, None
         self.scheduler.note("step", number, step.kind.name, step.zeroing.name)
-        handles = self.faults.begin_step(number, list(models.parameters()))
+        handles = self.faults.begin_step(number, models)
         try:
             for _ in perform(step, models, program.recipes[0], number, rank=rank, world_size=program.world_size):
+                models.settle()
                 self._note(rank, number, models)
         except (Planned, MemoryError) as raised:
             error = raised
-            if models.is_quiet or raised.args[0] in (Where.LOSS, Where.EARLY):  # the others cannot see that
-                for part in models.parts:
-                    part.abort_grad_sync("it has failed by plan")
-        except (PeerAbortedError, CommunicationError) as raised:
+            self.faults.end_step()
+            models.abort(raised.args[0])
+        except KeyboardInterrupt as raised:
             error = raised
+            self.faults.interrupted(number)
+            models.abort(Where.INTERRUPT)
+        except (PeerAbortedError, CommunicationError, NonFiniteGradientError) as raised:
+            error = raised
+        self.faults.end_step()
         for handle in handles:
             handle.remove()
         models.is_quiet = False
@@ -250,22 +212,60 @@ class Run:
             self._note(rank, number, models, error.with_traceback(None))
             models.zero_grad()
         elif step.updates:
-            update(models, RATE)
+            error = self._update(rank, number, models)
         return not isinstance(error, CommunicationError)
 
+    def _update(self, rank, number, models):
+        """Take the optimizer's step; the error, where another rank has died."""
+        try:
+            models.update()
+        except CommunicationError as error:
+            self._note(rank, number, models, error.with_traceback(None))
+            return error
+        self.parameters[rank][number] = models.parameter_values()
+        return None
+
     def _note(self, rank, number, models, error=None):
-        gradients = {_plain(name): value for name, value in table_of(models).items()}
-        buffers = {_plain(name): value.clone() for name, value in models.named_buffers()}
-        traces = [part.trace() for part in models.parts]
-        is_exact = not any(trace is not None and trace.repaired for trace in traces)
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")
-        self.results[rank][number].append(Result(gradients, buffers, is_exact, error))
+        result = Result(models.gradients(), models.buffer_values(), models.residuals(), models.is_exact, error)
+        self.results[rank][number].append(result)
 
 
-def _plain(name):
-    return name.replace(".module.", ".")
+def _fitting(recipes, wrapping):
+    """The kinds of steps that these models can take."""
+    unfit = set()
+    if any(one.is_reentrant for one in recipes):
+        unfit |= {StepKind.LOOK, StepKind.SOME_INPUTS}
+    if recipes[1:]:
+        unfit |= {StepKind.SOME_INPUTS, StepKind.TWO_LOSSES}  # some wrappers get another number of backwards
+    if wrapping.compressor is not None:
+        unfit |= {kind for kind in StepKind if any(word in kind.name for word in SEVERAL)} - {StepKind.MICRO_BATCHES}
+    return [kind for kind in StepKind if kind not in unfit]
+
+
+def _is_fitting(fault, step, wrapping, shares, *, is_several):
+    """Whether what is promised for ``fault`` is known."""
+    if fault.where is Where.INTERRUPT and (is_several or step.kind not in _ONE_SYNCHRONIZATION):
+        return False  # the others may be one synchronization ahead
+    if shares and fault.where in (Where.HOOK, Where.BACKWARD, Where.EARLY):
+        return False  # known: a wrapper to which this backward has not come yet tells nobody
+    if fault.where is Where.NAN and is_several:
+        return False  # each drops the step by itself
+    if wrapping is Wrapping.HOOK:
+        return fault.where is Where.SLOW  # it communicates in a group of the user's
+    # A rank that looks alone has another backward.
+    return step.kind is not StepKind.LOOK or fault.where not in (Where.BACKWARD, Where.EARLY)
+
+
+def modules_of(program):
+    """The modules of a program, for one rank."""
+    modules = [one.build() for one in program.recipes]
+    for other in modules[1:]:
+        if program.shares == "heads":
+            other.heads = modules[0].heads
+    return modules[:1] * len(modules) if program.shares == "all" else modules
 
 
 def plain_models(program):
     """The modules of a program without wrappers."""
-    return Models([one.build() for one in program.recipes], range(len(program.recipes)))
+    return Models(modules_of(program), range(len(program.recipes)))

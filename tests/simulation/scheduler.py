@@ -48,6 +48,7 @@ class Task:
     seen: int = -1  # the number of changes on its rank when it looked last
     is_over: bool = False
     is_dead: bool = False
+    is_main: bool = False
 
 
 class Scheduler:
@@ -73,22 +74,19 @@ class Scheduler:
         self._tasks = []
         self._deliveries = []  # (time, what is done then)
         self._threads = []
-        self._local = threading.local()
+        self.task = None
+        """Who has the baton; None before the first task and after the last."""
         self._main = _held()
         self._changed_at = self.now
         self.is_over = False
         self.doom = {}  # in how many waits a rank dies
+        self.signals = {}  # in how many a rank is interrupted
         self.dead = set()
         self.at_death = lambda rank: None
         Scheduler._histories += 1
         self._pid = _FIRST_PID + 1000 * Scheduler._histories
 
     # ------------------------------------------------------------------ for what is simulated
-
-    @property
-    def task(self):
-        """The task of this thread; None in a thread that is none of the history's."""
-        return getattr(self._local, "task", None)
 
     def pid(self):
         """The process of this rank."""
@@ -146,6 +144,13 @@ class Scheduler:
     def poll(self, seconds=0.0, until=bool):
         """Give the others a turn, and come back when something has happened, or some time has gone by."""
         self._wait(until, seconds)
+        rank = self.task.rank
+        if rank in self.signals and self.task.is_main:
+            self.signals[rank] -= 1
+            if self.signals[rank] == 0:
+                del self.signals[rank]
+                self.note("is interrupted")
+                raise KeyboardInterrupt
 
     def wait(self, arrived, seconds=None):
         """Poll until ``arrived()``; whether it has, in so many seconds."""
@@ -168,7 +173,7 @@ class Scheduler:
         Scheduler.current = self
         try:
             for rank, program in enumerate(programs):
-                self.spawn(rank, f"rank {rank}", program)
+                self.spawn(rank, f"rank {rank}", program).is_main = True
             self._pass_on()
             self._main.acquire()
         finally:
@@ -176,13 +181,12 @@ class Scheduler:
             for task, thread in zip(self._tasks, self._threads, strict=True):  # one after another, as ever
                 self._hand_to(task)
                 thread.join(60)
-            Scheduler.current = None
+            Scheduler.current, self.task = None, None
         if self.failure is not None:
             raise self.failure
 
     def _run(self, task, run):
         task.baton.acquire()
-        self._local.task = task
         try:
             if not self.is_over:
                 self._use_world(self._worlds[task.rank])
@@ -222,6 +226,7 @@ class Scheduler:
         self._hand_to(self._choose())
 
     def _hand_to(self, task):
+        self.task = task
         baton = self._main if task is None else task.baton
         if baton.locked():
             baton.release()

@@ -248,7 +248,7 @@ class ParameterGather:
             model = self._models[key[0]]
             if self._sent_in[key[0]] == model.groups.generation:
                 peer_error = model.groups.fail(error, UPDATE)
-                if isinstance(peer_error, PeerAbortedError):
+                if peer_error is not None:
                     raise peer_error from error
             first = model.shards[model.units[key[1]][0]].name
             raise CommunicationError(
@@ -410,7 +410,8 @@ class UnitGather:
             # A message changes memory behind autograd's back, which would then not find a stale graph.
             increment_version(self._parameters[0])
             return
-        torch._foreach_copy_(*self._pairs)
+        if self._pairs[0]:  # not of empty parameters alone
+            torch._foreach_copy_(*self._pairs)
         for k in self._loose:
             spec = self._specs[k]
             self._parameters[k].detach().copy_(self._flats[k].as_strided(spec.shape, spec.stride))

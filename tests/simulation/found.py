@@ -1,0 +1,46 @@
+"""Programs that have failed once, each in several orders of events."""
+
+import dataclasses
+
+import torch
+
+from law_models import Kind, LayerRecipe, Recipe
+from law_steps import StepKind, TrainingStep, Zeroing
+
+from .faults import Fault, Where
+from .program import Program
+from .wrappers import Wrapping
+
+_RECIPE = Recipe(1, (LayerRecipe(Kind.LINEAR), LayerRecipe(Kind.SKIPPED)))
+_STEP = TrainingStep(StepKind.ONE_BACKWARD)
+_TORN = Fault(0, 1, Where.LOSS, 0)
+
+
+def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STEP, **options):
+    options = {"forward_sync_buffers": True, "overlap": True, "bucket_cap_mb": 25.0, **options}
+    return Program(seed, len(nodes), (_RECIPE,) * count, options, wrapping, (step, step), nodes, faults)
+
+
+def found(orders=20):
+    """Each in so many orders of events."""
+    kept = TrainingStep(StepKind.ONE_BACKWARD, Zeroing.TO_NONE, updates=False)
+    programs = []
+    for seed in range(orders):
+        dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + 2 * seed))
+        programs += [
+            # A step was complete on one rank only, where no rank sees the processes of others.
+            _program(seed, ("",) * 3, (_TORN,)),
+            # A rank has died while the ranks connected again: the others waited for the timeout, and named one another.
+            _program(seed, ("here",) * 3, dies),
+            # An error that a probe had met was lost: the wait for a compressor's bucket had no end.
+            _program(seed, ("here",) * 3, (Fault(1, 0, Where.PACKING, 0),), count=2, wrapping=Wrapping.TOPK, step=kept),
+            # A rank's first step failed while another one still compared what the optimizer is made for.
+            _program(seed, ("here",) * 3, (Fault(0, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER),
+            # A rank has died while the updated parameters were gathered: the others had an error that named nobody.
+            _program(seed, ("here",) * 3, (Fault(2, 0, Where.DIES, 4 + seed),), wrapping=Wrapping.OPTIMIZER),
+            # Two chunks of Megatron's: in the one that did not tell of the failure it ended the next step.
+            _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
+        ]
+    # Where all parameters of one dtype are empty, there is nothing to gather of them.
+    empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
+    return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

@@ -1,0 +1,152 @@
+"""One history for people: what the ranks do, what happened when, and the smallest program that still fails."""
+
+import dataclasses
+
+from law_steps import StepKind, TrainingStep, Zeroing
+
+from .program import Run
+from .scheduler import Unsound
+from .wrappers import Wrapping
+
+_ORDERS = 4  # of events, in which a smaller program is tried
+_USUAL = {"overlap": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 25.0, "forward_sync_buffers": False}
+
+
+def failure_of(program):
+    """What is wrong with one history of ``program``; empty where it is sound. Called in :func:`simulated`."""
+    try:
+        Run(program).run()
+    except Unsound as error:
+        return str(error)
+    except Exception as error:
+        raise RuntimeError(f"seed {program.seed}") from error
+    return ""
+
+
+def told(program):
+    """A program in words, a line each."""
+    nodes = ", ".join(name or "one that shows no processes" for name in program.nodes)
+    yield f"{program.world_size} ranks, on nodes: {nodes}"
+    common = {"": "", "heads": ", with heads in common", "all": ", all of one module"}[program.shares]
+    yield f"{len(program.recipes)} wrappers of kind {program.wrapping.name}{common}; options {program.options}"
+    for k, recipe in enumerate(program.recipes):
+        layers = ", ".join(f"{layer.kind.name} {str(layer.dtype)[6:]}" for layer in recipe.layers)
+        exits = ", with early exits" if recipe.early_exit else ""
+        yield f"  module {k} (data of seed {recipe.seed}): {layers or 'nothing'}, then {recipe.heads} heads{exits}"
+    for number, step in enumerate(program.steps):
+        after = ", then an update" if step.updates else ""
+        yield f"  step {number}: {step.kind.name}; gradients before it: {step.zeroing.name}{after}"
+    for fault in program.faults:
+        yield f"  fault: {fault.where.name} on rank {fault.rank} in step {fault.step} ({fault.number})"
+    for change in program.changes:
+        what = "thaws" if change.trains else "freezes"
+        yield f"  change: rank {change.rank} {what} parameter {change.number} before step {change.step}"
+
+
+def _in_words(event):
+    kind, *rest = event
+    if kind == "begins":
+        group, number, name, size = rest
+        return f"begins {name}{'' if size is None else f' of {size}'}, call {number} in {group.split()[0]}"
+    if kind == "arrives":
+        group, number, (name, *_), *gone = rest
+        without = f", and it has failed: rank {gone} is gone" if gone else ""
+        return f"        arrived: {name}, call {number} in {group.split()[0]}{without}"
+    if kind == "step":
+        return f"==== step {rest[0]}: {rest[1]}, gradients before it: {rest[2]}"
+    if kind == "ends":
+        return f"==== step {rest[0]} ends: {rest[1]}"
+    if kind == "fault":
+        return f"**** FAULT: {rest[0]}"
+    return " ".join(map(str, event))
+
+
+def log_of(scheduler):
+    """What happened, a line each: virtual seconds, the rank, and what it did or what has come."""
+    for at, rank, event in scheduler.log:
+        yield f"{at:12.6f}  {'' if rank is None else f'rank {rank}':7} {_in_words(event)}"
+
+
+def replay(program):
+    """Run one history, and print it; whether it fails. Called in :func:`simulated`."""
+    history, error = Run(program), ""
+    print(f"program of seed {program.seed}", *told(program), "", sep="\n")
+    try:
+        history.run()
+    except Unsound as unsound:
+        error = str(unsound)
+    print(*log_of(history.scheduler), "", error or "sound", sep="\n")
+    return bool(error)
+
+
+def shrunk(program, tell=lambda text: None):
+    """The smallest program that fails, of those that come of ``program`` by leaving things out one at a time."""
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for candidate in _smaller(program):
+            fails = next((one for one in _in_orders(candidate) if failure_of(one)), None)
+            if fails is not None:
+                program, is_smaller = fails, True
+                tell(
+                    f"{len(program.steps)} steps, {program.world_size} ranks, {len(program.faults)} faults: still fails"
+                )
+                break
+    return program
+
+
+def _in_orders(program):
+    for k in range(_ORDERS):
+        yield dataclasses.replace(program, seed=program.seed + k)
+
+
+def _smaller(program):
+    """Programs with one thing less, those that leave out most first."""
+    change = dataclasses.replace
+    for k in range(len(program.steps)) if program.steps[1:] else ():
+        steps = (*program.steps[:k], *program.steps[k + 1 :])
+        kept = {
+            name: tuple(change(one, step=one.step - (one.step > k)) for one in found if one.step != k)
+            for name, found in (("faults", program.faults), ("changes", program.changes))
+        }
+        yield change(program, steps=steps, **kept)
+    if program.world_size > 2:
+        count = program.world_size - 1
+        yield change(
+            program,
+            world_size=count,
+            nodes=program.nodes[:count],
+            faults=tuple(one for one in program.faults if one.rank < count),
+            changes=tuple(one for one in program.changes if one.rank < count),
+        )
+    for name in ("recipes", "faults", "changes"):
+        found = getattr(program, name)
+        for k in range(len(found)) if name != "recipes" or found[1:] else ():
+            yield change(program, **{name: (*found[:k], *found[k + 1 :])})
+    for k, recipe in enumerate(program.recipes):
+        for j in range(len(recipe.layers)) if recipe.layers[1:] else ():
+            less = change(recipe, layers=(*recipe.layers[:j], *recipe.layers[j + 1 :]))
+            yield change(program, recipes=(*program.recipes[:k], less, *program.recipes[k + 1 :]))
+        if recipe.heads > 1:
+            yield change(program, recipes=tuple(change(one, heads=1) for one in program.recipes))
+    yield from _plainer(program)
+
+
+def _plainer(program):
+    """Programs in which one thing is as usual."""
+    change = dataclasses.replace
+    if program.wrapping is not Wrapping.PLAIN and not program.wrapping.looks_for_nan:
+        yield change(program, wrapping=Wrapping.PLAIN)
+    if program.shares:
+        yield change(program, shares="")
+    if set(program.nodes) != {"here"}:
+        yield change(program, nodes=("here",) * program.world_size)
+    for name, value in _USUAL.items():
+        if program.options[name] != value:
+            yield change(program, options={**program.options, name: value})
+    usual = TrainingStep(StepKind.ONE_BACKWARD, Zeroing.TO_NONE, updates=False)
+    for k, step in enumerate(program.steps):
+        for name in ("kind", "zeroing", "updates"):
+            if getattr(step, name) != getattr(usual, name):
+                plain = change(step, **{name: getattr(usual, name)})
+                yield change(program, steps=(*program.steps[:k], plain, *program.steps[k + 1 :]))
