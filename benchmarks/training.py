@@ -10,7 +10,6 @@ over time (needs matplotlib).
 
 import argparse
 import ast
-import logging
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.nodes import add_node_arguments, started_ranks
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.cli.benchmarking import largest, print_table
+from ppe_ddp.cli.benchmarking import largest, print_table, without_warnings
 from ppe_ddp.cli.command_line import add_json, count, fail, output, write_report
 from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
 from ppe_ddp.testing import NodesError, RankError
@@ -223,6 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@without_warnings()  # that compression cannot pay on one machine is known
 def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 1) -> list[Line]:
     """Train one task by some methods in the default process group; all ranks call this together.
 
@@ -236,7 +236,6 @@ def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 
         One line a method, the same on every rank; accuracies from all seeds, all else from the first.
     """
     torch.set_num_threads(1)
-    logging.getLogger("ppe_ddp").setLevel(logging.ERROR)  # that compression cannot pay on one machine is known
     task = TASKS[task_name]()
     total = task.steps if steps is None else steps
     lines: list[Line] = []

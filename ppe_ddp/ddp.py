@@ -371,6 +371,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._use_hooks()
             if self._hooks.compressor is not None and self._reducer is not None:
                 self._reducer.synchronizer.negotiation.check()
+                self._reducer.groups.await_start()
                 warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
         return handle
 

@@ -102,7 +102,7 @@ def test_what_is_sent_is_what_exists_and_presence_costs_less_than_ppes(report):
         control = {result["name"]: result["control_nbytes"] for result in model["contestants"]}
         assert control["ppe"] == 8 * model["parameters"]
         # The fields of the mask beside presence are more than ppe's 512 bytes for the supernet's 64 parameters.
-        assert 0 < control["ppe_ddp"] < max(control["ppe"], 600)
+        assert 0 < control["ppe_ddp"] < max(control["ppe"], 700)
 
 
 def take_turns():

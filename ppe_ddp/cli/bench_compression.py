@@ -16,7 +16,6 @@ the two at the speed that --mbit names.
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import process_time
@@ -30,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.benchmarking import largest, on_ranks, print_table
+from ppe_ddp.cli.benchmarking import largest, on_ranks, print_table, without_warnings
 from ppe_ddp.cli.command_line import count, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
 
@@ -100,13 +99,8 @@ def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
         One line a method, the same on every rank, as the report has it.
     """
     torch.set_num_threads(1)
-    logger = logging.getLogger("ppe_ddp")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # that compression cannot pay on one machine is known
-    try:
+    with without_warnings():  # that compression cannot pay on one machine is known
         measured = {name: _measured(arguments(), width, repeats) for name, arguments in METHODS.items()}
-    finally:
-        logger.setLevel(level)
     lines: list[dict[str, Any]] = []
     for name, (sent, whole, seconds, error) in measured.items():
         nbytes = None if name.endswith("torch") else sent  # what torch's hooks send is not known

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -295,3 +297,15 @@ def print_table(
     needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
     console.width = max(console.width, needed)
     console.print(table)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Log no warnings of this library while this is entered."""
+    logger = logging.getLogger("ppe_ddp")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

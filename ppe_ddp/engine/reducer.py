@@ -421,6 +421,9 @@ class Reducer(Generic[C]):
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
         with self._lock:
             self._forget_failed()
+            if self._started is not None and self._started.is_done:  # with its averages, as on the others
+                self._started = None
+                return
             if self._running() is None and self.synchronizer.knows_of_failure:
                 return
             backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)

@@ -21,12 +21,12 @@ def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STE
     return Program(seed, len(nodes), (_RECIPE,) * count, options, wrapping, (step, step), nodes, faults)
 
 
-def found(orders=20):
+def found(orders=8):
     """Each in so many orders of events."""
     kept = TrainingStep(StepKind.ONE_BACKWARD, Zeroing.TO_NONE, updates=False)
     programs = []
     for seed in range(orders):
-        dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + 2 * seed))
+        dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + 5 * seed))
         programs += [
             # A step was complete on one rank only, where no rank sees the processes of others.
             _program(seed, ("",) * 3, (_TORN,)),
@@ -36,8 +36,10 @@ def found(orders=20):
             _program(seed, ("here",) * 3, (Fault(1, 0, Where.PACKING, 0),), count=2, wrapping=Wrapping.TOPK, step=kept),
             # A rank's first step failed while another one still compared what the optimizer is made for.
             _program(seed, ("here",) * 3, (Fault(0, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER),
+            # ... for which compressor.
+            _program(seed, ("here",) * 3, (Fault(0, 0, Where.LOSS, 0),), wrapping=Wrapping.SIGN, step=kept),
             # A rank has died while the updated parameters were gathered: the others had an error that named nobody.
-            _program(seed, ("here",) * 3, (Fault(2, 0, Where.DIES, 4 + seed),), wrapping=Wrapping.OPTIMIZER),
+            _program(seed, ("here",) * 3, (Fault(2, 0, Where.DIES, 4 + 2 * seed),), wrapping=Wrapping.OPTIMIZER),
             # Two chunks of Megatron's: in the one that did not tell of the failure it ended the next step.
             _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
         ]

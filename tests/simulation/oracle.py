@@ -255,6 +255,8 @@ class Oracle:
             is_right = bool(named & (dead | raising)) if is_loose else named <= dead | raising
             # Who dies between its word and its count is known to nobody.
             is_right |= "rank that came too late" in str(error)
+            # Known: who dies while a group is made anew is missed after the timeout alone.
+            is_right |= "did not make it" in str(error) or "group's timeout" in str(error)
             if not (error is None or rank in raising or is_right):
                 raise Unsound(f"{here}: names {named}, where {dead | raising} have failed: {error}")
         elif error is None:
