@@ -110,6 +110,30 @@ def test_what_one_rank_has_started_is_over_where_another_gives_the_step_up(is_fo
             assert sums == ([10.0, 10.0] if step % 2 == 0 else [5.0, 10.0])
 
 
+@on_two_ranks
+def test_what_has_its_averages_already_is_not_given_up():
+    """Else the next step would be, and the ranks would be a step apart from then on."""
+    rank = dist.get_rank()
+    first, second, third = (DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(3))
+    for step in range(4):
+        for wrapper in (first, second):
+            wrapper.zero_grad()
+            with wrapper.no_sync():
+                square(wrapper, rank, step)
+        second.start_grad_sync()
+        first.finish_grad_sync()  # which drives the other one, too
+        for _ in range(5):
+            third.finish_grad_sync()
+        if rank == 1 and step == 1:
+            second.abort_grad_sync()
+            continue
+        with contextlib.suppress(PeerAbortedError) if step == 1 else contextlib.nullcontext():
+            second.finish_grad_sync()
+        if step != 1:
+            mean = mean_gradients(second.module, lambda model, other, step=step: square(model, other, step))
+            assert_gradients(second.module, mean)
+
+
 @pytest.mark.parametrize("who", ["the rank that has failed", "the others"])
 @on_three_ranks
 def test_in_an_except_around_a_step_whose_error_came_with_the_vote(who):
