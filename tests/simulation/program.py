@@ -117,6 +117,7 @@ class Result:
         gradients: By name.
         buffers: By name.
         residuals: By name, what a compressor has kept.
+        computed: The names of the gradients that had come by then.
         is_exact: Whether it went in one round.
         error: What it has raised.
     """
@@ -124,6 +125,7 @@ class Result:
     gradients: dict[str, Any]
     buffers: dict[str, Any]
     residuals: dict[str, Any]
+    computed: set[str]
     is_exact: bool
     error: Exception | None
 
@@ -177,7 +179,7 @@ class Run:
         try:
             models = Wrappers(modules_of(program), order, program.options, program.wrapping)
         except CommunicationError as error:  # a rank that has begun is dead already
-            self.results[rank][0].append(Result({}, {}, {}, True, error.with_traceback(None)))
+            self.results[rank][0].append(Result({}, {}, {}, set(), True, error.with_traceback(None)))
             return
         for number, step in enumerate(program.steps):
             if not self._step(rank, number, step, models):
@@ -228,7 +230,14 @@ class Run:
 
     def _note(self, rank, number, models, error=None):
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")
-        result = Result(models.gradients(), models.buffer_values(), models.residuals(), models.is_exact, error)
+        result = Result(
+            models.gradients(),
+            models.buffer_values(),
+            models.residuals(),
+            models.computed.copy(),
+            models.is_exact,
+            error,
+        )
         self.results[rank][number].append(result)
 
 
