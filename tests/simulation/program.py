@@ -265,6 +265,8 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
     """Whether what is promised for ``fault`` is known."""
     if fault.where is Where.INTERRUPT and (is_several or step.kind not in _ONE_SYNCHRONIZATION):
         return False  # the others may be one synchronization ahead
+    if fault.where is Where.INTERRUPT and wrapping is Wrapping.OPTIMIZER:
+        return False  # nor may these gather what it has updated
     if shares and fault.where in (Where.HOOK, Where.BACKWARD, Where.EARLY):
         return False  # known: a wrapper to which this backward has not come yet tells nobody
     if fault.where is Where.NAN and is_several:
