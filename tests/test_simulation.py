@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FRESH = 150
+FRESH = 100
 
 
 def simulate(*arguments):
     """The end of `python -m tests.simulation`, and whether all was sound."""
-    command = [sys.executable, "-m", *arguments]
+    command = [sys.executable, "-m", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert not done.stderr, done.stderr
     return done.stdout, done.returncode == 0
@@ -33,3 +33,14 @@ def test_a_seed_replays_the_same_history():
 def test_what_was_found_stays_mended():
     output, is_sound = simulate("tests.simulation", "--found")
     assert is_sound, output
+
+
+def test_every_planted_bug_can_be_planted():
+    output, _ = simulate("tests.simulation.mutants", "--seeds", "0:0")
+    assert "\n0 of " in output, output
+    assert int(output.split()[-2]) >= 50, output
+
+
+def test_a_planted_bug_is_found():
+    output, _ = simulate("tests.simulation.mutants", "--seeds", "0:30", "--only", "already is not negotiated")
+    assert output.endswith("1 of 1 found\n"), output

@@ -278,7 +278,7 @@ def main():
     count = 0
     for mutant in wanted:
         start = time.perf_counter()
-        program, text = find(mutant, itertools.chain(map(Program.of, range(first, last)), found()))
+        program, text = find(mutant, itertools.chain(map(Program.of, range(first, last)), found() if last else ()))
         count += program is not None
         which = "not found" if program is None else f"seed {program.seed}"
         print(f"{mutant.title:55} {which:10} {time.perf_counter() - start:5.0f} s  {text[:90]!r}", flush=True)

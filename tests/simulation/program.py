@@ -116,6 +116,7 @@ class Result:
         gradients: By name.
         buffers: By name.
         residuals: By name, what a compressor has kept.
+        computed: The names of the gradients that had come by then.
         is_exact: Whether it went in one round.
         error: What it has raised.
     """
@@ -123,6 +124,7 @@ class Result:
     gradients: dict[str, Any]
     buffers: dict[str, Any]
     residuals: dict[str, Any]
+    computed: set[str]
     is_exact: bool
     error: Exception | None
 
@@ -176,7 +178,7 @@ class Run:
         try:
             models = Wrappers(modules_of(program), order, program.options, program.wrapping)
         except CommunicationError as error:  # a rank that has begun is dead already
-            self.results[rank][0].append(Result({}, {}, {}, True, error.with_traceback(None)))
+            self.results[rank][0].append(Result({}, {}, {}, set(), True, error.with_traceback(None)))
             return
         for number, step in enumerate(program.steps):
             if not self._step(rank, number, step, models):
@@ -227,7 +229,14 @@ class Run:
 
     def _note(self, rank, number, models, error=None):
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")
-        result = Result(models.gradients(), models.buffer_values(), models.residuals(), models.is_exact, error)
+        result = Result(
+            models.gradients(),
+            models.buffer_values(),
+            models.residuals(),
+            models.computed.copy(),
+            models.is_exact,
+            error,
+        )
         self.results[rank][number].append(result)
 
 
@@ -247,6 +256,8 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
     """Whether what is promised for ``fault`` is known."""
     if fault.where is Where.INTERRUPT and (is_several or step.kind not in _ONE_SYNCHRONIZATION):
         return False  # the others may be one synchronization ahead
+    if fault.where is Where.INTERRUPT and wrapping is Wrapping.OPTIMIZER:
+        return False  # nor may these gather what it has updated
     if shares and fault.where in (Where.HOOK, Where.BACKWARD, Where.EARLY):
         return False  # known: a wrapper to which this backward has not come yet tells nobody
     if fault.where is Where.NAN and is_several:

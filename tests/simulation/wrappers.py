@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -147,8 +148,10 @@ class Wrappers(Models):
                 DistributedOptimizer(torch.optim.SGD, part, lr=RATE, overlap=options["overlap"]) for part in self.parts
             ]
         self._is_finished = False
-        for parameter in self.trained:
-            parameter.register_hook(_pause)
+        self.computed = set()  # names of the gradients that have come in this step
+        for name, parameter in self.table.items():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._arrive, name))
 
     def forward(self, batch, path):
         faults = Faults.current
@@ -160,6 +163,13 @@ class Wrappers(Models):
                 output.register_hook(faults.hook(Where.EARLY))
         faults.at(Where.LOSS)
         return outputs
+
+    def _arrive(self, name, _gradient):
+        """A gradient has taken its time: what is under way arrives meanwhile."""
+        scheduler = Scheduler.current
+        if scheduler.draw.random() < _PAUSES:
+            scheduler.sleep(scheduler.draw.choice([0.0, 1e-5, 0.1]))
+        self.computed.add(name)
 
     def zero_grad(self, set_to_none=True):
         if self.wrapping.is_megatron:
@@ -272,13 +282,6 @@ def _wrapped(module, options, wrapping):
     elif wrapping.compressor is not None:
         wrapper.register_comm_hook(wrapping.compressor)
     return wrapper
-
-
-def _pause(_gradient):
-    """A gradient takes its time: what is under way arrives meanwhile."""
-    scheduler = Scheduler.current
-    if scheduler.draw.random() < _PAUSES:
-        scheduler.sleep(scheduler.draw.choice([0.0, 1e-5, 0.1]))
 
 
 def _hook(_, bucket):
