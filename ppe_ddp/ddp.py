@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ppe_ddp.backends.group_internals import GroupHandle
 from ppe_ddp.comm_hooks import NOT_GIVEN, BufferHook, Hooks
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.broadcasting import broadcast_all, check_in_sync
+from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes
 from ppe_ddp.engine.plan import Packing

@@ -113,7 +113,7 @@ def test_an_error_that_was_only_asked_for_is_raised_by_the_wait():
 
     queue = ExchangeQueue(fail)
     message = Message()
-    pending = [queue.start(exchange([], name, [message]), link()) for name in "ab"]
+    pending = [queue.start(exchange([], name, [message]), [link()], torch.device("cpu")) for name in "ab"]
     message.is_there = True
     for one in pending:
         for ask in (one.done, one.done, one.wait, one.wait):
@@ -127,12 +127,12 @@ def test_an_error_of_a_compressor_that_was_only_asked_for_is_raised_by_the_wait(
         raise ValueError("not today")
 
     queue, message = queue_of([]), Message()
-    pending = queue.start(exchange_that_fails(message), link())
+    pending = queue.start(exchange_that_fails(message), [link()], torch.device("cpu"))
     message.is_there = True
     for ask in (pending.done, pending.wait):
         with pytest.raises(ValueError, match="not today"):
             ask()
     queue.abandon()
-    again = queue.start(exchange([], "a", [message]), link())
+    again = queue.start(exchange([], "a", [message]), [link()], torch.device("cpu"))
     again.wait()
     assert again.done()

@@ -25,7 +25,7 @@ from one_process import (
     square,
 )
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError
-from ppe_ddp.backends.group_internals import GroupHandle
+from ppe_ddp.engine.group_duplicates import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
