@@ -236,6 +236,7 @@ def test_a_look_at_the_store_costs_the_same_however_many_ranks_there_are(size):
         one._tell([])
     bounded.do(lambda keys: keys.add("ppe_ddp/present/one/count", 1))  # one that has died before it has written
     assert store.calls_of(everyone[0].gone) < 9 + size  # it answers once
+    assert store.calls_of(everyone[0].gone) < 8  # and reads its own answer
     assert store.calls_of(everyone[0].gone) < 5
     assert sorted(everyone[0]._told()) == [*range(1, size)]
     attempts = [Renewals(lambda: bounded, "one", rank, size, int) for rank in range(size)]
