@@ -247,7 +247,7 @@ def _fitting(recipes, wrapping):
         unfit |= {StepKind.LOOK, StepKind.SOME_INPUTS}
     if recipes[1:]:
         unfit |= {StepKind.SOME_INPUTS, StepKind.TWO_LOSSES}  # some wrappers get another number of backwards
-    if wrapping.compressor is not None and recipes[1:]:  # one of them may be complete where another has failed
+        # Which of them is complete where one has failed depends on the order; what is expected then is not modelled.
         unfit |= {StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH}
     if wrapping.compressor is not None:
         unfit |= {kind for kind in StepKind if any(word in kind.name for word in SEVERAL)} - {StepKind.MICRO_BATCHES}
