@@ -22,7 +22,7 @@ from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -79,18 +79,12 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        end = _GraphTask()
+        def end() -> None: ...
+
         at_end_of_backward(end)
-        ctx.end = weakref.ref(end)
+        ctx.end = weakref.ref(end)  # which lives as long as the graph task
         ctx.executions += 1
         return gradients[0] * ctx.factor, None
-
-
-class _GraphTask:
-    """Lives as long as the graph task that has queued it."""
-
-    def __call__(self) -> None:
-        """Do nothing."""
 
 
 class _Parameter(Protocol):
@@ -115,9 +109,14 @@ class Weights:
         self._task = -1
         self.total, self.is_weighed = 0.0, False
 
+    @staticmethod
+    def are_used() -> bool:
+        """Whether any loss of this process has a weight now."""
+        return bool(_Weigh.alive)
+
     def note(self, arrived: int | None = None) -> None:
         """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet."""
-        if not _Weigh.alive or self._task == (task := graph_task()):
+        if not self.are_used() or self._task == (task := graph_task()):
             return
         self._task = task
         behind = {}
@@ -154,11 +153,6 @@ class Weights:
         """Which tensors are in ``.grad``, and how often each was changed: gradients may well be zero."""
         return [(id(grad), version_of(grad)) for parameter in self.parameters if (grad := parameter.grad) is not None]
 
-    @property
-    def factor_alone(self) -> float:
-        """The same on one rank, which sends nothing."""
-        return _Weigh.unit / self.total if self.total else 1.0
-
     def settle(self) -> None:
         """The gradients were synchronized, or are gone."""
         self.total, self.is_weighed = 0.0, False
@@ -187,20 +181,21 @@ class Weights:
         if not field.strip(b"\x00\xff"):
             return None
         words = struct.unpack(f">{len(field) // NBYTES}I", field)
-        missing = [rank for rank, word in enumerate(words) if word == _UNWEIGHTED]
+        missing = ", ".join(str(rank) for rank, word in enumerate(words) if word == _UNWEIGHTED)
         if missing:
-            weighing = [rank for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED]
+            weighing = ", ".join(str(rank) for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED)
             raise DisagreementError(
-                f"rank {_joined(weighing)} weighs its loss, and rank {_joined(missing)} has gradients of one without a "
-                "weight: call ppe_ddp.weigh(loss, count) on all ranks, or on none"
+                f"rank {weighing} weighs its loss, and rank {missing} has gradients of one without a weight: call "
+                "ppe_ddp.weigh(loss, count) on all ranks, or on none"
             )
         total = sum(struct.unpack(">f", struct.pack(">I", word - 1))[0] for word in words if word)
         return _Weigh.unit * len(words) / total if total and self.total else 1.0
 
+    @property
+    def factor_alone(self) -> float:
+        """The same for one rank alone, which sends nothing."""
+        return _Weigh.unit / self.total if self.total else 1.0
+
 
 def _is_nonzero(gradient: Tensor) -> bool:
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
-
-
-def _joined(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))

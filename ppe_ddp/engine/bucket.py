@@ -109,20 +109,20 @@ class Bucket(ABC):
         self.weight = 1.0
         self._views = False
 
-    def hold(self, gradients: list[Tensor | None], *, views: bool = False, weight: float = 1.0) -> None:
+    def hold(self, gradients: list[Tensor | None], *, views: bool = False, weight: float | None = None) -> None:
         """Take this rank's gradients, to be reduced by :meth:`launch`.
 
         Args:
             gradients: One for each of :attr:`expected`: what this rank has, or None.
             views: Whether the averages may be views of the memory that they are packed into.
-            weight: What to multiply them by before they are averaged.
+            weight: What to multiply them by before they are averaged, if anything.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
             found = dict(zip(self.expected, gradients, strict=True))
             gradients = [found.get(i) for i in self.plan.members]
         self.gradients = gradients
-        self._views, self.weight = views, weight
+        self._views, self.weight = views, 1.0 if weight is None else weight
 
     def expected_of(self, averages: list[Tensor]) -> list[Tensor]:
         """The averages of the parameters in :attr:`expected`, out of one average a member."""

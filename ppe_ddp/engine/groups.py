@@ -330,9 +330,9 @@ class Groups:
         elif outcome is None:
             reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
             outcome = self._renewals.refuse(self.step + 1, reason, lost)
-        self._end(outcome, lost)
+        self._accept(outcome, lost)
 
-    def _end(self, outcome: MeetingOutcome, lost: Sequence[LostRank]) -> None:
+    def _accept(self, outcome: MeetingOutcome, lost: Sequence[LostRank]) -> None:
         """Do what the ranks have decided; raises where they do not connect, for which this one has found ``lost``."""
         failed = [] if outcome.words else self._failed_since()
         self._follow(outcome)

@@ -34,6 +34,7 @@ from ppe_ddp.errors import (
     UnusableError,
 )
 from ppe_ddp.torch_internals import at_end_of_backward, is_in_compiled_autograd, uncompiled_hook
+from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -167,7 +168,7 @@ class Reducer(Generic[C]):
             self.shared.end_callback = self._end_callback
             if not has_begun:
                 return
-        elif self._arrivals.reached():
+        elif Weights.are_used() and self._arrivals.reached():
             self.synchronizer.weights.note()
         for other in self._everyone():  # an error before it comes to their outputs has to end those, too
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
@@ -274,7 +275,8 @@ class Reducer(Generic[C]):
                     "module, of the wrapper or of the whole step works without it"
                 )
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
-            if reached or (self._parameters and self._arrivals.accumulates()):
+            accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
+            if accumulates:
                 self.synchronizer.weights.note(arrived)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
@@ -284,7 +286,7 @@ class Reducer(Generic[C]):
             callback = EndOfBackward(self._end_of_backward)
             self._end_callback = weakref.ref(callback, partial(Reducer._abort_if_unfinished, weakref.ref(self)))
             at_end_of_backward(callback)
-        if not reached and not (self._parameters and self._arrivals.accumulates()):
+        if not accumulates:
             return None
         self._forget_failed()
         self.check()

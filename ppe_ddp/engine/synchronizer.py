@@ -434,7 +434,7 @@ class BucketSynchronizer(Synchronizer):
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
-        weight, masks = 1.0 if backward.weight is None else backward.weight, self.negotiation.node_masks
+        masks = self.negotiation.node_masks
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.BUCKET, bucket.plan.index)
@@ -447,7 +447,7 @@ class BucketSynchronizer(Synchronizer):
                 gradients = nothing
             if self._finite is not None:
                 self._finite.look(bucket.expected, gradients)
-            bucket.hold(gradients, views=views, weight=weight)
+            bucket.hold(gradients, views=views, weight=backward.weight)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
@@ -512,10 +512,13 @@ class BucketSynchronizer(Synchronizer):
             present = {i: gradient for i, gradient in taken if gradient is not None}
             self.sharded_parameters.hand_over(list(present), list(present.values()))
 
+    def _drop_gradients(self) -> None:
+        self.gradients.take(range(len(self._nothing)))
+
     def _weigh_alone(self) -> None:
         weights = self.weights
         if weights.is_nothing:
-            self.gradients.take(range(len(self._nothing)))
+            self._drop_gradients()
         elif weights.is_weighed:
             for parameter in self._module_state.parameters:
                 if parameter.grad is not None:
@@ -529,7 +532,7 @@ class BucketSynchronizer(Synchronizer):
         self.put_back(backward)
         if self._policy.check_finite != "skip":
             raise error
-        self.gradients.take(range(len(self._nothing)))
+        self._drop_gradients()
         self.clear_shards(set_to_none=True)
         logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
@@ -610,7 +613,7 @@ class BucketSynchronizer(Synchronizer):
         if self.scale_by_active and backward.agreement is not None and backward.weight is None:
             factor = self._groups.world_size / max(1, sum(backward.agreement.statuses))
         if self.weights.is_nothing and not backward.silent:
-            self.gradients.take(range(len(self._nothing)))
+            self._drop_gradients()
         owner = self.sharded_parameters or self.gradients
         for schedule in backward.rounds:
             if backward.silent:
@@ -626,11 +629,10 @@ class BucketSynchronizer(Synchronizer):
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average the late gradients in a second round: averaging is linear, so both can be added."""
         views = self._policy.views and not self.gradients.stays_in_place
-        weight = 1.0 if backward.weight is None else backward.weight
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
-            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views, weight=weight)
+            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views, weight=backward.weight)
 
         plan = self.negotiation.planner.plan(agreed)
         second = self._schedule(plan, prepare, self._nothing, repair=True)

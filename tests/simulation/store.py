@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from .scheduler import Scheduler
+from .scheduler import Scheduler, Unsound
 
 
 class SimulatedStore(dist.Store):
@@ -40,9 +40,8 @@ class SimulatedStore(dist.Store):
 
     def get(self, key):
         def is_there():
-            # Known: reports are deleted while a rank still reads them. A real store would wait.
             if key in self._deleted - self._values.keys():
-                raise dist.DistStoreError(f"{key} was deleted")
+                raise Unsound(f"{key} is read after it was deleted: a real store would wait")
             return key in self._values
 
         self._begin("", "")
