@@ -239,7 +239,7 @@ class Hooked:
 HOOKS = ("none", "group", "stateful", "then")
 
 
-def wrapped(way, switch, **options):
+def wrapped(way, switch, *, hook=None, **options):
     plugs = WAYS[way](switch)
     sync_hook = plugs.pop("sync_hook", None)
     patch, own = plugs.pop("patch", None), plugs.pop("own", None)
@@ -249,6 +249,8 @@ def wrapped(way, switch, **options):
     wrapper = DistributedDataParallel(module, bucket_cap_mb=4e-5, **plugs, **options)
     if sync_hook is not None:
         wrapper.register_comm_hook(sync_hook)
+    if hook is not None:
+        wrapper.register_comm_hook(None, hook)
     return wrapper, expected, patch
 
 

@@ -38,6 +38,11 @@ def the_ranks_come_to_two_wrappers_in_different_orders(order):
     failing.hold_order(order)
 
 
+@check(ranks=2)
+def one_rank_fails_beside_a_torch_hook_in_the_default_group():
+    failing.hold("in_backward", hook=failing.allreduce_hook)
+
+
 @check("group", "stateful", ranks=2, most=2)
 def one_rank_fails_in_a_hook(how):
     failing.hold_hooks(how)

@@ -62,6 +62,11 @@ def test_nothing_is_left_of_failures(way, options):
     failing.hold_without_a_trace(way, **options)
 
 
+@on_three_ranks
+def test_with_a_torch_hook_in_the_default_group():
+    failing.hold("in_backward", hook=failing.allreduce_hook)
+
+
 @pytest.mark.parametrize("how", failing.HOOKS)
 @on_two_ranks
 def test_torch_hooks_of_two(how):

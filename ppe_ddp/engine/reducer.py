@@ -9,6 +9,7 @@ Everything here is local; what is sent to the other ranks is in ``synchronizer.p
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.record import Recorder, Trace
 
 C = TypeVar("C", bound=Synchronizer)
+
+logger = logging.getLogger("ppe_ddp")
 
 
 class Reducer(Generic[C]):
@@ -456,6 +459,13 @@ class Reducer(Generic[C]):
                 return
             if self.synchronizer.abort(backward):
                 self._backward = None
+                return
+        # In the user's own groups, where it may call next what the others do not: they have to be through first.
+        if not any((b := one._backward) and not b.is_manual and b.alive() for one in self._everyone()):
+            try:
+                self._recover()
+            except Exception as error:  # the user has one already
+                logger.warning("rank %d: the step that has raised here: %s", self.groups.rank, error)
 
     def _recover(self) -> None:
         """Finish, for the other ranks, what one error has aborted here, in all modules, and could not end at once."""
