@@ -13,10 +13,11 @@ from torch import nn
 
 import failing
 import failing_shards
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
+from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.groups import Groups, renewing_all
+from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
@@ -195,6 +196,25 @@ def test_no_rank_begins_before_all_have_their_parameters():
 
     DistributedDataParallel(nn.Linear(2, 1), broadcast_function=send)
     assert store.check(["has received"])
+    store.set("has begun", "")
+
+
+@on_two_ranks
+def test_no_rank_begins_before_all_have_compared_megatrons_buffers():
+    rank, store = dist.get_rank(), store_of(dist.group.WORLD)
+    check = Negotiation.check
+
+    def slow(negotiation):
+        check(negotiation)
+        if rank == 1:
+            with contextlib.suppress(RuntimeError):
+                store.wait(["has begun"], timedelta(seconds=0.3))
+            store.set("has compared", "")
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Negotiation, "check", slow)
+        megatron.DistributedDataParallel(None, megatron.DistributedDataParallelConfig(), nn.Linear(2, 1))
+    assert store.check(["has compared"])
     store.set("has begun", "")
 
 

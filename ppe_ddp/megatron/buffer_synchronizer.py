@@ -132,6 +132,8 @@ class BufferSynchronizer(Synchronizer):
             reduction_group.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
             reduction_group.negotiation.check()
             reduction_groups.append(reduction_group)
+        for groups in self.groups:
+            groups.await_start()
         return reduction_groups
 
     def _items(self, setup: Setup) -> list[Item]:
