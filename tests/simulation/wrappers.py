@@ -203,14 +203,19 @@ class Wrappers(Models):
             super().update()
 
     def residuals(self):
-        """By name, what a compressor has kept; empty where there is none."""
+        """By name, what a compressor has kept; empty where there is none.
+
+        Of a parameter that several wrappers share each may have kept some: which one sends it is agreed in each step.
+        """
         if self.wrapping.compressor is None:
             return {}
-        kept = {}
-        for k, part in enumerate(self.parts):
+        kept, first_name = {}, {parameter: name for name, parameter in self.table.items()}
+        for part in self.parts:
+            shared_names = {name: first_name[parameter] for name, parameter in part.module.named_parameters()}
             for name, state in part.comm_state_dict()["parameters"].items():
                 if state.get("residual") is not None:
-                    kept[f"parts.{k}.{name}"] = state["residual"].clone()
+                    known = kept.get(shared_names[name], 0)
+                    kept[shared_names[name]] = known + state["residual"]
         return kept
 
     def settle(self):
