@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient
 from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
 
@@ -105,8 +106,9 @@ class Weights:
         self.parameters: Sequence[_Parameter] = ()
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._left: list[tuple[int, int]] = []
+        self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
         self._task = -1
+        self._is_used = False
         self.total, self.is_weighed = 0.0, False
 
     @staticmethod
@@ -135,11 +137,12 @@ class Weights:
             )
         if not has_gradients and self._left != self._versions():
             self.settle()  # the user has dropped what was weighed before
+        self._left = None
         at_end_of_backward(self._remember)
         self._counted.update(behind)
         self.total, self.is_weighed = self.total + sum(node.count for node in behind), True
 
-    def _has_gradients(self, but: int | None) -> bool:
+    def _has_gradients(self, but: int | None = None) -> bool:
         return any(
             parameter.grad is not None and _is_nonzero(parameter.grad)
             for i, parameter in enumerate(self.parameters)
@@ -162,11 +165,17 @@ class Weights:
         """Whether all losses behind the gradients stand for nothing."""
         return self.is_weighed and not self.total
 
+    def are_zeros(self) -> bool:
+        """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
+        return (self._is_used or bool(_Weigh.unit)) and not self._has_gradients()
+
     def field(self, rank: int, world_size: int, *, silent: bool, has_gradients: bool) -> bytes:
         """What this rank says in a mask, between zeros for the others."""
-        word = _UNWEIGHTED if has_gradients else _NOTHING
+        word = _NOTHING
         if self.is_weighed and not silent:
             word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
+        elif has_gradients:
+            word = _UNWEIGHTED
         return bytes(NBYTES * rank) + struct.pack(">I", word) + bytes(NBYTES * (world_size - rank - 1))
 
     def factor(self, field: bytes) -> float | None:
@@ -180,6 +189,7 @@ class Weights:
         """
         if not field.strip(b"\x00\xff"):
             return None
+        self._is_used = True
         words = struct.unpack(f">{len(field) // NBYTES}I", field)
         missing = ", ".join(str(rank) for rank, word in enumerate(words) if word == _UNWEIGHTED)
         if missing:
@@ -198,4 +208,5 @@ class Weights:
 
 
 def _is_nonzero(gradient: Tensor) -> bool:
-    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).count_nonzero())
+    parts = gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]
+    return any(bool((part.coalesce().values() if part.is_sparse else part).count_nonzero()) for part in parts)

@@ -132,6 +132,44 @@ def test_what_was_dropped_does_not_count():
             del kept
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_two_ranks
+def test_a_first_step_that_fails_does_not_count(set_to_none):
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+    output = wrapper(data(4, 4))
+    output.register_hook(lambda gradient: 1 / 0 if rank else gradient)
+    with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+        weigh(output.mean(), 1000).backward()
+    wrapper.zero_grad(set_to_none)
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_two_ranks
+def test_zeros_that_zero_grad_leaves_are_no_gradients(sharded):
+    module = seeded(mlp, 4, 5, 2)
+    counts, rank = [3, 5], dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(optimizer, wrapper) if sharded else optimizer
+    for without_backward in (None, 1, 1, None):
+        optimizer.zero_grad(set_to_none=False)
+        if rank == without_backward:
+            wrapper.finish_grad_sync()
+        else:
+            weigh(loss_of(wrapper, rank), counts[rank]).backward()
+        want = expected(seeded(mlp, 4, 5, 2), [count * (k != without_backward) for k, count in enumerate(counts)])
+        if not sharded:
+            assert_gradients(module, want)
+        optimizer.step()
+    if sharded:
+        norm = torch.stack([one.norm() for one in want.values()]).norm()
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1e9), norm)
+
+
 @on_two_ranks
 def test_a_step_that_is_taken_again_has_the_weights_of_the_first_time():
     module = seeded(mlp, 4, 5, 2)

@@ -397,6 +397,7 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.local = local
         if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
+        has_gradients = any(local) and not (backward.is_manual and weights.are_zeros())
         with span("negotiate") if self.ranges else nullcontext():
             if self._policy.broadcast_buffers is not None:
                 backward.buffers = self._module_state.buffers()
@@ -410,7 +411,7 @@ class BucketSynchronizer(Synchronizer):
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
                 weights=weights.field(
-                    self._groups.rank, self._groups.world_size, silent=backward.silent, has_gradients=any(local)
+                    self._groups.rank, self._groups.world_size, silent=backward.silent, has_gradients=has_gradients
                 ),
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers

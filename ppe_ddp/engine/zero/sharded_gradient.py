@@ -92,11 +92,15 @@ class GradientShard:
         else:
             local.add_(gradient)
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """Both, as far as they exist."""
+        return [part for part in (self.value, self.local) if part is not None]
+
     def update(self, change: Callable[[Tensor], object]) -> None:
         """Apply ``change`` to both, as far as they exist."""
-        for part in (self.value, self.local):
-            if part is not None:
-                change(part)
+        for part in self.parts:
+            change(part)
 
 
 class ShardedGradient(Tensor):
