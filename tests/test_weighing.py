@@ -132,6 +132,24 @@ def test_what_was_dropped_does_not_count():
             del kept
 
 
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}])
+@on_two_ranks
+def test_a_rank_without_samples_takes_the_averages_of_what_wrappers_share(options):
+    first, second = seeded(mlp, 4, 5, 2), seeded(mlp, 4, 5, 2)
+    second[0] = first[0]
+    both, rank = nn.ModuleList([first, second]), dist.get_rank()
+    wrappers = [DistributedDataParallel(module, **options) for module in both]
+
+    def loss(models, rank):
+        return sum(loss_of(model, rank) for model in models)
+
+    loss(both, 1).backward()
+    want = gradients(both)
+    both.zero_grad()
+    weigh(loss(wrappers, rank), 5 * rank).backward()
+    assert_gradients(both, want)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_two_ranks
 def test_a_first_step_that_fails_does_not_count(set_to_none):

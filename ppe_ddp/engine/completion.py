@@ -203,6 +203,7 @@ class Turn:
 
     Attributes:
         called: The parameters whose user's hooks were called, by identity: once for all that end together.
+        averaged: Those whose averages are in ``.grad``, by any that ends together with it.
     """
 
     def __init__(self, shared: SharedParameters) -> None:
@@ -214,6 +215,7 @@ class Turn:
         self._claimed = b""
         self._slot = 0
         self.called: set[int] = set()
+        self.averaged: set[int] = set()
 
     @property
     def is_held(self) -> bool:
@@ -273,14 +275,14 @@ class Turn:
     def _shares_with(self, other: Turn) -> bool:
         return self._shared.has_some_of(other._shared)
 
-    def _follow(self, before: Sequence[Turn], after: Sequence[Turn], called: set[int]) -> None:
+    def _follow(self, before: Sequence[Turn], after: Sequence[Turn], first: Turn) -> None:
         groups = self._shared.groups
         step = 1 if groups.is_closed else groups.step + 1
         self._slot = (crc32(groups.parent.group_name.encode()) + groups.number + _STEPS * step) % _SLOTS
         self._before = [other for other in before if self._shares_with(other)]
         self._sharers = [*self._before, *(other for other in after if self._shares_with(other))]
         self._state = _State.ASKED
-        self.called = called
+        self.called, self.averaged = first.called, first.averaged
 
 
 def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
@@ -299,9 +301,8 @@ def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
     for turn in joined:  # grows
         joined += [other for other in waiting if other not in joined and turn._shares_with(other)]
     ordered = sorted(joined, key=lambda turn: turn._shared.groups.name)
-    called: set[int] = set()
     for k, turn in enumerate(ordered):
-        turn._follow(ordered[:k], ordered[k + 1 :], called)
+        turn._follow(ordered[:k], ordered[k + 1 :], ordered[0])
     return [turn for turn in joined if turn not in given]
 
 

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +41,7 @@ from ppe_ddp.errors import AbortedError, PeerAbortedError
 from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch import Tensor
 
@@ -513,8 +514,11 @@ class BucketSynchronizer(Synchronizer):
             present = {i: gradient for i, gradient in taken if gradient is not None}
             self.sharded_parameters.hand_over(list(present), list(present.values()))
 
-    def _drop_gradients(self) -> None:
-        self.gradients.take(range(len(self._nothing)))
+    def _drop_gradients(self, but: Container[int] = ()) -> None:
+        """Drop this rank's gradients, ``but`` those of parameters with these identities."""
+        self.gradients.take(
+            [i for i, parameter in enumerate(self._module_state.parameters) if id(parameter) not in but]
+        )
 
     def _weigh_alone(self) -> None:
         weights = self.weights
@@ -613,8 +617,11 @@ class BucketSynchronizer(Synchronizer):
         factor = 1.0
         if self.scale_by_active and backward.agreement is not None and backward.weight is None:
             factor = self._groups.world_size / max(1, sum(backward.agreement.statuses))
+        turn = backward.turn
         if self.weights.is_nothing and not backward.silent:
-            self._drop_gradients()
+            self._drop_gradients(but=() if turn is None else turn.averaged)
+        if turn is not None:
+            turn.averaged.update(compress(map(id, self._module_state.parameters), backward.averaged))
         owner = self.sharded_parameters or self.gradients
         for schedule in backward.rounds:
             if backward.silent:
