@@ -152,7 +152,7 @@ MUTANTS = [
             SYNC,
             "complete",
             "yield vote.done\n",
-            "self._hand_over(backward)\n",
+            "self._hand_over(backward, b'')\n",
         ),
         (
             "averages of a bucket go to its neighbour",
