@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ppe_ddp.comm_hooks import NOT_GIVEN, BufferHook, Hooks
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.engine.broadcasting import broadcast_all, check_in_sync
+from ppe_ddp.engine.replicas import broadcast_all, check_in_sync
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes

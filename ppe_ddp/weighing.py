@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 
-from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient
 from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
 
@@ -149,7 +148,7 @@ class Weights:
 
     def _has_gradients(self, but: int | None = None) -> bool:
         return any(
-            parameter.grad is not None and _is_nonzero(parameter.grad)
+            parameter.grad is not None and self._is_nonzero(parameter.grad)
             for i, parameter in enumerate(self.parameters)
             if i != but
         )
@@ -268,7 +267,3 @@ class WhereUsed:
 
 _VALUES = bytes(int(value == ord("1")) for value in range(256))
 
-
-def _is_nonzero(gradient: Tensor) -> bool:
-    parts = gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]
-    return any(bool((part.coalesce().values() if part.is_sparse else part).count_nonzero()) for part in parts)

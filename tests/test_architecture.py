@@ -25,6 +25,7 @@ LAYERS = [
     "nested_tensors",
     "scaling",
     "weighing",
+    "stragglers",
     "contracts",
     "functions",
     "backends",

@@ -22,7 +22,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.broadcasting import BufferWrites, broadcasting, broadcasting_buffers, sources_of
+from ppe_ddp.engine.replicas import BufferWrites, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import APART, TOGETHER
 from ppe_ddp.engine.failures import aborted_error

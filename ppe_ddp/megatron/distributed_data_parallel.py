@@ -15,7 +15,7 @@ from torch import distributed as dist
 from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.engine.broadcasting import broadcast_all
+from ppe_ddp.engine.replicas import broadcast_all
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer

@@ -1,4 +1,4 @@
-"""Broadcasts of parameters and buffers by the broadcast function, and the comparison of what the ranks have.
+"""What is the same on every rank: parameters and buffers, which are broadcast, and compared.
 
 A module's buffers are broadcast after backward. Where a rank does not use a submodule (a tower, an expert), its buffers
 are as they were: those of a submodule come from the lowest rank that has written any of them since the last broadcast.
@@ -6,13 +6,25 @@ are as they were: those of a submodule come from the lowest rank that has writte
 Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
 or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
 may differ from rank to rank: every rank broadcasts the same list, with a copy in the place of such a buffer.
+
+Parameters stay the same as long as all ranks change them alike. Whether they do is seen on the way, a part in each step:
+
+    the vote of a synchronization    a hundredth of the parameters' memory is added up as integers, tensor by tensor
+    the vote of the next one         carries a digest of the sums: 24 bytes, however many ranks there are
+    where that differs               one more message, with the sums of all ranks, names ranks and parameters
+
+Between a synchronization and the optimizer's step all ranks have the same parameters, whatever the optimizer is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import weakref
+from bisect import bisect_right
+from collections import Counter
+from itertools import accumulate
 from sys import getrefcount
 from typing import TYPE_CHECKING
 
@@ -23,6 +35,8 @@ from torch import nn
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import START, awaited_once
+from ppe_ddp.engine.mask_exchange import is_same, with_complement
+from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
@@ -38,7 +52,7 @@ from ppe_ddp.torch_internals import (
 
 if TYPE_CHECKING:
     Place = tuple[nn.Module, str]
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -47,6 +61,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Negotiation
+
+logger = logging.getLogger("ppe_ddp")
 
 
 def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups) -> None:
@@ -265,3 +281,147 @@ def _digest(tensor: Tensor) -> int:
     here = local_tensor(tensor).detach().cpu().contiguous()
     memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""
     return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "little", signed=True)
+
+
+_STEPS = 100
+"""In which all parameters are compared once."""
+_LEAST_BYTES = 1 << 14  # in one step
+_LABEL = 8  # bytes of a field: the step in which the sums were made, and their digest
+_CPU = torch.device("cpu")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class DriftCheck:
+    """Compares the parameters of all ranks, a part of them in each synchronization.
+
+    Args:
+        groups: Where to communicate.
+        module_state: Has the parameters. Those of a tensor subclass, and sparse ones, are not compared.
+        raises: Whether :meth:`conclude` raises what was found; else it is logged, on rank 0 and the ranks concerned.
+    """
+
+    def __init__(self, groups: Groups, module_state: ModuleState, *, raises: bool) -> None:
+        self._groups, self.raises = groups, raises
+        self._names, self._parameters = module_state.names, module_state.local_parameters()
+        self._starts = [0, *accumulate(map(_nbytes, self._parameters))]
+        self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
+        self._parts = -(-self._starts[-1] // self._part) or 1
+        self._step = 0
+        self._names_looked_at: list[str] = []
+        self._sums: list[Tensor] = []
+        self._sent: tuple[list[str], list[int]] = [], []
+        self._has_sent = False
+        self._reported: set[tuple[int, ...]] = set()
+        self._error: DisagreementError | None = None
+
+    def field(self, *, takes_part: bool) -> bytes:
+        """What this rank says in a vote: of what it has looked at in the last one. Looks at the next part.
+
+        Args:
+            takes_part: Whether it has the same parameters as the others, which a rank that has joined has not.
+        """
+        self._sent, self._has_sent = (self._names_looked_at, [int(total) for total in self._sums]), takes_part
+        digest = hashlib.blake2b(repr(self._sent[1]).encode(), digest_size=8).digest()
+        field = with_complement(self._step.to_bytes(_LABEL // 2, "big")) + with_complement(digest)
+        step = self._groups.step
+        pieces = list(self._pieces(step % self._parts))
+        self._step = step % (1 << 4 * _LABEL)
+        self._names_looked_at = [self._names[i] for i, _, _ in pieces]
+        # On GPUs these are only launched: they are read in the next step.
+        self._sums = [_sum(self._parameters[i], start, stop) for i, start, stop in pieces]
+        return field if takes_part else bytes(len(field))
+
+    def _pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
+        """Which parameters a part consists of: the index of each, and its first and last element in memory."""
+        begin, end = part * self._part, (part + 1) * self._part
+        i = bisect_right(self._starts, begin) - 1
+        while i < len(self._parameters) and self._starts[i] < end:
+            start, stop, size = self._starts[i], self._starts[i + 1], self._parameters[i].element_size()
+            if start < stop:
+                yield i, -(-max(begin - start, 0) // size), -(-(min(end, stop) - start) // size)
+            i += 1
+
+    @staticmethod
+    def differs(field: bytes) -> bool:
+        """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
+        return is_same(field[:_LABEL]) and not is_same(field[_LABEL:])
+
+    def find_ranks(self) -> Steps:
+        """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks."""
+        names, sums = self._sent
+        rank, size = self._groups.rank, self._groups.world_size
+        table = allocator(self._groups.control)(size * (len(sums) + 1), torch.int64, _CPU).zero_().view(size, -1)
+        if self._has_sent:
+            table[rank] = torch.tensor([1, *sums])
+        work = dist.all_reduce(table, group=self._groups.control, async_op=True)
+        yield probe(work)
+        self._groups.failures.wait(work, _CPU)
+        rows = {other: row[1:] for other, row in enumerate(table.tolist()) if row[0]}
+        found = _differing(rows, names)
+        ranks = tuple(sorted({other for others in found.values() for other in others}))
+        if not found or ranks in self._reported:
+            return
+        self._reported.add(ranks)
+        text = _text(found, ranks, self._groups.step)
+        if self.raises:
+            self._error = DisagreementError(text)
+        elif rank in (0, *ranks):
+            logger.warning("rank %d: %s", rank, text)
+
+    def conclude(self) -> None:
+        """Raise what was found, if that is wanted: all averages are in ``.grad``."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _nbytes(parameter: Tensor) -> int:
+    is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
+    is_comparable = is_plain and not parameter.is_meta and not parameter.is_quantized and _is_dense(parameter)
+    return parameter.nbytes if is_comparable else 0
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in some order."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _sum(parameter: Tensor, start: int, stop: int) -> Tensor:
+    """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time, as far as they go."""
+    flat = parameter.detach().as_strided((parameter.numel(),), (1,))[start:stop]
+    size = flat.element_size()
+    together = max(1, 8 // size)
+    if flat.storage_offset() % together:
+        flat = flat.clone()
+    even = flat.numel() - flat.numel() % together
+    total = flat[:even].view(torch.int64).sum()
+    return total if even == flat.numel() else total + flat[even:].view(_INTEGERS[size]).sum()
+
+
+def _differing(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[str, list[int]]:
+    """By parameter, the ranks that differ from most; all of them where none is in the majority."""
+    found = {}
+    for k, name in enumerate(names):
+        values = {rank: row[k] for rank, row in rows.items()}
+        (usual, count), *others = Counter(values.values()).most_common()
+        if others:
+            has_majority = 2 * count > len(values)
+            found[name] = [rank for rank, value in values.items() if not has_majority or value != usual]
+    return found
+
+
+def _text(found: Mapping[str, Sequence[int]], ranks: Sequence[int], step: int) -> str:
+    who = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return (
+        f"parameters have come to differ between the ranks: {who} in {', '.join(map(repr, [*found][:_NAMED]))}{more} "
+        f"(seen in step {step}; each step compares a part). One rank alone has stepped its optimizer, or loaded or "
+        "assigned values, or its memory or arithmetic fails. check_in_sync() lists everything that differs; load a "
+        "checkpoint on every rank to go on alike"
+    )
