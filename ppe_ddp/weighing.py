@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient
 from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -96,14 +95,20 @@ class _Parameter(Protocol):
 class Weights:
     """How much the gradients of one wrapper stand for that were not synchronized yet.
 
+    Args:
+        is_nonzero: Tells whether this rank has anything but zeros of a gradient.
+        rank: This rank.
+        world_size: How many there are.
+
     Attributes:
         parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_nonzero: Callable[[Any], bool], rank: int, world_size: int) -> None:
         self.parameters: Sequence[_Parameter] = ()
+        self._is_nonzero, self._rank, self._world_size = is_nonzero, rank, world_size
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
@@ -144,7 +149,7 @@ class Weights:
 
     def _has_gradients(self, but: int | None = None) -> bool:
         return any(
-            parameter.grad is not None and _is_nonzero(parameter.grad)
+            parameter.grad is not None and self._is_nonzero(parameter.grad)
             for i, parameter in enumerate(self.parameters)
             if i != but
         )
@@ -169,14 +174,15 @@ class Weights:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
         return (self._is_used or bool(_Weigh.unit)) and not self._has_gradients()
 
-    def field(self, rank: int, world_size: int, *, silent: bool, has_gradients: bool) -> bytes:
+    def field(self, *, silent: bool, has_gradients: bool) -> bytes:
         """What this rank says in a mask, between zeros for the others."""
         word = _NOTHING
         if self.is_weighed and not silent:
             word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
         elif has_gradients:
             word = _UNWEIGHTED
-        return bytes(NBYTES * rank) + struct.pack(">I", word) + bytes(NBYTES * (world_size - rank - 1))
+        after = self._world_size - self._rank - 1
+        return bytes(NBYTES * self._rank) + struct.pack(">I", word) + bytes(NBYTES * after)
 
     def factor(self, field: bytes) -> float | None:
         """What this rank's gradients are to be multiplied by before they are averaged; None where no rank weighs.
@@ -205,8 +211,3 @@ class Weights:
     def factor_alone(self) -> float:
         """The same for one rank alone, which sends nothing."""
         return _Weigh.unit / self.total if self.total else 1.0
-
-
-def _is_nonzero(gradient: Tensor) -> bool:
-    parts = gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]
-    return any(bool((part.coalesce().values() if part.is_sparse else part).count_nonzero()) for part in parts)

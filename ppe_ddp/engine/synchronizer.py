@@ -28,7 +28,7 @@ from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plan
 from ppe_ddp.engine.completion import APART, TOGETHER
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, is_nonzero
 from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
@@ -112,7 +112,7 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
-        self.weights = Weights()
+        self.weights = Weights(is_nonzero, groups[0].rank, groups[0].world_size)
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -411,9 +411,7 @@ class BucketSynchronizer(Synchronizer):
                 buffers=backward.buffers,
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
-                weights=weights.field(
-                    self._groups.rank, self._groups.world_size, silent=backward.silent, has_gradients=has_gradients
-                ),
+                weights=weights.field(silent=backward.silent, has_gradients=has_gradients),
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
