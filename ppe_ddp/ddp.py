@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ppe_ddp.comm_hooks import NOT_GIVEN, BufferHook, Hooks
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.engine.replicas import broadcast_all, check_in_sync
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState, check_meshes
@@ -22,6 +21,7 @@ from ppe_ddp.engine.plan import Packing
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
+from ppe_ddp.engine.replicas import broadcast_all, check_in_sync
 from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
     from ppe_ddp.engine.zero.shards import ShardedModel
+    from ppe_ddp.stragglers import RankTime
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):
@@ -101,6 +102,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         overlap: bool = True,
         record_function: bool = False,
         check_for_nan_in_grad: bool | Literal["skip"] = False,
+        check_drift: bool | Literal["raise"] = True,
         average_where_used: bool | str | Sequence[str] = False,
         shared_memory: bool = True,
         **ignored: Unpack[IgnoredByUs],
@@ -123,6 +125,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             overlap=overlap,
             record_function=record_function,
             check_for_nan_in_grad=check_for_nan_in_grad,
+            check_drift=check_drift,
             average_where_used=average_where_used,
             shared_memory=shared_memory,
         )
@@ -161,6 +164,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             broadcast_buffers=self._broadcast_function if self.forward_sync_buffers else None,
             ranges=self._options.record_function,
             check_finite=self._options.check_for_nan_in_grad,
+            check_drift=self._options.check_drift,
             average_where_used=self._options.where_used,
             agreed=self._agreed(),
         )
@@ -188,6 +192,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         texts = [
             str(self._precision),
             f"check_for_nan_in_grad {checks!r}" if checks else "",
+            f"check_drift {self._options.check_drift!r}",
             f"average_where_used {where_used!r}" if where_used else "",
             own_function(self._reduce_function),
         ]
@@ -230,6 +235,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         reducer = self._ready() if synchronizes else self._reducer
         if reducer is not None and synchronizes:
             reducer.synchronizer.begin_step()
+            reducer.synchronizer.times.begin_forward()
         if reducer is not None and is_in_join(self):
             Join.notify_join_context(self)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
@@ -306,6 +312,14 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """
         if (reducer := self._ready()) is not None:
             check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
+
+    def rank_times(self) -> list[RankTime]:
+        """How long each rank takes for a step, on average over the last 20, without what it waits for others.
+
+        Rank 0 logs a warning where one is slow. Times are those of the host: on GPUs, of launching the work. Each rank
+        has the same table after a synchronized backward; empty before the first.
+        """
+        return [] if self._reducer is None else self._reducer.synchronizer.times.table()
 
     def trace(self) -> Trace | None:
         """The record of the last synchronized backward on this rank; None before the first."""

@@ -77,6 +77,10 @@ class Options:
             :class:`~ppe_ddp.errors.NonFiniteGradientError`, which names ranks and parameters, and ``.grad`` is what
             each has computed; with ``"skip"`` they log that, and no parameter has a gradient in this step on any rank.
             On a GPU the host waits for the gradients.
+        check_drift: Compare the bits of the ranks' parameters, a hundredth of their memory in each synchronized
+            backward. Where they have come to differ, a warning on rank 0 and on those ranks names ranks and
+            parameters; with ``"raise"`` the backward raises :class:`~ppe_ddp.errors.DisagreementError` on every rank
+            when ``.grad`` holds the averages. Buffers are not compared.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
         average_where_used: Divide the average of a gradient by the number of ranks that have it (``.grad`` is not None
             before it is synchronized) instead of all, as for an expert or a head that some ranks use: True for all
@@ -100,6 +104,7 @@ class Options:
     overlap: bool = True
     record_function: bool = False
     check_for_nan_in_grad: bool | Literal["skip"] = False
+    check_drift: bool | Literal["raise"] = True
     average_where_used: bool | str | Sequence[str] = False
     shared_memory: bool = True
 
@@ -107,6 +112,8 @@ class Options:
         caps = self.bucket_caps_mb
         if self.check_for_nan_in_grad not in (True, False, "skip"):
             raise ValueError(f'check_for_nan_in_grad is True, False or "skip", not {self.check_for_nan_in_grad!r}')
+        if self.check_drift not in (True, False, "raise"):
+            raise ValueError(f'check_drift is True, False or "raise", not {self.check_drift!r}')
         patterns = self.average_where_used
         are_names = isinstance(patterns, Iterable) and all(isinstance(one, str) for one in patterns)
         if not (isinstance(patterns, bool) or are_names):

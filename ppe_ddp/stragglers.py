@@ -109,8 +109,8 @@ class StepTimes:
         compute, other = self._times()[:, rank].nanmean(0).tolist()
         return (
             f"rank {rank} is slow, and the others wait for it: in {count} of the last {WINDOW} steps it took over "
-            f"{_SLOW - 1:.0%} longer than the median rank, {own:.1f} ms a step instead of {usual:.1f} ({compute:.1f} in "
-            f"forward and backward, {other:.1f} in data loader, optimizer and the rest)"
+            f"{_SLOW - 1:.0%} longer than the median rank, on average {own:.1f} ms instead of {usual:.1f} "
+            f"({compute:.1f} in forward and backward, {other:.1f} in data loader, optimizer and the rest)"
         )
 
     def table(self) -> list[RankTime]:

@@ -27,7 +27,7 @@ from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -100,14 +100,20 @@ class _Parameter(Protocol):
 class Weights:
     """How much the gradients of one wrapper stand for that were not synchronized yet.
 
+    Args:
+        is_nonzero: Tells whether this rank has anything but zeros of a gradient.
+        rank: This rank.
+        world_size: How many there are.
+
     Attributes:
         parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_nonzero: Callable[[Any], bool], rank: int, world_size: int) -> None:
         self.parameters: Sequence[_Parameter] = ()
+        self._is_nonzero, self._rank, self._world_size = is_nonzero, rank, world_size
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
@@ -173,14 +179,15 @@ class Weights:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
         return (self._is_used or bool(_Weigh.unit)) and not self._has_gradients()
 
-    def field(self, rank: int, world_size: int, *, silent: bool, has_gradients: bool) -> bytes:
+    def field(self, *, silent: bool, has_gradients: bool) -> bytes:
         """What this rank says in a mask, between zeros for the others."""
         word = _NOTHING
         if self.is_weighed and not silent:
             word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
         elif has_gradients:
             word = _UNWEIGHTED
-        return bytes(NBYTES * rank) + struct.pack(">I", word) + bytes(NBYTES * (world_size - rank - 1))
+        after = self._world_size - self._rank - 1
+        return bytes(NBYTES * self._rank) + struct.pack(">I", word) + bytes(NBYTES * after)
 
     def factor(self, field: bytes) -> float | None:
         """What this rank's gradients are to be multiplied by before they are averaged; None where no rank weighs.
@@ -266,4 +273,3 @@ class WhereUsed:
 
 
 _VALUES = bytes(int(value == ord("1")) for value in range(256))
-

@@ -390,6 +390,6 @@ def test_bits_of_the_ranks_that_have_used_a_parameter():
 
 
 def field_of(rank):
-    weights = Weights()
+    weights = Weights(bool, rank, 3)
     weights.total, weights.is_weighed = 3.0 + rank, True
-    return weights.field(rank, 3, silent=False, has_gradients=True)
+    return weights.field(silent=False, has_gradients=True)

@@ -393,6 +393,12 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
+def is_nonzero(gradient: Tensor) -> bool:
+    """Whether this rank has anything but zeros of ``gradient``, which may be sparse or sharded."""
+    parts = gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]
+    return any(bool(_values(part).count_nonzero()) for part in parts)
+
+
 def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:
     """Numbers of which one is not finite where one of a gradient is not, or where these are large."""
     with torch.no_grad():

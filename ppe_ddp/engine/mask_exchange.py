@@ -14,6 +14,8 @@ Each field is written so that the maximum over the ranks tells all of them:
     apart      16             what is not ended together (completion.py)
     weights    4 a rank       how much its gradients stand for (weighing.py)
     users      bits a rank                                               the gradients it had, of some (weighing.py)
+    times      2 a rank                                                  how long its step took (stragglers.py)
+    parameters 24                                                        digest of some parameters (replicas.py)
     learned    32             digest of what this rank has learned: where one has another, all begin anew
 
 A field that is added is written in ``Negotiation.start()`` and read in ``Negotiation.finish()``. It may depend on the

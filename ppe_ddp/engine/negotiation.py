@@ -148,19 +148,27 @@ class Agreement(NamedTuple):
         mask: One byte a parameter: whether some rank has its gradient.
         statuses: One byte a rank: in a mask, whether it contributes.
         writers: The maxima of what was given for them.
-        apart: One byte a slot: whether some rank does not end it together with this one; empty in a vote.
-        weights: What the ranks have said of their gradients' weights; empty in a vote.
-        users: Which ranks had the gradients that are averaged where they are used; empty in a mask.
         nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
+
+    Attributes of a mask:
+        apart: One byte a slot: whether some rank does not end it together with this one.
+        weights: What the ranks have said of their gradients' weights.
+
+    Attributes of a vote:
+        users: Which ranks had the gradients that are averaged where they are used.
+        times: How long each rank took for the step.
+        parameters: Whether all have the same of some parameters.
     """
 
     mask: bytes
     statuses: bytes
     writers: bytes
-    apart: bytes
-    weights: bytes
-    users: bytes
     nodes: bytes
+    apart: bytes = b""
+    weights: bytes = b""
+    users: bytes = b""
+    times: bytes = b""
+    parameters: bytes = b""
 
     def senders(self, second: bytes) -> list[int]:
         """The rank that sends each submodule's buffers, by the digits in the mask and the ``second`` in the vote.
@@ -268,6 +276,8 @@ class Negotiation:
         writers: bytes = b"",
         weights: bytes = b"",
         users: bytes = b"",
+        times: bytes = b"",
+        parameters: bytes = b"",
     ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and each rank's ``status`` (``mask_exchange.py``).
 
@@ -281,6 +291,8 @@ class Negotiation:
             writers: Digits of this rank, for each module whose buffers it has written.
             weights: What this rank says of the weight of its gradients (``weighing.py``); votes do not say it.
             users: In a vote, which gradients this rank had, of those that are averaged where they are used.
+            times: In a vote, how long this rank took for the step (``stragglers.py``).
+            parameters: In a vote, a digest of some parameters (``replicas.py``).
         """
         groups = self._groups
         if self._generation != groups.generation:
@@ -301,8 +313,10 @@ class Negotiation:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
         statuses = bytearray(groups.world_size)
         statuses[groups.rank] = status
-        fields |= {"statuses": bytes(statuses), "writers": writers, "users": users}
-        if not is_vote:
+        fields |= {"statuses": bytes(statuses), "writers": writers}
+        if is_vote:
+            fields |= {"users": users, "times": times, "parameters": parameters}
+        else:
             fields |= {"apart": apart, "weights": weights, "learned": with_complement(self._learned())}
         return MaskExchange(self._exchanger, digest, fields)
 
@@ -334,16 +348,15 @@ class Negotiation:
         agreed = exchange.result()
         if not agreed.same:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
-        fields = agreed.fields
-        if "learned" in fields and not is_same(fields["learned"]):
+        fields, nodes = dict(agreed.fields), b""
+        if not is_same(fields.pop("learned", with_complement(b""))):
             self._forget()  # one rank alone has listed its module anew, or loaded an order
-        mask, nodes = fields["present"], b""
+        mask = fields.pop("present")
         if self.node_masks is not None:
             specs = self._module_state.specs
             sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
-            mask, nodes = self.node_masks.read(mask, fields["nodes"], sizes)
-        apart, weights = fields.get("apart", b""), fields.get("weights", b"")
-        return Agreement(mask, fields["statuses"], fields["writers"], apart, weights, fields["users"], nodes)
+            mask, nodes = self.node_masks.read(mask, fields.pop("nodes"), sizes)
+        return Agreement(mask, nodes=nodes, **fields)
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""

@@ -311,10 +311,15 @@ class Reducer(Generic[C]):
             self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
-        hooks = self._user_grad_hooks
-        runs_hooks = hooks.exist and not backward.silent
-        then = (lambda: hooks.run(backward.averaged, backward.turn)) if runs_hooks else None
+        then = None
+        if not backward.silent and (self._user_grad_hooks.exist or self.synchronizer.raises_late):
+            then = partial(self._conclude, backward)
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
+
+    def _conclude(self, backward: Backward) -> None:
+        if self._user_grad_hooks.exist:
+            self._user_grad_hooks.run(backward.averaged, backward.turn)
+        self.synchronizer.raise_late()
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""

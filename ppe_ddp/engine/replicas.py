@@ -7,7 +7,7 @@ Forward writes buffers, and the ranks' values differ until they are broadcast; b
 or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
 may differ from rank to rank: every rank broadcasts the same list, with a copy in the place of such a buffer.
 
-Parameters stay the same as long as all ranks change them alike. Whether they do is seen on the way, a part in each step:
+Parameters stay the same as long as all ranks change them alike. Whether they do is compared, a part in each step:
 
     the vote of a synchronization    a hundredth of the parameters' memory is added up as integers, tensor by tensor
     the vote of the next one         carries a digest of the sums: 24 bytes, however many ranks there are
@@ -324,8 +324,8 @@ class DriftCheck:
         digest = hashlib.blake2b(repr(self._sent[1]).encode(), digest_size=8).digest()
         field = with_complement(self._step.to_bytes(_LABEL // 2, "big")) + with_complement(digest)
         step = self._groups.step
-        pieces = list(self._pieces(step % self._parts))
-        self._step = step % (1 << 4 * _LABEL)
+        pieces = list(self._pieces(step % self._parts)) if takes_part else []
+        self._step = step % (1 << 4 * _LABEL) if takes_part else 0
         self._names_looked_at = [self._names[i] for i, _, _ in pieces]
         # On GPUs these are only launched: they are read in the next step.
         self._sums = [_sum(self._parameters[i], start, stop) for i, start, stop in pieces]

@@ -22,12 +22,11 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
 from ppe_ddp.engine.backward import Phase
-from ppe_ddp.engine.replicas import BufferWrites, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import APART, TOGETHER
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, is_nonzero
 from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
@@ -35,8 +34,10 @@ from ppe_ddp.engine.module import refuse_distributed
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog, span
+from ppe_ddp.engine.replicas import BufferWrites, DriftCheck, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
+from ppe_ddp.stragglers import StepTimes
 from ppe_ddp.weighing import Weights, WhereUsed
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Policy:
         ranges: Mark launches for torch's profiler, at a few microseconds each.
         check_finite: Look for NaN and infinity in gradients before they are sent; ``"skip"`` drops such a step on all
             ranks, else it raises on all.
+        check_drift: Compare some parameters in each step; ``"raise"`` raises where they differ, else it is logged.
         average_where_used: Patterns of names of parameters whose gradients are averaged over the ranks that have them;
             True for all.
         agreed: What else must be the same on every rank, for people to read.
@@ -81,6 +83,7 @@ class Policy:
     broadcast_buffers: BroadcastFunction | None = None
     ranges: bool = False
     check_finite: bool | Literal["skip"] = False
+    check_drift: bool | Literal["raise"] = True
     average_where_used: bool | Sequence[str] = False
     agreed: str = ""
 
@@ -114,7 +117,7 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
-        self.weights = Weights()
+        self.weights = Weights(is_nonzero, groups[0].rank, groups[0].world_size)
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -137,6 +140,14 @@ class Synchronizer(ABC):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return None
+
+    @property
+    def raises_late(self) -> bool:
+        """Whether :meth:`raise_late` may raise anything."""
+        return False
+
+    def raise_late(self) -> None:  # noqa: B027
+        """Raise what a synchronization has found that has succeeded."""
 
     @property
     def unfinished(self) -> Backward | None:
@@ -289,6 +300,7 @@ class BucketSynchronizer(Synchronizer):
         )
         self._dropped_forwards = DroppedForwards(groups.rank)
         self._buffer_writes = BufferWrites()
+        self.times = StepTimes(groups.rank, groups.world_size)
         self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
@@ -301,6 +313,16 @@ class BucketSynchronizer(Synchronizer):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return self.reduction.progress
+
+    @property
+    def raises_late(self) -> bool:
+        """Whether parameters that have come to differ are an error."""
+        return self.drift is not None and self.drift.raises
+
+    def raise_late(self) -> None:
+        """Raise what the comparison of parameters has found."""
+        if self.drift is not None:
+            self.drift.conclude()
 
     @property
     def nbytes(self) -> int:
@@ -322,6 +344,8 @@ class BucketSynchronizer(Synchronizer):
         self._where_used = WhereUsed(patterns, module_state.names, groups.rank, groups.world_size) if patterns else None
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
+        raises = self._policy.check_drift == "raise"
+        self.drift = DriftCheck(self._groups, module_state, raises=raises) if self._policy.check_drift else None
         self._buffer_writes.note_new(self.negotiation.buffers())
         self._finite: FiniteCheck | None = None
         self._buckets_of = self._make_buckets()
@@ -415,9 +439,7 @@ class BucketSynchronizer(Synchronizer):
                 buffers=backward.buffers,
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
-                weights=weights.field(
-                    self._groups.rank, self._groups.world_size, silent=backward.silent, has_gradients=has_gradients
-                ),
+                weights=weights.field(silent=backward.silent, has_gradients=has_gradients),
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
@@ -490,6 +512,9 @@ class BucketSynchronizer(Synchronizer):
             error = yield from self._finite.error(self.negotiation, statuses)
             self._drop(backward, error)
             return
+        self.times.note(outcome.times)
+        if self.drift is not None and self.drift.differs(outcome.parameters):
+            yield from self.drift.find_ranks()
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
@@ -506,6 +531,7 @@ class BucketSynchronizer(Synchronizer):
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
         self._hand_over(backward, outcome.users)
         self._groups.note(Activity.DONE)
+        self.times.end_step()
 
     def _complete_alone(self, backward: Backward) -> None:
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
@@ -571,6 +597,7 @@ class BucketSynchronizer(Synchronizer):
 
         No average was handed over, and nobody has written into a gradient, before all had succeeded.
         """
+        self.times.end_step()
         if backward.rounds:
             self.reduction.abandon()
         for schedule in backward.rounds:  # the gradients of the second came after those of the first
@@ -613,11 +640,19 @@ class BucketSynchronizer(Synchronizer):
         is_writer = backward.is_writer
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
-        users = b""
+        users, has_parameters = b"", backward.aborted or not backward.silent
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(backward.schedule.held | backward.late.keys())
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.negotiation.start(mask, status, is_vote=True, writers=writers, users=users)
+        return self.negotiation.start(
+            mask,
+            status,
+            is_vote=True,
+            writers=writers,
+            users=users,
+            times=self.times.field(backward.recorder.backward_at),
+            parameters=b"" if self.drift is None else self.drift.field(takes_part=has_parameters),
+        )
 
     def _factors(self, backward: Backward, users: bytes) -> dict[int, float]:
         """What the averages over all ranks are multiplied by, by parameter index."""

@@ -15,10 +15,10 @@ from torch import distributed as dist
 from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.engine.replicas import broadcast_all
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
+from ppe_ddp.engine.replicas import broadcast_all
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast

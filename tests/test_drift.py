@@ -1,0 +1,227 @@
+"""Parameters that come to differ between the ranks are named, by a digest in the vote of each step."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from one_process import data, mlp, seeded
+from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer
+from ppe_ddp.engine import replicas
+from ppe_ddp.engine.mask_exchange import is_same
+from ppe_ddp.engine.module import ModuleState
+from ppe_ddp.engine.replicas import DriftCheck
+from rank_tests import each_variant, on_three_ranks, on_two_ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8)
+
+
+class Steps:
+    """Stands for the groups of a wrapper: which step it is."""
+
+    def __init__(self):
+        self.step = 0
+
+
+def fields_of(module, steps=None):
+    groups = Steps()
+    check = DriftCheck(groups, ModuleState(module), raises=False)
+    for groups.step in range(steps or check._parts + 1):
+        yield check.field(takes_part=True)
+
+
+def maxima(first, second):
+    return bytes(map(max, first, second))
+
+
+class Tensors(nn.Module):
+    def __init__(self, shapes, dtype):
+        super().__init__()
+        for k, shape in enumerate(shapes):
+            values = torch.randint(0, 100, shape).to(dtype)
+            self.register_parameter(f"p{k}", nn.Parameter(values, requires_grad=dtype.is_floating_point))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=5),
+    st.sampled_from([dtype for dtype in DTYPES if dtype.is_floating_point]),
+    st.integers(0, 2**31),
+    st.sampled_from([8, 64, 1 << 14]),
+)
+def test_every_flipped_bit_is_seen_within_one_round(shapes, dtype, place, least_bytes):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(replicas, "_LEAST_BYTES", least_bytes)
+        module = Tensors(shapes, dtype)
+        other = copy.deepcopy(module)
+        assert not any(map(DriftCheck.differs, map(maxima, fields_of(module), fields_of(other))))
+        memory = [parameter.detach().reshape(-1).view(torch.uint8) for parameter in other.parameters()]
+        place %= 8 * sum(map(len, memory))
+        bits = [(values, k) for values in memory for k in range(8 * len(values))]
+        values, bit = bits[place]
+        values[bit // 8] ^= 1 << bit % 8
+        found = [DriftCheck.differs(maxima(*pair)) for pair in zip(fields_of(module), fields_of(other), strict=True)]
+        assert sum(found) == 1
+
+
+@pytest.mark.parametrize("least_bytes", [8, 24, 1 << 14])
+def test_a_round_covers_every_element_once(least_bytes, monkeypatch):
+    monkeypatch.setattr(replicas, "_LEAST_BYTES", least_bytes)
+    module = Tensors([(3, 5), (), (1001,), (2, 2, 2), (0,)], torch.bfloat16)
+    check = DriftCheck(Steps(), ModuleState(module), raises=False)
+    covered = [set() for _ in module.parameters()]
+    for part in range(check._parts):
+        for i, start, stop in check._pieces(part):
+            assert not covered[i] & set(range(start, stop))
+            covered[i] |= set(range(start, stop))
+    assert [len(elements) for elements in covered] == [parameter.numel() for parameter in module.parameters()]
+
+
+def test_ranks_that_speak_of_other_steps_are_not_compared():
+    module = mlp(4, 5, 2)
+    first, second = list(fields_of(module, 3)), list(fields_of(mlp(4, 5, 2), 3))
+    assert DriftCheck.differs(maxima(first[1], second[1]))
+    assert not DriftCheck.differs(maxima(first[1], second[2]))
+    assert not DriftCheck.differs(bytes(len(first[1])))  # nobody takes part
+    assert is_same(maxima(first[1], bytes(len(first[1])))[:8])
+
+
+def step(wrapper, optimizer, rank):
+    optimizer.zero_grad()
+    wrapper(data(4, 4, rank=rank)).pow(2).mean().backward()
+    optimizer.step()
+
+
+def warnings_of(steps):
+    """What is logged while `steps()` runs."""
+    texts = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    logger, handler = logging.getLogger("ppe_ddp"), Keep()
+    logger.addHandler(handler)
+    try:
+        steps()
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in texts if "come to differ" in text]
+
+
+@each_variant
+@on_three_ranks
+def test_the_rank_and_the_parameter_are_named(options):
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def steps(count=4):
+        for _ in range(count):
+            step(wrapper, optimizer, rank)
+
+    assert warnings_of(steps) == []
+    if rank == 2:
+        with torch.no_grad():
+            next(module.parameters())[0, 0] += 1
+    found = warnings_of(steps)
+    if rank == 1:
+        assert found == []
+        return
+    (text,) = found  # once
+    assert text.startswith(f"rank {rank}: parameters have come to differ between the ranks: rank 2 in '0.weight' (seen")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_two_ranks
+def test_of_two_ranks_both_are_named_by_an_error_if_that_is_wanted(shared_memory):
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module, check_drift="raise", shared_memory=shared_memory)
+    rank, optimizer = dist.get_rank(), torch.optim.AdamW(module.parameters())
+    step(wrapper, optimizer, rank)
+    if rank:
+        optimizer.step()
+    step(wrapper, optimizer, rank)
+    optimizer.zero_grad()
+    with pytest.raises(DisagreementError, match=r"ranks 0, 1 in '0\.weight', '0\.bias', '2\.weight', '2\.bias' \("):
+        wrapper(data(4, 4, rank=rank)).pow(2).mean().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    with torch.no_grad():
+        for parameter in module.parameters():
+            dist.broadcast(parameter, 0)
+    for _ in range(3):
+        step(wrapper, optimizer, rank)
+
+
+@on_two_ranks
+def test_nothing_is_compared_where_that_is_not_wanted():
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module, check_drift=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    assert warnings_of(lambda: [step(wrapper, optimizer, dist.get_rank()) for _ in range(4)]) == []
+    with pytest.raises(ValueError, match="check_drift is True, False"):
+        DistributedDataParallel(module, check_drift="warn")
+
+
+class Changing(nn.Module):
+    """BatchNorm, tied weights, a part in another memory format, a part that is frozen later, and one that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(3)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.more = nn.ModuleList()
+
+    def forward(self, x):
+        x = self.norm(self.convolution(x)).mean((2, 3))
+        x = self.second(self.first(x).relu())
+        for layer in self.more:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("sharded", [None, False, True], ids=["plain", "sharded", "overlapped"])
+@on_two_ranks
+def test_no_false_alarm(sharded):
+    """With modules that change, steps that fail, ranks that join, and parameters that are gathered meanwhile."""
+    module, rank = seeded(Changing), dist.get_rank()
+    wrapper = DistributedDataParallel(module, check_drift="raise")
+
+    def make():
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # others keep states, which join() leaves as they are
+        return optimizer if sharded is None else DistributedOptimizer(optimizer, wrapper, overlap=sharded)
+
+    optimizer = make()
+
+    def one(seed, fails=False):
+        optimizer.zero_grad()
+        output = wrapper(torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(2 * seed + rank)))
+        if fails and rank:
+            output.register_hook(lambda _: 1 / 0)
+        output.pow(2).mean().backward()
+        optimizer.step()
+
+    for seed in range(3):
+        one(seed)
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        one(3, fails=True)
+    for seed in range(3):
+        one(seed)
+    if sharded is None:
+        module.convolution.requires_grad_(requires_grad=False)
+        module.more.append(seeded(nn.Linear, 3, 3))
+        optimizer = make()
+        for seed in range(3):
+            one(seed)
+        with wrapper.join():
+            for seed in range(2 + 3 * rank):
+                one(seed)
+    one(9)
+    wrapper.check_in_sync()
