@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from ppe_ddp.errors import DisagreementError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
+from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, uncompiled_hook, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +78,7 @@ class _Weigh(torch.autograd.Function):
         return loss * float(ctx.factor)
 
     @staticmethod
+    @uncompiled_hook
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         def end() -> None: ...
 

@@ -150,6 +150,22 @@ def test_a_rank_without_samples_takes_the_averages_of_what_wrappers_share(option
     assert_gradients(both, want)
 
 
+@on_two_ranks
+def test_a_compiled_step_of_one_wrapper_does_not_count_in_another():
+    rank, counts = dist.get_rank(), [3, 5]
+    modules = [seeded(mlp, 4, 5, 2), seeded(mlp, 4, 5, 2)]
+    wants = [expected(modules[0], [30, 5]), expected(modules[1], counts)]
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    step = torch.compile(lambda: weigh(loss_of(wrappers[0], rank), 30 - 25 * rank).backward(), backend="eager")
+    for _ in range(2):
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        step()
+        weigh(loss_of(wrappers[1], rank), counts[rank]).backward()
+        for module, want in zip(modules, wants, strict=True):
+            assert_gradients(module, want)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_two_ranks
 def test_a_first_step_that_fails_does_not_count(set_to_none):
