@@ -104,6 +104,8 @@ class Synchronizer(ABC):
     """
 
     empties_grad = False
+    tells_later = False
+    """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
     sends_nothing = False
     """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
     ranges = False
@@ -135,6 +137,14 @@ class Synchronizer(ABC):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model is split over other ranks, for which its layers communicate in backward.
+
+        An error of another rank then waits for the end of backward: a rank that left it would keep those waiting.
+        """
+        return False
 
     @property
     def unfinished(self) -> Backward | None:
@@ -299,6 +309,11 @@ class BucketSynchronizer(Synchronizer):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return self.reduction.progress
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some parameters are DTensors."""
+        return bool(self._module_state.distributed)
 
     @property
     def nbytes(self) -> int:
