@@ -73,7 +73,8 @@ def assert_same_on_all_ranks(module, group=None):
     digests = {name: digest_of(parameter.grad).encode() for name, parameter in module.named_parameters()}
     own = torch.frombuffer(bytearray(b"".join(digests.values())), dtype=torch.uint8).view(len(digests), -1)
     tables = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(tables, own, group=group)  # not as objects: most of a test's time would go to pickles of tensors
+    # Not as objects: most of a test's time would go to pickles of tensors. A test may have replaced `dist.all_gather`.
+    dist.distributed_c10d.all_gather(tables, own, group=group)
     for rank, table in enumerate(tables):
         names = [*itertools.compress(digests, table.ne(own).any(1))]
         assert not names, f"{names} differ from those of rank {rank}"
