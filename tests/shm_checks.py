@@ -26,8 +26,10 @@ LEFT_OUT = {
     "many_groups",  # gloo's connections are not few, but slow to make
     "shared_stages_are_left_alone_until_all_have_read_them",  # the background thread does the ranks' parts
 }
-# What test_one_rank_fails.py has with the same buckets in shared memory, or by gloo: beginnings of their names.
+# What test_one_rank_fails.py and test_compression.py have with the same buckets: beginnings of their names.
 ELSEWHERE = (
+    "compressors_lose_nothing",
+    "one_rank_fails-",
     "one_rank_fails_beside_",
     "one_rank_fails_in_a_hook",
     "one_rank_fails_in_a_synchronization_by_hand",
