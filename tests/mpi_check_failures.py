@@ -45,17 +45,17 @@ def one_rank_fails_in_a_hook(how):
 
 @check("before", *failing_shards.PATCHES, "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_the_distributed_optimizer(way):
-    failing_shards.hold_optimizer(way, turns=2, overlap=way == "in_the_wait")
+    failing_shards.hold_optimizer(way, overlap=way == "in_the_wait")
 
 
 @check("before", "on_a_thread", "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_megatrons_buffers(way):
-    failing_shards.hold_megatron(way, turns=2, overlap_grad_reduce=True)
+    failing_shards.hold_megatron(way, overlap_grad_reduce=True)
 
 
 @check(*failing_shards.SCATTERS, "in_the_update", "in_backward", ranks=2, most=2)
 def one_rank_fails_beside_megatrons_shards(way):
-    failing_shards.hold_megatron(way, turns=2, sharded=True, overlap_grad_reduce=True)
+    failing_shards.hold_megatron(way, sharded=True, overlap_grad_reduce=True)
 
 
 @check("in_the_middle", "in_backward", ranks=3)
