@@ -104,6 +104,7 @@ class Weights:
         parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
+        synchronized: The sum of all ranks' counts in the last synchronization.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ class Weights:
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: list[tuple[int, int]] = []
         self._task = -1
-        self.total, self.is_weighed = 0.0, False
+        self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
 
     @staticmethod
     def are_used() -> bool:
@@ -192,7 +193,7 @@ class Weights:
                 f"rank {weighing} weighs its loss, and rank {missing} has gradients of one without a weight: call "
                 "ppe_ddp.weigh(loss, count) on all ranks, or on none"
             )
-        total = sum(map(_count, words))
+        self.synchronized = total = sum(map(_count, words))
         return _Weigh.unit * len(words) / total if total and self.total else 1.0
 
     @property
