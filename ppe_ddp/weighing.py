@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 """What a rank says that has no gradients, and one whose gradients have no weight; between them 1 + float32."""
+_UNWEIGHTED_BYTES = b"\x00\xff"
 NBYTES = 4
 """Of what a rank says."""
 
@@ -184,8 +185,9 @@ class Weights:
         Raises:
             DisagreementError: On every rank: some weigh, and others have gradients without a weight.
         """
-        if not (words := _words(field)):
+        if not field.strip(_UNWEIGHTED_BYTES):
             return None
+        words = _words(field)
         missing = ", ".join(str(rank) for rank, word in enumerate(words) if word == _UNWEIGHTED)
         if missing:
             weighing = ", ".join(str(rank) for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED)
@@ -203,8 +205,8 @@ class Weights:
 
 
 def _words(field: bytes) -> tuple[int, ...]:
-    """What each rank has said of its weights; empty where no rank weighs."""
-    return struct.unpack(f">{len(field) // NBYTES}I", field) if field.strip(b"\x00\xff") else ()
+    """What each rank has said of its weights."""
+    return struct.unpack(f">{len(field) // NBYTES}I", field)
 
 
 def _count(word: int) -> float:
@@ -246,7 +248,8 @@ class WhereUsed:
             field: The maxima of the ranks' fields.
             weights: Those of :meth:`Weights.field`.
         """
-        counts = [*map(_count, _words(weights))] or [1.0] * self._world_size
+        is_weighed = bool(weights.strip(_UNWEIGHTED_BYTES))
+        counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * self._world_size
         starts = range(0, len(field), self._nbytes or 1)
         rows = [int.from_bytes(field[start : start + self._nbytes], "big") for start in starts]
         bits = [f"{row:0{len(self._indices)}b}".encode().translate(_VALUES) for row in rows]

@@ -627,7 +627,8 @@ class BucketSynchronizer(Synchronizer):
 
     def _hand_over(self, backward: Backward, users: bytes) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
-        factors = self._factors(backward, users)
+        is_mean_of_all = self._where_used is None and not self.scale_by_active
+        factors = None if is_mean_of_all else self._factors(backward, users)
         if self.weights.is_nothing and not backward.silent:
             self._drop_gradients()
         owner = self.sharded_parameters or self.gradients
