@@ -38,15 +38,15 @@ class TrainerMixin:
         # Trainer calls the constructor by name; ours only adds options that have defaults.
         self.accelerator.__class__ = Accelerator
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, *given: Any) -> tuple[list[Any], Any]:
         """The batches of a step, and the number of their items on this rank alone."""
         get, args = super().get_batch_samples, self.args  # type: ignore[misc]
         self.accelerator.counted, self._items_loss = None, 0.0
         if not (args.average_tokens_across_devices and self._can_weigh()):
-            return get(epoch_iterator, num_batches, device)
+            return get(*given)
         args.average_tokens_across_devices = False  # or they would be gathered
         try:
-            samples, items = get(epoch_iterator, num_batches, device)
+            samples, items = get(*given)
         finally:
             args.average_tokens_across_devices = True
         if items is not None:
