@@ -101,6 +101,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         overlap: bool = True,
         record_function: bool = False,
         check_for_nan_in_grad: bool | Literal["skip"] = False,
+        average_where_used: bool | str | Sequence[str] = False,
         shared_memory: bool = True,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
@@ -122,6 +123,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             overlap=overlap,
             record_function=record_function,
             check_for_nan_in_grad=check_for_nan_in_grad,
+            average_where_used=average_where_used,
             shared_memory=shared_memory,
         )
         self._negotiate = bool(negotiate_grads)
@@ -138,6 +140,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._start(synchronize=self._options.init_sync)
         else:
             check_alone()
+        self._options.check_names(self._module_state.names)  # on all ranks alike, as their options were compared
         self._precision.cast_buffers(module)
 
     def _list_tensors(self) -> ModuleState:
@@ -158,6 +161,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             broadcast_buffers=self._broadcast_function if self.forward_sync_buffers else None,
             ranges=self._options.record_function,
             check_finite=self._options.check_for_nan_in_grad,
+            average_where_used=self._options.where_used,
             agreed=self._agreed(),
         )
         reduction = FunctionReduction(self._reduce_function, groups)
@@ -180,10 +184,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def _agreed(self) -> str:
         """The other options that the ranks must have in common, as text."""
-        checks = self._options.check_for_nan_in_grad
+        checks, where_used = self._options.check_for_nan_in_grad, self._options.where_used
         texts = [
             str(self._precision),
             f"check_for_nan_in_grad {checks!r}" if checks else "",
+            f"average_where_used {where_used!r}" if where_used else "",
             own_function(self._reduce_function),
         ]
         return ", ".join(filter(None, texts))

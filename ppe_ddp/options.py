@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -77,6 +78,11 @@ class Options:
             each has computed; with ``"skip"`` they log that, and no parameter has a gradient in this step on any rank.
             On a GPU the host waits for the gradients.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
+        average_where_used: Divide the average of a gradient by the number of ranks that have it (``.grad`` is not None
+            before it is synchronized) instead of all, as for an expert or a head that some ranks use: True for all
+            parameters, or patterns of shells for names in the wrapped module (``["experts.*"]``). With
+            :func:`ppe_ddp.weigh` it is the weighted mean over those ranks. A bit for each of these parameters and
+            each rank is added to a message.
         shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo. Where
             that cannot be, all ranks go by gloo alone, as without it; each warns once of the reason.
 
@@ -94,12 +100,17 @@ class Options:
     overlap: bool = True
     record_function: bool = False
     check_for_nan_in_grad: bool | Literal["skip"] = False
+    average_where_used: bool | str | Sequence[str] = False
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
         caps = self.bucket_caps_mb
         if self.check_for_nan_in_grad not in (True, False, "skip"):
             raise ValueError(f'check_for_nan_in_grad is True, False or "skip", not {self.check_for_nan_in_grad!r}')
+        patterns = self.average_where_used
+        are_names = isinstance(patterns, Iterable) and all(isinstance(one, str) for one in patterns)
+        if not (isinstance(patterns, bool) or are_names):
+            raise TypeError(f"average_where_used is True or patterns of names of parameters, not {patterns!r}")
         if caps is not None and not (caps and all(cap > 0 for cap in caps)):
             raise ValueError(f"bucket_cap_mb must be positive (MiB), not {self.bucket_cap_mb!r}")
 
@@ -123,6 +134,25 @@ class Options:
                 f"device_mesh must have one dimension, not {mesh.ndim}: pass the data-parallel part, mesh['dp']"
             )
         return mesh.get_group(mesh_dim=0)
+
+    @property
+    def where_used(self) -> bool | tuple[str, ...]:
+        """What is averaged where it is used: the patterns in one order, or whether that is all."""
+        patterns = self.average_where_used
+        if isinstance(patterns, bool):
+            return patterns
+        return tuple(sorted({patterns} if isinstance(patterns, str) else set(patterns)))
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Refuse a pattern in ``average_where_used`` that none of these names of parameters fits."""
+        patterns = self.where_used
+        for pattern in () if isinstance(patterns, bool) else patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise ValueError(
+                    f"average_where_used: no name of a parameter fits {pattern!r} (the nearest: {', '.join(near)}); "
+                    f"for all of a submodule write {pattern.split('.')[0] + '.*'!r}"
+                )
 
     def check_device(self, device: torch.device | None) -> None:
         """Refuse ``device_ids`` that do not name ``device``, that of the module."""

@@ -1,4 +1,4 @@
-"""Weighted means: the gradients of ranks whose losses stand for different numbers of samples or tokens.
+"""Means that are not over all ranks alike: weighted by samples or tokens, or over those that have a gradient.
 
     weigh(loss, tokens)        multiplies the loss by tokens / unit; the unit is a constant of this process
     a backward begins          each wrapper that it reaches counts the tokens of the losses behind it
@@ -7,6 +7,9 @@
 
 So the mean over the ranks is the gradient of the mean loss of all tokens, with no message more. Counts of backwards in
 ``no_sync()`` add up until the gradients are synchronized.
+
+    vote                       carries, for each parameter that is averaged where it is used, which ranks have used it
+    averages are handed over   and multiplied by the count of all ranks / that of those
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import math
 import struct
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from fnmatch import fnmatchcase
+from itertools import compress
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -22,12 +27,13 @@ from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, uncompiled_hook, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
 _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 """What a rank says that has no gradients, and one whose gradients have no weight; between them 1 + float32."""
+_UNWEIGHTED_BYTES = b"\x00\xff"
 NBYTES = 4
 """Of what a rank says."""
 
@@ -105,6 +111,7 @@ class Weights:
         parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
+        synchronized: The sum of all ranks' counts in the last synchronization.
     """
 
     def __init__(self, is_nonzero: Callable[[Any], bool], rank: int, world_size: int) -> None:
@@ -115,7 +122,7 @@ class Weights:
         self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
         self._task = -1
         self._is_used = False
-        self.total, self.is_weighed = 0.0, False
+        self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
 
     @staticmethod
     def are_used() -> bool:
@@ -194,10 +201,10 @@ class Weights:
         Raises:
             DisagreementError: On every rank: some weigh, and others have gradients without a weight.
         """
-        if not field.strip(b"\x00\xff"):
+        if not field.strip(_UNWEIGHTED_BYTES):
             return None
         self._is_used = True
-        words = struct.unpack(f">{len(field) // NBYTES}I", field)
+        words = _words(field)
         missing = ", ".join(str(rank) for rank, word in enumerate(words) if word == _UNWEIGHTED)
         if missing:
             weighing = ", ".join(str(rank) for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED)
@@ -205,10 +212,69 @@ class Weights:
                 f"rank {weighing} weighs its loss, and rank {missing} has gradients of one without a weight: call "
                 "ppe_ddp.weigh(loss, count) on all ranks, or on none"
             )
-        total = sum(struct.unpack(">f", struct.pack(">I", word - 1))[0] for word in words if word)
+        self.synchronized = total = sum(map(_count, words))
         return _Weigh.unit * len(words) / total if total and self.total else 1.0
 
     @property
     def factor_alone(self) -> float:
         """The same for one rank alone, which sends nothing."""
         return _Weigh.unit / self.total if self.total else 1.0
+
+
+def _words(field: bytes) -> tuple[int, ...]:
+    """What each rank has said of its weights."""
+    return struct.unpack(f">{len(field) // NBYTES}I", field)
+
+
+def _count(word: int) -> float:
+    return float(struct.unpack(">f", struct.pack(">I", word - 1))[0]) if word else 0.0
+
+
+class WhereUsed:
+    """Parameters whose gradients are averaged over the ranks that have them; tells these ranks by bits of a vote.
+
+    Args:
+        patterns: Of the parameters' names, as :attr:`ppe_ddp.Options.average_where_used` has them.
+        names: Of all parameters.
+        rank: This rank.
+        world_size: How many ranks there are.
+    """
+
+    def __init__(
+        self, patterns: Literal[True] | Sequence[str], names: Sequence[str], rank: int, world_size: int
+    ) -> None:
+        chosen = ["*"] if patterns is True else patterns
+        self._indices = [i for i, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in chosen)]
+        self._nbytes = -(-len(self._indices) // 8)
+        self._rank, self._world_size = rank, world_size
+
+    def field(self, used: Collection[int]) -> bytes:
+        """What this rank says in a vote, between zeros for the others.
+
+        Args:
+            used: The parameters of which it has sent a gradient.
+        """
+        bits = "".join("01"[i in used] for i in self._indices)
+        own = int(f"0{bits}", 2).to_bytes(self._nbytes, "big")
+        return bytes(self._nbytes * self._rank) + own + bytes(self._nbytes * (self._world_size - self._rank - 1))
+
+    def factors(self, field: bytes, weights: bytes) -> dict[int, float]:
+        """What averages over all ranks are multiplied by, by parameter index, where that is not 1.
+
+        Args:
+            field: The maxima of the ranks' fields.
+            weights: Those of :meth:`Weights.field`.
+        """
+        is_weighed = bool(weights.strip(_UNWEIGHTED_BYTES))
+        counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * self._world_size
+        starts = range(0, len(field), self._nbytes or 1)
+        rows = [int.from_bytes(field[start : start + self._nbytes], "big") for start in starts]
+        bits = [f"{row:0{len(self._indices)}b}".encode().translate(_VALUES) for row in rows]
+        total, found = sum(counts), {}
+        for i, column in zip(self._indices, zip(*bits, strict=True), strict=False):
+            if 0 < (own := sum(compress(counts, column))) < total:
+                found[i] = total / own
+        return found
+
+
+_VALUES = bytes(int(value == ord("1")) for value in range(256))

@@ -139,6 +139,12 @@ def weighted_means_of_random_models(seed):
     weighing.hold_random_model(seed)
 
 
+@check(5, 8, ranks=2)
+def means_of_random_models_where_used(seed):
+    weighing.hold_random_model(seed, weighs=seed % 2 == 0, used=True)
+    weighing.hold_optimizer(weighs=seed % 2 == 1)
+
+
 @check(ranks=2)
 def training_with_batches_of_other_sizes_is_that_of_one_process():
     weighing.hold_training(torch.float64, weighing.EXACT, steps=10)

@@ -1,5 +1,7 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +18,10 @@ from ppe_ddp import (
     megatron,
     weigh,
 )
-from ppe_ddp.compression import Int8
+from ppe_ddp.compression import Int8, Uncompressed
+from ppe_ddp.weighing import Weights, WhereUsed
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
-from weighing import CLOSE, EXACT, hold_random_model, hold_training, weighted_mean
+from weighing import CLOSE, EXACT, hold_optimizer, hold_random_model, hold_training, weighted_mean
 
 SHARED = pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shm"])
 
@@ -29,6 +32,24 @@ SHARED = pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "s
 def test_random_models(seed, shared_memory):
     options = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}, {"gradient_as_bucket_view": False}][seed % 4]
     hold_random_model(seed, shared_memory=shared_memory, **options)
+
+
+@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("weighs", [False, True], ids=["plain", "weighed"])
+@SHARED
+@on_three_ranks
+def test_random_models_averaged_where_they_are_used(seed, weighs, shared_memory):
+    options = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}, {"gradient_as_bucket_view": False}][seed % 4]
+    plug = [None, None, None, "function", "hook", Uncompressed()][seed % 6]
+    used = True if seed % 2 else ["heads.*", "*.bias"]
+    hold_random_model(seed, weighs=weighs, used=used, plug=plug, shared_memory=shared_memory, **options)
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["plain", "weighed"])
+@SHARED
+@on_three_ranks
+def test_a_distributed_optimizer_averages_where_used(weighs, shared_memory):
+    hold_optimizer(weighs=weighs, shared_memory=shared_memory)
 
 
 @pytest.mark.parametrize(
@@ -304,3 +325,89 @@ def test_ranks_that_have_run_out_count_for_nothing():
                 wrapper.zero_grad()
                 weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
                 assert_gradients(module, want, **CLOSE)
+
+
+@on_two_ranks
+def test_ranks_that_have_run_out_are_not_counted_where_used():
+    module = seeded(mlp, 4, 5, 2)
+    wrapper = DistributedDataParallel(module, average_where_used="2.*")
+    rank = dist.get_rank()
+    for by_all in (True, False):
+        with wrapper.join(divide_by_initial_world_size=by_all):
+            for step in range(1 + rank):
+                tables = [gradients_of_rank(other) for other in range(step, 2)]
+                wrapper.zero_grad()
+                loss_of(wrapper, rank).backward()
+                divisors = {name: len(tables) if name[0] == "2" or not by_all else 2 for name in tables[0]}
+                want = {name: sum(table[name] for table in tables) / divisors[name] for name in tables[0]}
+                assert_gradients(module, want)
+
+
+def gradients_of_rank(rank):
+    twin = seeded(mlp, 4, 5, 2)
+    loss_of(twin, rank).backward()
+    return gradients(twin)
+
+
+@on_two_ranks
+def test_names_that_cannot_be_averaged_where_used():
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"no name of a parameter fits 'head\.\*' \(the nearest: .*weight"):
+        DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=["0.*", "head.*"])
+    for wrong in (3, None, [0], {0: "0.*"}):
+        with pytest.raises(TypeError, match="average_where_used is True or patterns"):
+            DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=wrong)
+    for names in ("2.*", "head.*"):
+        with pytest.raises(DisagreementError, match=r"rank 1 .*average_where_used \('" + names[0]):
+            DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=names if rank else {"0.*"})
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=["0.*", "2.*"][:: 1 - 2 * rank])
+    if rank:
+        wrapper.finish_grad_sync()
+    else:
+        loss_of(wrapper, 0).backward()
+    assert_gradients(wrapper.module, gradients_of_rank(0))
+
+
+@on_two_ranks
+def test_averaging_where_used_takes_no_message_more():
+    sent, send = [], dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return send(tensor, *args, **kwargs)
+
+    found = []
+    for used in (False, True):
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=used, shared_memory=False)
+        for _ in range(3):
+            wrapper.zero_grad()
+            loss_of(wrapper, dist.get_rank()).backward()
+        wrapper.zero_grad()
+        del sent[:]
+        with mock.patch.object(dist, "all_reduce", counting):
+            loss_of(wrapper, dist.get_rank()).backward()
+        found.append(sent.copy())
+    assert len(found[0]) == len(found[1]) > 0
+
+
+def test_bits_of_the_ranks_that_have_used_a_parameter():
+    names = [f"{kind}.{k}" for k in range(20) for kind in "ab"]
+    ranks = [WhereUsed(["a.*"], names, rank, 3) for rank in range(3)]
+    has = [set(range(0, 40, 1 + rank)) for rank in range(3)]
+    fields = [one.field(own) for one, own in zip(ranks, has, strict=True)]
+    assert {len(field) for field in fields} == {3 * 3}  # a bit for each of 20, of each rank
+    agreed = bytes(map(max, *fields))
+    weights = bytes(map(max, *(field_of(rank) for rank in range(3))))
+    for counts, said in (((1, 1, 1), bytes(12)), ((3, 4, 5), weights)):
+        own = {i: sum(count for count, used in zip(counts, has, strict=True) if i in used) for i in range(0, 40, 2)}
+        wanted = {i: sum(counts) / count for i, count in own.items() if count < sum(counts)}
+        assert ranks[1].factors(agreed, said) == wanted
+    assert ranks[2].factors(ranks[2].field(()), weights) == {}
+    grown = WhereUsed(["c.*"], names, 0, 3)
+    assert grown.factors(grown.field({1, 2}), weights) == {}
+
+
+def field_of(rank):
+    weights = Weights(bool, rank, 3)
+    weights.total, weights.is_weighed = 3.0 + rank, True
+    return weights.field(silent=False, has_gradients=True)

@@ -1,14 +1,15 @@
 """Weighted means, held to one process that has all samples; for any backend and launcher."""
 
 import random
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from law_models import Recipe, losses
-from one_process import assert_gradients, assert_same_on_all_ranks, data, dense, gradients, seeded
-from ppe_ddp import DistributedDataParallel, weigh
+from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, dense, gradients, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, weigh
 
 COUNTS = [0, 1, 3, 5, 64, 4097]
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -25,33 +26,103 @@ def weighted_mean(tables):
     return means
 
 
-def hold_random_model(seed, **options):
+def mean_where_used(ranks, used):
+    """The mean of each rank's sums by name, over the ranks that have any where the name fits ``used``.
+
+    Args:
+        ranks: Of each, how much it counts, and its gradients times counts by name.
+        used: Patterns, or True.
+    """
+    means = {}
+    for name in ranks[0][1]:
+        present = [(count, table[name]) for count, table in ranks if count and table[name] is not None]
+        is_used = used is True or any(fnmatchcase(name, pattern) for pattern in used or ())
+        total = sum(count for count, _ in (present if is_used else ranks))
+        means[name] = sum(gradient for _, gradient in present) / total if present else None
+    return means
+
+
+def accumulated(twin, recipe, step, rank, counts):
+    """The gradients of one rank's backwards by name, each times its count."""
+    tables = []
+    for k, count in enumerate(counts):
+        twin.zero_grad()
+        run(twin, recipe, step, rank, k).backward()
+        tables.append((count, gradients(twin)))
+    sums = {}
+    for name, _ in twin.named_parameters():
+        present = [count * dense(table[name]) for count, table in tables if table[name] is not None]
+        sums[name] = sum(present) if present else None
+    return sums
+
+
+def hold_random_model(seed, *, weighs=True, used=False, plug=None, **options):
     """A random dynamic model; each rank has backwards of its own, most of them in `no_sync()`, or none."""
     draw, rank, size = random.Random(f"weights {seed}"), dist.get_rank(), dist.get_world_size()
-    recipe = Recipe.random(seed)
+    recipe = Recipe.random(seed) if weighs else Recipe.random(seed, dtypes=(torch.float64,))
     module, twin = recipe.build(), recipe.build()
-    wrapper = DistributedDataParallel(module, broadcast_buffers=False, **options)
+    options |= {"reduce_function": own_average} if plug == "function" else {}
+    wrapper = DistributedDataParallel(module, broadcast_buffers=False, average_where_used=used, **options)
+    if plug == "hook":
+        wrapper.register_comm_hook(None, allreduce_hook)
+    elif plug is not None and plug != "function":
+        wrapper.register_comm_hook(plug)
     for step in range(4):
-        counts = [[draw.choice(COUNTS) for _ in range(draw.randint(0, 3))] for _ in range(size)]
-        twin.zero_grad()
-        tables = [(0, gradients(twin))]
-        for other, own in enumerate(counts):
-            for k, count in enumerate(own):
-                twin.zero_grad()
-                if any(own):  # else nothing of them is taken
-                    run(twin, recipe, step, other, k).backward()
-                tables.append((count, gradients(twin)))
+        counts = [[draw.choice(COUNTS) if weighs else 1 for _ in range(draw.randint(0, 3))] for _ in range(size)]
+        tables = [accumulated(twin, recipe, step, other, own) for other, own in enumerate(counts)]
         wrapper.zero_grad()
         for k, count in enumerate(counts[rank]):
-            loss = weigh(run(wrapper, recipe, step, rank, k), count)
+            loss = run(wrapper, recipe, step, rank, k)
             wrapper.require_backward_grad_sync = k == len(counts[rank]) - 1
-            loss.backward()
+            (weigh(loss, count) if weighs else loss).backward()
         wrapper.require_backward_grad_sync = True
         if not counts[rank]:
             wrapper.finish_grad_sync()
-        if any(map(sum, counts)):
-            assert_gradients(module, weighted_mean(tables), **CLOSE)
+        divisors = [sum(own) if weighs else 1 for own in counts]
+        if any(divisors):
+            expected = mean_where_used(list(zip(divisors, tables, strict=True)), used)
+            assert_gradients(module, expected, **(CLOSE if weighs else EXACT))
         assert_same_on_all_ranks(module)
+
+
+def own_average(bucket, group):
+    """A reduce function of the user's."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    bucket.buffer().div_(dist.get_world_size(group))
+
+
+def allreduce_hook(_, bucket):
+    """A communication hook of torch's kind."""
+    flat = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(flat, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def hold_optimizer(*, weighs, steps=4, **options):
+    """A model whose layers each rank uses at times, with a `DistributedOptimizer`, trains as one process does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one, module = (seeded(Routes, 4, 5).double() for _ in range(2))
+    wrapper = DistributedDataParallel(module, average_where_used=["layers.[0-3].*"], bucket_cap_mb=1e-4, **options)
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    plain = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(steps):
+        draw = random.Random(f"ways {step}")
+        ways = [draw.sample(range(5), draw.randint(1, 4)) for _ in range(size)]
+        counts = [draw.randint(0, 5) if weighs else 1 for _ in range(size)]
+        batches = [data(3, 4, rank=other, step=step, dtype=torch.float64) for other in range(size)]
+        ranks = []
+        for count, way, batch in zip(counts, ways, batches, strict=True):
+            plain.zero_grad()
+            (count * one(batch, way).pow(2).mean()).backward()
+            ranks.append((count, gradients(one)))
+        for name, mean in mean_where_used(ranks, ["layers.[0-3].*"]).items():
+            one.get_parameter(name).grad = mean
+        loss = wrapper(batches[rank], ways[rank]).pow(2).mean()
+        optimizer.zero_grad()
+        (weigh(loss, counts[rank]) if weighs else loss).backward()
+        optimizer.step()
+        plain.step()
+        for mine, expected in zip(module.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected, **EXACT)
 
 
 def run(model, recipe, step, rank, forward):

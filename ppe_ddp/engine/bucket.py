@@ -35,7 +35,7 @@ from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -604,11 +604,29 @@ class LaunchSchedule(Generic[B]):
                 record.done[k] = perf_counter_ns()
                 record.nbytes[k] = bucket.nbytes
 
-    def hand_over(self, take: Callable[[Sequence[int], list[Tensor]], None]) -> None:
-        """Call ``take(parameter indices, averages)`` for each bucket, once nothing can fail any more."""
+    @property
+    def held(self) -> set[int]:
+        """The parameters of which the launched buckets have gradients of this rank."""
+        gone = self.buckets[: self._gone]
+        pairs = (pair for bucket in gone for pair in zip(bucket.plan.members, bucket.gradients, strict=False))
+        return {i for i, gradient in pairs if gradient is not None}
+
+    def hand_over(
+        self, take: Callable[[Sequence[int], list[Tensor]], None], factors: Mapping[int, float] | None = None
+    ) -> None:
+        """Call ``take(parameter indices, averages)`` for each bucket, once nothing can fail any more.
+
+        Args:
+            take: What to call.
+            factors: What averages are multiplied by before, by parameter index.
+        """
         for bucket in self.buckets:
             averages = bucket.averages()
-            take(bucket.expected, averages if bucket.is_exact else bucket.expected_of(averages))
+            averages = averages if bucket.is_exact else bucket.expected_of(averages)
+            if factors:
+                for i, average in zip(bucket.expected, averages, strict=True):
+                    scale(average, average, factors.get(i, 1.0))
+            take(bucket.expected, averages)
         self.release()
 
     def give_back(self) -> Iterator[tuple[int, Tensor]]:

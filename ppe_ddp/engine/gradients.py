@@ -16,7 +16,6 @@ from ppe_ddp.engine.memory import MemoryPool
 from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.errors import NonFiniteGradientError
-from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
@@ -101,12 +100,10 @@ class Gradients:
                 taken[k] = gradient.clone()
         return taken
 
-    def hand_over(self, indices: Sequence[int], gradients: list[Tensor], factor: float = 1.0) -> None:
+    def hand_over(self, indices: Sequence[int], gradients: list[Tensor]) -> None:
         """Set ``.grad`` to these averages; add them where there is a gradient already."""
         parameters = self._parameters
         for i, gradient in zip(indices, gradients, strict=True):
-            if factor != 1.0:
-                scale(gradient, gradient, factor)
             if self._distributed is not None:
                 gradient = self._distributed.whole(i, gradient)
             parameter = parameters[i]

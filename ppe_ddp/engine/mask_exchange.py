@@ -13,6 +13,7 @@ Each field is written so that the maximum over the ranks tells all of them:
     writers    a module       whether, and by which rank, its buffers were written (:func:`highest_digits` ...)
     apart      16             what is not ended together (completion.py)
     weights    4 a rank       how much its gradients stand for (weighing.py)
+    users      bits a rank                                               the gradients it had, of some (weighing.py)
     learned    32             digest of what this rank has learned: where one has another, all begin anew
 
 A field that is added is written in ``Negotiation.start()`` and read in ``Negotiation.finish()``. It may depend on the

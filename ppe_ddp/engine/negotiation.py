@@ -150,6 +150,7 @@ class Agreement(NamedTuple):
         writers: The maxima of what was given for them.
         apart: One byte a slot: whether some rank does not end it together with this one; empty in a vote.
         weights: What the ranks have said of their gradients' weights; empty in a vote.
+        users: Which ranks had the gradients that are averaged where they are used; empty in a mask.
         nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
     """
 
@@ -158,6 +159,7 @@ class Agreement(NamedTuple):
     writers: bytes
     apart: bytes
     weights: bytes
+    users: bytes
     nodes: bytes
 
     def senders(self, second: bytes) -> list[int]:
@@ -265,6 +267,7 @@ class Negotiation:
         apart: bytes = APART,
         writers: bytes = b"",
         weights: bytes = b"",
+        users: bytes = b"",
     ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and each rank's ``status`` (``mask_exchange.py``).
 
@@ -277,6 +280,7 @@ class Negotiation:
             apart: What this rank does not end together with it (``completion.py``); votes do not say it.
             writers: Digits of this rank, for each module whose buffers it has written.
             weights: What this rank says of the weight of its gradients (``weighing.py``); votes do not say it.
+            users: In a vote, which gradients this rank had, of those that are averaged where they are used.
         """
         groups = self._groups
         if self._generation != groups.generation:
@@ -297,7 +301,7 @@ class Negotiation:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
         statuses = bytearray(groups.world_size)
         statuses[groups.rank] = status
-        fields |= {"statuses": bytes(statuses), "writers": writers}
+        fields |= {"statuses": bytes(statuses), "writers": writers, "users": users}
         if not is_vote:
             fields |= {"apart": apart, "weights": weights, "learned": with_complement(self._learned())}
         return MaskExchange(self._exchanger, digest, fields)
@@ -339,7 +343,7 @@ class Negotiation:
             sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
             mask, nodes = self.node_masks.read(mask, fields["nodes"], sizes)
         apart, weights = fields.get("apart", b""), fields.get("weights", b"")
-        return Agreement(mask, fields["statuses"], fields["writers"], apart, weights, nodes)
+        return Agreement(mask, fields["statuses"], fields["writers"], apart, weights, fields["users"], nodes)
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""

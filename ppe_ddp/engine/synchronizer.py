@@ -16,7 +16,6 @@ import logging
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from operator import or_
 from time import perf_counter_ns
@@ -38,7 +37,7 @@ from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
-from ppe_ddp.weighing import Weights
+from ppe_ddp.weighing import Weights, WhereUsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -71,6 +70,8 @@ class Policy:
         ranges: Mark launches for torch's profiler, at a few microseconds each.
         check_finite: Look for NaN and infinity in gradients before they are sent; ``"skip"`` drops such a step on all
             ranks, else it raises on all.
+        average_where_used: Patterns of names of parameters whose gradients are averaged over the ranks that have them;
+            True for all.
         agreed: What else must be the same on every rank, for people to read.
     """
 
@@ -80,6 +81,7 @@ class Policy:
     broadcast_buffers: BroadcastFunction | None = None
     ranges: bool = False
     check_finite: bool | Literal["skip"] = False
+    average_where_used: bool | Sequence[str] = False
     agreed: str = ""
 
 
@@ -331,6 +333,8 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.use_module(module_state)
         self._module_state, self.weights.parameters = module_state, module_state.parameters
         self._nothing = bytes(len(module_state.parameters))
+        groups, patterns = self._groups, self._policy.average_where_used
+        self._where_used = WhereUsed(patterns, module_state.names, groups.rank, groups.world_size) if patterns else None
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
         self._buffer_writes.note_new(self.negotiation.buffers())
@@ -513,7 +517,7 @@ class BucketSynchronizer(Synchronizer):
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
-        self._hand_over(backward)
+        self._hand_over(backward, outcome.users)
         self._groups.note(Activity.DONE)
 
     def _complete_alone(self, backward: Backward) -> None:
@@ -622,14 +626,27 @@ class BucketSynchronizer(Synchronizer):
         is_writer = backward.is_writer
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
+        users = b""
+        if self._where_used is not None and backward.schedule is not None:
+            users = self._where_used.field(backward.schedule.held | backward.late.keys())
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.negotiation.start(mask, status, is_vote=True, writers=writers)
+        return self.negotiation.start(mask, status, is_vote=True, writers=writers, users=users)
 
-    def _hand_over(self, backward: Backward) -> None:
+    def _factors(self, backward: Backward, users: bytes) -> dict[int, float]:
+        """What the averages over all ranks are multiplied by, by parameter index."""
+        agreement, factors = backward.agreement, {}
+        assert agreement is not None
+        if self.scale_by_active and backward.weight is None:
+            factor = self._groups.world_size / max(1, sum(agreement.statuses))
+            factors = dict.fromkeys(range(len(self._nothing)), factor)
+        if self._where_used is not None:
+            factors |= self._where_used.factors(users, agreement.weights)
+        return factors
+
+    def _hand_over(self, backward: Backward, users: bytes) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
-        factor = 1.0
-        if self.scale_by_active and backward.agreement is not None and backward.weight is None:
-            factor = self._groups.world_size / max(1, sum(backward.agreement.statuses))
+        is_mean_of_all = self._where_used is None and not self.scale_by_active
+        factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
         if self.weights.is_nothing and not backward.silent:
             self._drop_gradients(but=() if turn is None else turn.averaged)
@@ -640,7 +657,7 @@ class BucketSynchronizer(Synchronizer):
             if backward.silent:
                 schedule.release()
             else:
-                schedule.hand_over(partial(owner.hand_over, factor=factor))
+                schedule.hand_over(owner.hand_over, factors)
         if not backward.silent:
             self.weights.settle()
         self.gradients.buffers.trim()

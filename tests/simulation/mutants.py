@@ -71,6 +71,13 @@ MUTANTS = [
             "backward.rounds[-1:]:",
         ),
         (
+            "late gradients do not count as used",
+            SYNC,
+            "_vote",
+            " | backward.late.keys()",
+            "",
+        ),
+        (
             "the vote says what the mask said",
             SYNC,
             "complete",
@@ -152,7 +159,7 @@ MUTANTS = [
             SYNC,
             "complete",
             "yield vote.done\n",
-            "self._hand_over(backward)\n",
+            "self._hand_over(backward, b'')\n",
         ),
         (
             "averages of a bucket go to its neighbour",

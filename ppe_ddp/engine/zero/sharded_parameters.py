@@ -25,7 +25,6 @@ from ppe_ddp.engine.zero.parameter_gather import UnitGather
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Copies, Rows, Shard, ShardedModel, bounds_of, flattened, is_dense
-from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import without_torch_function
 
 if TYPE_CHECKING:
@@ -131,23 +130,20 @@ class ShardedParameters(ShardedModel):
         rows = Rows(specs, self.groups.rank, self.groups.world_size)
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
-    def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor], factor: float = 1.0) -> None:
+    def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
         """Set the gradients of this rank's shards; add to those that were not cleared.
 
         Args:
             indices: The parameters.
             averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
-            factor: What to multiply them by.
         """
         self._may_release = True
-        if isinstance(averages, AveragedShards) and factor == 1.0 and self._take(indices, averages):
+        if isinstance(averages, AveragedShards) and self._take(indices, averages):
             return
         for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
                 average = self._cut(k, average)
-            if factor != 1.0:
-                scale(average, average, factor)
             self._gradients[k].add(average)
 
     def _take(self, indices: Sequence[int], averages: AveragedShards) -> bool:
