@@ -151,7 +151,7 @@ def main() -> None:
     console = Console(quiet=job.rank != 0, highlight=False)
     torch.manual_seed(options.seed)
 
-    functions, held_out = (found[: options.functions] for found in read_functions(job.rank, job.world_size))
+    functions, held_out = read_functions(job.rank, job.world_size, options.functions)
     everyones: list[Counter[Edge]] = [Counter()] * job.world_size
     dist.all_gather_object(everyones, Counter(edge for root in functions for edge in Version(root, {}).edges()))
     seen = sum(everyones, Counter())

@@ -54,13 +54,15 @@ def children(node: ast.AST) -> list[tuple[str, ast.AST]]:
     return [(name, value) for name, value in nodes if not isinstance(value, LEFT_OUT)]
 
 
-def read_functions(rank: int, world_size: int) -> tuple[list[ast.AST], list[ast.AST]]:
-    """The functions in a rank's share of the files: for training, and of one file in five for the test."""
+def read_functions(rank: int, world_size: int, most: int | None) -> tuple[list[ast.AST], list[ast.AST]]:
+    """At most so many functions of a rank's share of the files: for training, and of one file in five for the test."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path.relative_to(library) for path in library.rglob("*.py"))
     others = {"site-packages", "dist-packages", "test", "tests"}
     parts: tuple[list[ast.AST], list[ast.AST]] = [], []
     for path in [path for path in paths if not others & {*path.parts}][rank::world_size]:
+        if most is not None and min(map(len, parts)) >= most:
+            break
         try:
             nodes = list(ast.walk(ast.parse((library / path).read_bytes())))
         except (SyntaxError, ValueError):
@@ -69,7 +71,7 @@ def read_functions(rank: int, world_size: int) -> tuple[list[ast.AST], list[ast.
         parts[zlib.crc32(path.as_posix().encode()) % 5 == 0].extend(
             root for root in roots if SMALLEST <= sum(1 for _ in ast.walk(root)) <= LARGEST
         )
-    return parts
+    return parts[0][:most], parts[1][:most]
 
 
 def both_versions(root: ast.AST, chance: Random) -> list[Version]:

@@ -101,6 +101,14 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any] | None:
     return hooks
 
 
+def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
+    """As ``tensor.register_hook(hook)``, but autograd calls it before those that are there already."""
+    tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    for key in list(hooks)[:-1]:
+        hooks[key] = hooks.pop(key)  # autograd does not see an OrderedDict.move_to_end()
+
+
 @contextmanager
 def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
     """While this is entered, changing ``tensors`` in place goes unnoticed by autograd, also where graphs need them."""

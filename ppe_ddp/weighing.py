@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 
 from ppe_ddp.errors import DisagreementError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, version_of
+from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, uncompiled_hook, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 """What a rank says that has no gradients, and one whose gradients have no weight; between them 1 + float32."""
+_UNWEIGHTED_BYTES = b"\x00\xff"
 NBYTES = 4
 """Of what a rank says."""
 
@@ -83,6 +84,7 @@ class _Weigh(torch.autograd.Function):
         return loss * float(ctx.factor)
 
     @staticmethod
+    @uncompiled_hook
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         def end() -> None: ...
 
@@ -109,6 +111,7 @@ class Weights:
         parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
+        synchronized: The sum of all ranks' counts in the last synchronization.
     """
 
     def __init__(self, is_nonzero: Callable[[Any], bool], rank: int, world_size: int) -> None:
@@ -119,7 +122,7 @@ class Weights:
         self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
         self._task = -1
         self._is_used = False
-        self.total, self.is_weighed = 0.0, False
+        self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
 
     @staticmethod
     def are_used() -> bool:
@@ -198,9 +201,10 @@ class Weights:
         Raises:
             DisagreementError: On every rank: some weigh, and others have gradients without a weight.
         """
-        if not (words := _words(field)):
+        if not field.strip(_UNWEIGHTED_BYTES):
             return None
         self._is_used = True
+        words = _words(field)
         missing = ", ".join(str(rank) for rank, word in enumerate(words) if word == _UNWEIGHTED)
         if missing:
             weighing = ", ".join(str(rank) for rank, word in enumerate(words) if 0 < word < _UNWEIGHTED)
@@ -208,7 +212,7 @@ class Weights:
                 f"rank {weighing} weighs its loss, and rank {missing} has gradients of one without a weight: call "
                 "ppe_ddp.weigh(loss, count) on all ranks, or on none"
             )
-        total = sum(map(_count, words))
+        self.synchronized = total = sum(map(_count, words))
         return _Weigh.unit * len(words) / total if total and self.total else 1.0
 
     @property
@@ -218,8 +222,8 @@ class Weights:
 
 
 def _words(field: bytes) -> tuple[int, ...]:
-    """What each rank has said of its weights; empty where no rank weighs."""
-    return struct.unpack(f">{len(field) // NBYTES}I", field) if field.strip(b"\x00\xff") else ()
+    """What each rank has said of its weights."""
+    return struct.unpack(f">{len(field) // NBYTES}I", field)
 
 
 def _count(word: int) -> float:
@@ -261,7 +265,8 @@ class WhereUsed:
             field: The maxima of the ranks' fields.
             weights: Those of :meth:`Weights.field`.
         """
-        counts = [*map(_count, _words(weights))] or [1.0] * self._world_size
+        is_weighed = bool(weights.strip(_UNWEIGHTED_BYTES))
+        counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * self._world_size
         starts = range(0, len(field), self._nbytes or 1)
         rows = [int.from_bytes(field[start : start + self._nbytes], "big") for start in starts]
         bits = [f"{row:0{len(self._indices)}b}".encode().translate(_VALUES) for row in rows]

@@ -261,7 +261,7 @@ def by_hand(wrapper, rank):
     wrapper.finish_grad_sync()
 
 
-def hold(way, *, turns=4, seed=0, after_turn=lambda: None, step=square, **options):
+def hold(way, *, turns=3, seed=0, after_turn=lambda: None, step=square, **options):
     """Random steps in which a random rank fails in this way, and right ones after each, and then `after_turn()`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
@@ -286,7 +286,7 @@ def hold(way, *, turns=4, seed=0, after_turn=lambda: None, step=square, **option
             after_turn()
 
 
-def hold_without_a_trace(way, *, turns=24, **options):
+def hold_without_a_trace(way, *, turns=16, **options):
     """After failures no more is left in the ranks' store, and in torch's tables of groups, than before them."""
     counts = []
 

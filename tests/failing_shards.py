@@ -106,7 +106,7 @@ def assert_parameters(module, expected):
         torch.testing.assert_close(parameter, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-def hold_optimizer(way, *, turns=3, seed=0, overlap=False, **options):
+def hold_optimizer(way, *, turns=2, seed=0, overlap=False, **options):
     """Random steps in which a random rank fails in this way, and right steps of the optimizer after each."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()
@@ -153,7 +153,7 @@ def hold_optimizer(way, *, turns=3, seed=0, overlap=False, **options):
         assert_parameters(module, wanted)
 
 
-def hold_megatron(way, *, turns=3, seed=0, sharded=False, **options):
+def hold_megatron(way, *, turns=2, seed=0, sharded=False, **options):
     """The same over Megatron's buffers; with shards of them that an optimizer updates, or without."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator, switch = random.Random(f"{way} {seed}"), Switch()

@@ -41,6 +41,7 @@ _ROUNDINGS = 16
 # Parameters that were updated with gradients that differ by rounding drift apart over a few steps.
 _DRIFT = 512
 _COARSEST = 0.25
+_DIGEST_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class _Observer:
         digests: dict[str, str] = {}
         for name, parameter in self.module.named_parameters():
             mean, gradient = expected.means[name], parameter.grad
-            digests[name] = _digest(gradient)
+            digests[name] = digest_of(gradient)
             if mean is None or gradient is None:
                 if mean is not gradient:
                     should = "be None: no rank has it" if mean is None else "exist: some rank has it"
@@ -361,13 +362,14 @@ def _update(module: nn.Module) -> None:
                 parameter.add_(parameter.grad, alpha=-0.125)
 
 
-def _digest(gradient: Tensor | None) -> str:
+def digest_of(gradient: Tensor | None) -> str:
+    """Sixteen characters that differ where a gradient's bits, shape or dtype do."""
     if gradient is None:
-        return "None"
+        return "None".ljust(2 * _DIGEST_SIZE)
     gradient = gradient.detach().to_dense()
     plain = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     content = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    digest = hashlib.blake2b(content, digest_size=8)
+    digest = hashlib.blake2b(content, digest_size=_DIGEST_SIZE)
     digest.update(f"{gradient.dtype} {tuple(gradient.shape)}".encode())
     return digest.hexdigest()
 

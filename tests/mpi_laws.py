@@ -89,10 +89,10 @@ def main():
     logging.getLogger("ppe_ddp").setLevel(logging.ERROR)
     reports = {way: report(count, way) for way, count in json.loads(sys.argv[1]).items()}
     if MPI.COMM_WORLD.Get_size() in (2, 3):
-        hold_the_optimizer()
-        hold_random_training()
         reports["wrappers"] = mpi_wrappers.report()
     if MPI.COMM_WORLD.Get_size() == 2:
+        hold_the_optimizer()
+        hold_random_training()
         reports["megatron"] = mpi_megatron.report()
         hold_random_programs()
     if MPI.COMM_WORLD.Get_rank() == 0:

@@ -1,11 +1,15 @@
 """Runs programs for tests: with a time limit, and with all their processes ended."""
 
+import atexit
+import functools
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -14,12 +18,40 @@ MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.whic
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
 
 
+@functools.cache
+def warm_python():
+    """The words that start Python where torch has been imported already, as `sys.executable` does where it has not."""
+    program, name = str(Path(__file__).parent / "warm_python.py"), f"ppe_ddp {uuid.uuid4()}"
+    server = subprocess.Popen(
+        [sys.executable, program, name],
+        stdin=subprocess.PIPE,  # which closes with this process
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    atexit.register(server.__exit__, None, None, None)
+    assert server.stdout.readline() == b"listening\n"
+    return [sys.executable, "-IS", program, name]
+
+
 def await_stop(pid, seconds=20):
     """Returns when a process stands still to which SIGSTOP was sent: each of its threads takes it by itself."""
     deadline = time.monotonic() + seconds
     while any(state_of(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
         assert time.monotonic() < deadline, f"process {pid} has not stopped in {seconds} s"
         os.sched_yield()
+
+
+def all_end(pidfds, seconds):
+    """Whether the processes all end in time; closes their descriptors."""
+    deadline = time.monotonic() + seconds
+    waiting = set(pidfds)
+    while waiting and time.monotonic() < deadline:
+        ready, _, _ = select.select(waiting, [], [], deadline - time.monotonic())
+        waiting -= set(ready)
+    for descriptor in pidfds:
+        os.close(descriptor)
+    return not waiting
 
 
 def state_of(task):

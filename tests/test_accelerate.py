@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
-from routed import Counter, RoutedNet, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
+from routed import Counter, RoutedNet, assert_trained, indices, items_of, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run
 
 # Not imported here: that takes seconds, and every worker collects every file.
@@ -34,10 +34,11 @@ def accelerator(**options):
                 state._reset_state()
 
 
-def steps(made_by, model, optimizer, loader, *, clip=None):
+def steps(made_by, model, optimizer, loader, *, clip=None, items=None):
     for index in loader:
         with made_by.accumulate(model):
-            made_by.backward(model(index).pow(2).mean())
+            counted = {} if items is None else {"count": items(index)}
+            made_by.backward(model(index).pow(2).mean(), **counted)
             if clip is not None and made_by.sync_gradients:
                 made_by.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -59,6 +60,15 @@ def test_accumulated_and_clipped():
         steps(own, model, optimizer, loader, clip=0.05)
         assert_trained(own.unwrap_model(model), trained_alone(6, accumulated=3, clip=0.05))
     assert counter.steps == 2
+
+
+@on_two_ranks
+def test_losses_of_several_items():
+    with accelerator(gradient_accumulation_steps=3) as own:
+        net = made()
+        model, optimizer, loader = own.prepare(net, sgd(net), DataLoader(range(12), batch_size=1))
+        steps(own, model, optimizer, loader, items=items_of)
+        assert_trained(net, trained_alone(6, accumulated=3, items=items_of))
 
 
 @on_two_ranks

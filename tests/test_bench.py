@@ -24,7 +24,7 @@ from ppe_ddp.cli.bench_compression import METHODS
 from ppe_ddp.cli.bench_step import WORKLOADS, GradientMismatchError, compare, measure, tolerance
 from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn
 from ppe_ddp.testing import RankError
-from subprocesses import MPIRUN, needs_mpirun, run
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 NCCL = BACKENDS["cuda"][0]
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -188,7 +188,7 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
         "--also",
         "shared_memory=False",
     ]
-    command = [MPIRUN, "-n", "2", sys.executable, "-m", "ppe_ddp", "bench", *words, "--also=bucket_cap_mb=0.5"]
+    command = [MPIRUN, "-n", "2", *warm_python(), "-m", "ppe_ddp", "bench", *words, "--also=bucket_cap_mb=0.5"]
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]), "COLUMNS": "80"}
     code, output, errors = run(command, timeout=150, environment=environment)
     assert code == 0, errors

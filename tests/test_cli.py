@@ -17,7 +17,7 @@ from ppe_ddp.cli import doctor
 from ppe_ddp.cli.benchmarking import Spread, print_table
 from ppe_ddp.cli.command_line import count, size_of
 from ppe_ddp.cli.doctor import candidates, many_ranks_a_device
-from subprocesses import run
+from subprocesses import run, warm_python
 
 # --- finding a command
 
@@ -120,7 +120,7 @@ def test_a_table_fits_a_terminal_and_cuts_nothing_off(capsys):
 def test_env_tells_people_and_programs_the_same():
     script = "import sys; from ppe_ddp.cli import main; code = main(['env', '--json', '-']); "
     script += "assert 'mpi4py.MPI' not in sys.modules and 'cupy' not in sys.modules; sys.exit(code)"
-    code, output, text = run([sys.executable, "-c", script], timeout=150, environment={"COLUMNS": "80"})
+    code, output, text = run([*warm_python(), "-c", script], timeout=150, environment={"COLUMNS": "80"})
     assert code == 0, text
     report = json.loads(output)
     assert report["command"] == "env"

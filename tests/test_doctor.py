@@ -13,7 +13,7 @@ from ppe_ddp import cli
 from ppe_ddp.cli import doctor
 from ppe_ddp.cli.doctor import Candidate, Diagnosis, diagnose
 from ppe_ddp.testing import Nodes, nodes
-from subprocesses import MPIRUN, needs_mpirun, run
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ DOCTOR = [sys.executable, "-m", "ppe_ddp", "doctor", "--json", "-"]
 
 @needs_mpirun
 def test_in_a_job_on_one_node_its_own_ranks_are_examined():
-    code, output, errors = run([MPIRUN, "-n", "2", *DOCTOR], timeout=150)
+    code, output, errors = run([MPIRUN, "-n", "2", *warm_python(), *DOCTOR[1:]], timeout=150)
     assert code == 0, errors
     job = json.loads(output)["job"]
     assert (job["launcher"], job["backend"], job["problems"]) == ("mpirun", "mpi4py", [])

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from ppe_ddp.testing import Ranks
-from subprocesses import MPIRUN, run
+from subprocesses import MPIRUN, run, warm_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
 
 sys.path.insert(0, str(EXAMPLES))
 custom_reduce = pytest.importorskip("custom_reduce", reason="needs the extra [examples]")
@@ -58,8 +58,8 @@ def number(pattern, text):
 
 
 def test_digits():
-    launcher = [MPIRUN, "-n", "2"] if MPIRUN else TORCHRUN
-    code, text, errors = run([*launcher, sys.executable, EXAMPLES / "digits.py", "--epochs", "4"], timeout=120)
+    launcher = [MPIRUN, "-n", "2"] if MPIRUN else [*warm_python(), *TORCHRUN]
+    code, text, errors = run([*launcher, *warm_python(), EXAMPLES / "digits.py", "--epochs", "4"], timeout=120)
     assert code == 0, errors
     assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
     assert 0.1 < number(r"ratio +│ +([\d.]+)", text) < 0.5
@@ -120,7 +120,8 @@ def test_survive_kill_started_again_by_hand():
 
 def test_survive_kill_started_again_by_torchrun(tmp_path):
     (tmp_path / "killed-between").touch()  # as if it had been: one kill is enough, that in the middle of a checkpoint
-    command = [*TORCHRUN[:-1], "--max-restarts=1", EXAMPLES / "survive_kill.py", "--steps", "30", "--folder", tmp_path]
+    python, words = warm_python(), ["--steps", "30", "--folder", tmp_path]
+    command = [*python, *TORCHRUN, "--max-restarts=1", *python, EXAMPLES / "survive_kill.py", *words]
     code, text, errors = run(command, timeout=120)
     assert code == 0, errors
     assert [int(step) for step in re.findall(r"start at step (\d+)", text)] == [0, 14]

@@ -1,7 +1,6 @@
 """The wrapper's connections end before Python does: else a thread of gloo may need Python when it is gone."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from one_process import square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import on_two_ranks
+from subprocesses import warm_python
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 SCRIPT = """
@@ -33,7 +33,7 @@ if how == "destroy":
 
 @pytest.mark.parametrize("how", ["leave", pytest.param("destroy", marks=pytest.mark.long)])
 def test_connections_end_before_python(tmp_path, how):
-    command = [sys.executable, "-c", SCRIPT, how]
+    command = [*warm_python(), "-c", SCRIPT, how]
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([*command, str(rank), tmp_path / "meeting"], env=environment, **PIPES) for rank in range(2)
@@ -67,7 +67,7 @@ model(torch.ones(2, 8)).sum().backward()
 
 def test_a_backward_that_ends_with_python_does_not_hold_it_up(tmp_path):
     """The traceback of an error has kept it until then."""
-    command = [sys.executable, "-c", INTERRUPTED]
+    command = [*warm_python(), "-c", INTERRUPTED]
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([*command, str(rank), tmp_path / "meeting"], env=environment, **PIPES) for rank in range(2)

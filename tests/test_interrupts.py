@@ -1,15 +1,15 @@
 """Ctrl-C and SIGTERM end all ranks of a job under any launcher, with one traceback and not one a rank."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from subprocesses import MPIRUN, needs_mpirun
+from subprocesses import MPIRUN, all_end, needs_mpirun, warm_python
 
 SCRIPT = """
 import os, sys, torch, ppe_ddp
@@ -20,11 +20,12 @@ while True:
     model(torch.randn(3, 4)).sum().backward()
     step += 1
     if step == 3:
-        open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+        with open(sys.argv[1], "w") as told:
+            told.write(f"{os.getpid()}\\n")
 """
-COMMANDS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
-    "mpirun": ["-n", "2", sys.executable],
+LAUNCHERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"],
+    "mpirun": [MPIRUN, "-n", "2"],
 }
 
 
@@ -40,10 +41,10 @@ COMMANDS = {
 def test_all_ranks_end(launcher, how, tmp_path):
     script, here = tmp_path / "train.py", tmp_path / "here"
     script.write_text(SCRIPT)
-    here.mkdir()
-    starter = MPIRUN if launcher == "mpirun" else sys.executable
+    os.mkfifo(here)
+    told = os.open(here, os.O_RDWR)
     with subprocess.Popen(
-        [starter, *COMMANDS[launcher], script, here],
+        [*LAUNCHERS[launcher], *warm_python(), script, here],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,7 +52,7 @@ def test_all_ranks_end(launcher, how, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
         try:
-            pids = [int(pid) for pid in await_files(here, process)]
+            ranks = [os.pidfd_open(pid) for pid in await_pids(told, process)]
             if how == "Ctrl-C":
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             else:
@@ -60,8 +61,9 @@ def test_all_ranks_end(launcher, how, tmp_path):
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            os.close(told)
     assert process.returncode != 0
-    await_end(pids)
+    assert all_end(ranks, seconds=5)
     lines = [line.partition("]: ")[2] if line.startswith("[rank") else line for line in errors.splitlines()]
     tracebacks = lines.count("Traceback (most recent call last):") - errors.count("SignalException: Process")
     assert tracebacks <= (how == "Ctrl-C"), errors  # beside that of torchrun
@@ -69,22 +71,12 @@ def test_all_ranks_end(launcher, how, tmp_path):
         assert errors.count("KeyboardInterrupt") <= 1, errors
 
 
-def await_files(folder, process):
-    deadline = time.monotonic() + 60
-    while len(found := os.listdir(folder)) < 2:
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-    return found
-
-
-def await_end(pids):
-    deadline = time.monotonic() + 5
-    while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, left
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def await_pids(told, process):
+    """The pids of both ranks, once they train."""
+    launcher, text, deadline = os.pidfd_open(process.pid), "", time.monotonic() + 60
+    while text.count("\n") < 2:
+        ready, _, _ = select.select([told, launcher], [], [], max(0.0, deadline - time.monotonic()))
+        assert told in ready, process.stderr.read() if launcher in ready else "the ranks have not begun in time"
+        text += os.read(told, 100).decode()
+    os.close(launcher)
+    return map(int, text.split())

@@ -19,6 +19,7 @@ from ppe_ddp import launch
 from ppe_ddp.launch import Job, init_process_group, loopback_store, restarted_store
 from ppe_ddp.launchers import Rendezvous, detect, first_host
 from ppe_ddp.testing import RankError
+from subprocesses import warm_python
 
 TORCHRUN = {
     "RANK": "3",
@@ -387,14 +388,8 @@ dist.destroy_process_group()
 
 def test_a_real_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "script.py",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    command = [*warm_python(), *launcher, *warm_python(), "script.py"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ppe_ddp import weigh
 from rank_tests import on_two_ranks
-from routed import Counter, assert_trained, indices, made, sgd, started_by_torchrun, trained_alone
+from routed import Counter, assert_trained, indices, items_of, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run
 
 # Not imported here: that takes seconds, and every worker collects every file.
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: the extra [dev]")
 
 
-def lightning_module(*, by_hand=False):
+def lightning_module(*, by_hand=False, weighs=False):
     """The module with Lightning's methods, of which no class can be made before Lightning is imported."""
     from lightning.pytorch import LightningModule
 
@@ -28,6 +29,8 @@ def lightning_module(*, by_hand=False):
             self.net = made()
 
         def training_step(self, batch, _):
+            if weighs:
+                return weigh(self.net.loss(batch) * self.trainer.accumulate_grad_batches, items_of(batch))
             if not by_hand:
                 return self.net.loss(batch)
             optimizer = self.optimizers()
@@ -60,6 +63,7 @@ AUTOMATIC = {
     "every batch": ({}, {}, 6),
     "accumulated": ({"accumulate_grad_batches": 3}, {"accumulated": 3}, 2),
     "clipped": ({"gradient_clip_val": 0.05}, {"clip": 0.05}, 6),
+    "weighed": ({"accumulate_grad_batches": 3}, {"accumulated": 3, "items": items_of}, 2),
 }
 
 
@@ -69,7 +73,7 @@ def test_the_trainer(case):
     options, alone, synchronized = AUTOMATIC[case]
     from ppe_ddp.integrations.lightning import TrainerStrategy
 
-    module, counter = lightning_module(), Counter()
+    module, counter = lightning_module(weighs=case == "weighed"), Counter()
     with started_by_torchrun():
         strategy = TrainerStrategy(ddp_comm_hook=counter)
         trainer(strategy=strategy, **options).fit(module, DataLoader(indices(6), batch_size=None))

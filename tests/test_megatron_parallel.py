@@ -336,6 +336,35 @@ def test_all_ranks_drop_a_step_in_which_one_has_failed_when_its_gradients_were_a
             assert [*set(model.module.of_interest.main_grad.tolist())] == [1.0]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@on_four_ranks
+def test_a_data_parallel_peer_aborts_while_layers_communicate_in_backward(kind, sharded):
+    """Who hears of it there goes through its backward all the same, as the layers of another rank wait for it."""
+    groups, group = parallel_groups(kind)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=sharded, bucket_size=40)
+    model = DistributedDataParallel(None, config, Toy(split_of(kind, group)), groups=groups)
+    rank, place = dist.get_rank(), dist.get_rank(groups.data)
+    has_aborted = dist.distributed_c10d._get_default_store()
+    for step in range(3):
+        model.zero_grad_buffer()
+        x, y = words(step, place, 0)
+        output = model(x)
+        if step == 1 and place == 0:
+            output.register_hook(lambda _: has_aborted.wait(["aborted"]))
+        loss_of(output, y).backward()
+        if step != 1:
+            finalize_model_grads([model])
+            hold(model, reference_gradients(step, 2, 1), sharded=sharded)
+            continue
+        if rank == 2:
+            model.abort_grad_sync("cannot go on")
+            has_aborted.set("aborted", "")
+        with pytest.raises(PeerAbortedError, match="cannot go on"):
+            finalize_model_grads([model])
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @on_two_ranks
 def test_who_raises_after_the_last_sum_is_told_of_at_the_next_one():
     said, logger = io.StringIO(), logging.getLogger("ppe_ddp")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpi_checks import names_for
-from subprocesses import MPIRUN, needs_mpirun, run
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 HERE = Path(__file__).parent
 # One launcher and one library: that of the environment that the tests run in.
@@ -24,14 +24,14 @@ pytestmark = [
 
 
 def mpirun(ranks, script, *, timeout=90, by=(), **keywords):
-    command = [MPIRUN, "-n", str(ranks), sys.executable, "-W", "error", *by, "-c", script]
+    command = [MPIRUN, "-n", str(ranks), *warm_python(), "-W", "error", *by, "-c", script]
     return run(command, timeout=timeout, **keywords)
 
 
 @functools.cache
 def results(ranks):
     """All checks on so many ranks, started once."""
-    command = [MPIRUN, "-n", str(ranks), sys.executable, "-W", "error", str(HERE / "mpi_checks.py")]
+    command = [MPIRUN, "-n", str(ranks), *warm_python(), "-W", "error", str(HERE / "mpi_checks.py")]
     code, output, errors = run(command, timeout=300)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return code, {one["name"]: one["errors"] for one in found}, errors[-6000:]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from subprocesses import MPIRUN, needs_mpirun, run
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 HERE = Path(__file__).parent
 
@@ -27,7 +27,7 @@ WAYS = {
 @functools.cache
 def reports(ranks):
     """What each way has come to, by its name; all of them in one run, which has optimizer and Megatron as well."""
-    command = [MPIRUN, "-n", ranks, sys.executable, HERE / "mpi_laws.py", json.dumps(WAYS[ranks])]
+    command = [MPIRUN, "-n", ranks, *warm_python(), HERE / "mpi_laws.py", json.dumps(WAYS[ranks])]
     code, output, errors = run(command, timeout=400)
     return json.loads(output.splitlines()[-1]) if code == 0 else errors  # a run that fails is not tried again
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, Outcome, RankError, Ranks, nodes_missing
 from ppe_ddp.testing import nodes as nodes_module
 from ppe_ddp.testing.nodes import LAUNCHERS
-from subprocesses import needs_mpirun
-from test_ranks import all_end
+from subprocesses import all_end, needs_mpirun
 
 pytestmark = pytest.mark.nodes
 long_on_nodes = pytest.mark.nodes(long=True)
@@ -148,6 +147,7 @@ def wait_for(condition):
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
+        time.sleep(0.02)  # what is waited for needs the core
 
 
 ENDED = """

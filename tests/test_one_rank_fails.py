@@ -13,6 +13,7 @@ from torch import nn
 
 import failing
 import failing_shards
+from one_process import assert_gradients, mean_gradients, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine.completion import run
@@ -61,6 +62,28 @@ def test_in_a_synchronization_by_hand_over_gloo(way):
 @on_two_ranks
 def test_nothing_is_left_of_failures(way, options):
     failing.hold_without_a_trace(way, **options)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_two_ranks
+def test_a_hook_of_the_models_own_on_its_output_raises(shared_memory):
+    module = seeded(nn.Linear, 4, 4)
+    expected = mean_gradients(module, square)
+    wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
+    refuse = {"now": False}
+
+    def hook(gradient):
+        return 1 / 0 if refuse["now"] else gradient
+
+    module.register_forward_hook(lambda _, __, output: output.register_hook(hook) and None)
+    for step in range(4):
+        refuse["now"] = step == 1 and dist.get_rank() == 1
+        wrapper.zero_grad()
+        context = pytest.raises(ZeroDivisionError if refuse["now"] else PeerAbortedError)
+        with context if step == 1 else contextlib.nullcontext():
+            square(wrapper, dist.get_rank())
+        if step != 1:
+            assert_gradients(module, expected)
 
 
 @on_three_ranks

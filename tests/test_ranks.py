@@ -3,7 +3,6 @@
 import ctypes
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ppe_ddp.testing import Outcome, RankError, RankFailure, Ranks
+from subprocesses import all_end
 
 
 class OnlyPickles(Exception):
@@ -252,18 +252,6 @@ def test_a_crash_in_the_preparation_is_an_error_of_the_start_with_its_stack():
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValueError, match="should be positive"):
         Ranks(**wrong)
-
-
-def all_end(pidfds, seconds):
-    """Whether the processes all end in time; closes their descriptors."""
-    deadline = time.monotonic() + seconds
-    waiting = set(pidfds)
-    while waiting and time.monotonic() < deadline:
-        ready, _, _ = select.select(waiting, [], [], deadline - time.monotonic())
-        waiting -= set(ready)
-    for descriptor in pidfds:
-        os.close(descriptor)
-    return not waiting
 
 
 SCRIPT = """

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import random
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -41,7 +40,7 @@ from ppe_ddp.sharding.load_plan import (
     whole,
 )
 from ppe_ddp.testing import Ranks
-from subprocesses import MPIRUN, run
+from subprocesses import MPIRUN, run, warm_python
 
 HERE = Path(__file__).parent
 # What has nothing to do with the transport is enough to be seen over one.
@@ -74,7 +73,7 @@ def test_over_gloo(four_ranks, name):
 
 @functools.cache
 def under_mpirun():
-    command = [MPIRUN, "-n", sharding_checks.RANKS, sys.executable, HERE / "sharding_checks.py", *OVER_MPI]
+    command = [MPIRUN, "-n", sharding_checks.RANKS, *warm_python(), HERE / "sharding_checks.py", *OVER_MPI]
     code, output, errors = run(command, timeout=150)
     return code, {json.loads(line)["name"] for line in output.splitlines() if line.startswith("{")}, errors[-4000:]
 

@@ -4,7 +4,6 @@ import functools
 import gc
 import itertools
 import os
-import sys
 import threading
 from datetime import timedelta
 from time import monotonic
@@ -29,7 +28,7 @@ from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.waiting import background_thread, progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
 from shm_checks import names_for, run_checks, run_wrappers
-from subprocesses import run
+from subprocesses import run, warm_python
 from test_laws import EVERYTHING, assert_laws
 
 RANKS = (1, 2, 3)
@@ -380,6 +379,6 @@ os.write(1, f"grad {model.module.weight.grad[0, 0].item()} {'mpi4py' in sys.modu
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.long)])
 def test_a_script_under_torchrun_that_just_ends(backend, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, output, errors = run([sys.executable, *launcher, tmp_path / "train.py", backend], timeout=150)
+    launcher = [*warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    code, output, errors = run([*launcher, *warm_python(), tmp_path / "train.py", backend], timeout=150)
     assert (code, output) == (0, "grad 1.5 False\n" * 2), errors

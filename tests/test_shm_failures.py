@@ -18,7 +18,7 @@ from ppe_ddp import CommunicationError
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.testing import Nodes
 from rank_tests import on_three_ranks, on_two_ranks
-from subprocesses import await_stop
+from subprocesses import await_stop, warm_python
 
 SCRIPT = """
 import os, signal, sys, time
@@ -43,7 +43,7 @@ os._exit(0)
 @pytest.mark.parametrize("way", ["killed", pytest.param("left", marks=pytest.mark.long)])
 def test_a_rank_whose_process_has_ended_is_named_at_once(way, tmp_path):
     """Not after the timeout of half an hour."""
-    command = [sys.executable, "-c", SCRIPT, tmp_path]
+    command = [*warm_python(), "-c", SCRIPT, tmp_path]
     other = subprocess.Popen([*command, "1", way])
     try:
         done = subprocess.run([*command, "0", way], capture_output=True, text=True, timeout=60, check=False)

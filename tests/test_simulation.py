@@ -1,8 +1,9 @@
 """Simulated ranks (tests/simulation): every order of events from a seed, against one process."""
 
 import subprocess
-import sys
 from pathlib import Path
+
+from subprocesses import warm_python
 
 ROOT = Path(__file__).parent.parent
 SEEDS = 100
@@ -10,7 +11,7 @@ SEEDS = 100
 
 def simulate(*arguments):
     """The end of `python -m tests.simulation`, and whether all was sound."""
-    command = [sys.executable, "-m", *map(str, arguments)]
+    command = [*warm_python(), "-m", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert not done.stderr, done.stderr
     return done.stdout, done.returncode == 0

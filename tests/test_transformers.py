@@ -1,6 +1,7 @@
 """transformers' Trainer with this library's wrapper: as one process, and its checkpoints load without it."""
 
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ from torch.utils.data import SequentialSampler
 
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
-from routed import assert_trained, made, sgd, started_by_torchrun, trained_alone
+from routed import assert_trained, items_of, made, sgd, started_by_torchrun, trained_alone
 
 # Not imported here: that takes seconds, and every worker collects every file.
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: the extra [dev]")
 
 
-def model_class():
+def model_class(*, counts_items=False):
     """The module as a model of transformers, which takes seconds to import."""
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -33,10 +34,14 @@ def model_class():
         def forward(self, index):
             return {"loss": self.net.loss(index)}
 
-    return Model
+    class Counting(Model):
+        def forward(self, index, labels, num_items_in_batch=None, **_):
+            return {"loss": self.net.loss(index) * labels.ne(-100).sum() / num_items_in_batch}
+
+    return Counting if counts_items else Model
 
 
-def trained(folder, count, *, resume=None, **options):
+def trained(folder, count, *, resume=None, counts_items=False, **options):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PretrainedConfig, TrainingArguments
 
@@ -48,12 +53,13 @@ def trained(folder, count, *, resume=None, **options):
 
     with started_by_torchrun():
         try:
-            model = model_class()(PretrainedConfig())
+            model = model_class(counts_items=counts_items)(PretrainedConfig())
+            labels = [[1] * items_of(k) + [-100] * (4 - items_of(k)) for k in range(12)]
             given = {"max_grad_norm": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True} | options
             trainer = InOrder(
                 model,
                 TrainingArguments(folder, use_cpu=True, per_device_train_batch_size=1, max_steps=count, **given),
-                train_dataset=[{"index": k} for k in range(12)],
+                train_dataset=[{"index": k} | ({"labels": labels[k]} if counts_items else {}) for k in range(12)],
                 optimizers=(optimizer := sgd(model), torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
             )
             trainer.train(resume_from_checkpoint=resume)
@@ -69,6 +75,37 @@ def trained(folder, count, *, resume=None, **options):
 def test_accumulated_and_clipped(tmp_path):
     trainer = trained(tmp_path, 2, gradient_accumulation_steps=3, max_grad_norm=0.05)
     assert_trained(trainer.model.net, trained_alone(6, accumulated=3, clip=0.05))
+
+
+@pytest.mark.parametrize("across", [True, False])
+@on_two_ranks
+def test_items_of_all_ranks_are_counted_without_a_gather(across, tmp_path):
+    from ppe_ddp.integrations.transformers import Accelerator
+
+    options = {"counts_items": True, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    with mock.patch.object(Accelerator, "gather", None):
+        trainer = trained(tmp_path, 3, average_tokens_across_devices=across, **options)
+    assert trainer.args.average_tokens_across_devices is across
+    if across:
+        assert_trained(trainer.model.net, trained_alone(6, accumulated=2, items=items_of))
+        loss = sum(made().loss(i) * items_of(i) for i in range(4)).item() / sum(map(items_of, range(4)))
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, abs=1e-4)
+
+
+@on_two_ranks
+def test_a_loss_of_the_users_own_gets_the_gathered_number(tmp_path):
+    from ppe_ddp.integrations.transformers import Accelerator, TrainerMixin
+
+    given = []
+
+    def loss(self, model, inputs, num_items_in_batch=None):
+        given.append(num_items_in_batch)
+        return model(**inputs, num_items_in_batch=1)["loss"]
+
+    gathering = mock.patch.object(Accelerator, "gather", return_value=torch.tensor([40, 2]))
+    with gathering, mock.patch.object(TrainerMixin, "compute_loss", loss, create=True):
+        trained(tmp_path, 1, counts_items=True)
+    assert given == [42]
 
 
 @on_two_ranks

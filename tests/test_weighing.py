@@ -1,5 +1,7 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -167,6 +169,22 @@ def test_a_rank_without_samples_takes_the_averages_of_what_wrappers_share(option
     both.zero_grad()
     weigh(loss(wrappers, rank), 5 * rank).backward()
     assert_gradients(both, want)
+
+
+@on_two_ranks
+def test_a_compiled_step_of_one_wrapper_does_not_count_in_another():
+    rank, counts = dist.get_rank(), [3, 5]
+    modules = [seeded(mlp, 4, 5, 2), seeded(mlp, 4, 5, 2)]
+    wants = [expected(modules[0], [30, 5]), expected(modules[1], counts)]
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    step = torch.compile(lambda: weigh(loss_of(wrappers[0], rank), 30 - 25 * rank).backward(), backend="eager")
+    for _ in range(2):
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        step()
+        weigh(loss_of(wrappers[1], rank), counts[rank]).backward()
+        for module, want in zip(modules, wants, strict=True):
+            assert_gradients(module, want)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -351,23 +369,23 @@ def test_names_that_cannot_be_averaged_where_used():
 
 
 @on_two_ranks
-def test_averaging_where_used_takes_no_message_more(monkeypatch):
+def test_averaging_where_used_takes_no_message_more():
     sent, send = [], dist.all_reduce
 
     def counting(tensor, *args, **kwargs):
         sent.append(tensor.nbytes)
         return send(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(dist, "all_reduce", counting)
     found = []
     for used in (False, True):
         wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=used, shared_memory=False)
         for _ in range(3):
             wrapper.zero_grad()
             loss_of(wrapper, dist.get_rank()).backward()
-        del sent[:]
         wrapper.zero_grad()
-        loss_of(wrapper, dist.get_rank()).backward()
+        del sent[:]
+        with mock.patch.object(dist, "all_reduce", counting):
+            loss_of(wrapper, dist.get_rank()).backward()
         found.append(sent.copy())
     assert len(found[0]) == len(found[1]) > 0
 

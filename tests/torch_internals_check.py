@@ -44,6 +44,7 @@ from ppe_ddp.torch_internals import (
     parameter_table,
     post_accumulate_hooks,
     preserve_versions,
+    register_first_hook,
     rename_in_checkpoints,
     set_metadata,
     split_by,
@@ -100,6 +101,16 @@ def _node_is_executed() -> bool:
     output.register_hook(lambda _: seen.extend(map(node_is_executed(), nodes)))
     (output + unused.detach()).backward()
     return seen == [True, False]
+
+
+def _register_first_hook() -> bool:
+    events: list[str] = []
+    output = nn.Parameter(torch.ones(())) * 2
+    handles = [output.register_hook(lambda _, k=k: events.append(k)) for k in "ab"]
+    register_first_hook(output, lambda _: events.append("first"))
+    handles[0].remove()
+    output.backward()
+    return events == ["first", "b"]
 
 
 def _at_end_of_backward() -> bool:
@@ -278,6 +289,7 @@ def _foreach() -> bool:
 
 _TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (node_is_executed, _node_is_executed),
+    (register_first_hook, _register_first_hook),
     (at_end_of_backward, _at_end_of_backward),
     (post_accumulate_hooks, _post_accumulate_hooks),
     (preserve_versions, _preserve_versions),

@@ -78,6 +78,7 @@ class Backward:
         arrivals: Parameters in the order in which their gradients arrived.
         dropped: How many forwards of this rank had no backward so far (``grad_hooks.py``).
         alive: Returns None once the graph task of this backward is gone.
+        met: The error of another rank, to be raised when this backward is over; None where there is none.
 
     Attributes that the synchronizer writes:
         exchange: The mask exchange; None before.
@@ -120,6 +121,7 @@ class Backward:
         self.is_writer: list[bool] = []
         self.buffers: dict[str, Tensor] = {}
         self.alive: Callable[[], object] = lambda: True
+        self.met: Exception | None = None
 
     def abort(self) -> None:
         """This rank's backward has raised: it contributes and takes nothing from here on."""

@@ -34,6 +34,7 @@ from ppe_ddp.torch_internals import (
     is_in_backward,
     node_is_executed,
     post_accumulate_hooks,
+    register_first_hook,
     uncompiled_hook,
     without_torch_function,
 )
@@ -457,7 +458,7 @@ class ForwardCounter:
                     # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
                     is_repeated = not counts or is_in_backward()
                     hook = _OutputHook(self, self._count, on_backward, is_reached=is_repeated)
-                output.register_hook(hook)
+                register_first_hook(output, hook)  # one of the model's own may raise
 
     def count_dropped(self, *, excuses: bool) -> int:
         """The number of forwards so far that no backward has reached, nor can reach; called by each synchronization.

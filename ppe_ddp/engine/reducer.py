@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.record import Recorder, Trace
+    from ppe_ddp.engine.replicas import DriftCheck
 
 C = TypeVar("C", bound=Synchronizer)
 
@@ -214,6 +215,8 @@ class Reducer(Generic[C]):
             elif backward.is_empty:
                 backward = self._begin(index)
             if backward is None or backward.phase is Phase.FAILED:
+                if backward is not None and backward.met is not None:
+                    self.synchronizer.on_accumulated((index,))
                 return
             if backward.is_manual:
                 self._refuse_gradient(index)
@@ -226,8 +229,9 @@ class Reducer(Generic[C]):
                 else:
                     backward.schedule.launch_ready()
             except BaseException as error:
-                if not self.synchronizer.postpone(backward, error):
-                    self._fail(backward, error)
+                if self.synchronizer.postpone(backward, error):
+                    return
+                self._fail(backward, error, waits=self.synchronizer.is_split)
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
         """Count the gradients that were recorded, and those of ``indices``, as arrived."""
@@ -307,19 +311,26 @@ class Reducer(Generic[C]):
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:
+        if backward.met is not None:
+            self._arrivals.stop_recording()
+            self.synchronizer.on_accumulated(self._arrivals.take_recorded())
+            if not self.synchronizer.tells_later:
+                raise backward.met
+            return
         if backward is self._backward and backward.phase is not Phase.FAILED:
             self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
-        then = None
-        if not backward.silent and (self._user_grad_hooks.exist or self.synchronizer.raises_late):
-            then = partial(self._conclude, backward)
+        then, drift = None, self.synchronizer.drift
+        if not backward.silent and (self._user_grad_hooks.exist or (drift is not None and drift.raises)):
+            then = partial(self._conclude, backward, drift)
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
 
-    def _conclude(self, backward: Backward) -> None:
+    def _conclude(self, backward: Backward, drift: DriftCheck | None) -> None:
         if self._user_grad_hooks.exist:
             self._user_grad_hooks.run(backward.averaged, backward.turn)
-        self.synchronizer.raise_late()
+        if drift is not None:
+            drift.conclude()
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
@@ -420,12 +431,22 @@ class Reducer(Generic[C]):
 
     # ------------------------------------------------------------------ when something goes wrong
 
-    def _fail(self, backward: Backward, error: BaseException) -> NoReturn:
-        """End the synchronization on all ranks, put this rank's gradients back, and raise."""
+    def _fail(self, backward: Backward, error: BaseException, *, waits: bool = False) -> None:
+        """End the synchronization on all ranks, put this rank's gradients back, and raise.
+
+        Args:
+            backward: The synchronization's.
+            error: What has ended it.
+            waits: Whether another rank's error waits for the end of this rank's backward.
+        """
         instead = self.synchronizer.fail(backward, error)
-        if instead is None:
+        told = instead or error
+        if waits and isinstance(told, PeerAbortedError):
+            backward.met = told
+        elif instead is None:
             raise error
-        raise instead from error
+        else:
+            raise instead from error
 
     def abort(self, reason: str) -> None:
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""

@@ -109,6 +109,10 @@ class Synchronizer(ABC):
     """
 
     empties_grad = False
+    tells_later = False
+    """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
+    drift: DriftCheck | None = None
+    """Compares the ranks' parameters."""
     sends_nothing = False
     """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
     ranges = False
@@ -142,12 +146,12 @@ class Synchronizer(ABC):
         return None
 
     @property
-    def raises_late(self) -> bool:
-        """Whether :meth:`raise_late` may raise anything."""
-        return False
+    def is_split(self) -> bool:
+        """Whether the model is split over other ranks, for which its layers communicate in backward.
 
-    def raise_late(self) -> None:  # noqa: B027
-        """Raise what a synchronization has found that has succeeded."""
+        An error of another rank then waits for the end of backward: a rank that left it would keep those waiting.
+        """
+        return False
 
     @property
     def unfinished(self) -> Backward | None:
@@ -315,14 +319,9 @@ class BucketSynchronizer(Synchronizer):
         return self.reduction.progress
 
     @property
-    def raises_late(self) -> bool:
-        """Whether parameters that have come to differ are an error."""
-        return self.drift is not None and self.drift.raises
-
-    def raise_late(self) -> None:
-        """Raise what the comparison of parameters has found."""
-        if self.drift is not None:
-            self.drift.conclude()
+    def is_split(self) -> bool:
+        """Whether some parameters are DTensors."""
+        return bool(self._module_state.distributed)
 
     @property
     def nbytes(self) -> int:
@@ -667,7 +666,9 @@ class BucketSynchronizer(Synchronizer):
 
     def _hand_over(self, backward: Backward, users: bytes) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
-        factors, turn = self._factors(backward, users), backward.turn
+        is_mean_of_all = self._where_used is None and not self.scale_by_active
+        factors = None if is_mean_of_all else self._factors(backward, users)
+        turn = backward.turn
         if self.weights.is_nothing and not backward.silent:
             self._drop_gradients(but=() if turn is None else turn.averaged)
         if turn is not None:

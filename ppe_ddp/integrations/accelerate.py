@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import accelerate
 
 from ppe_ddp.ddp import DistributedDataParallel
+from ppe_ddp.weighing import weigh
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 __all__ = ["Accelerator"]
 
@@ -32,6 +33,8 @@ class Accelerator(accelerate.Accelerator):
     """
 
     wrapper_options: Mapping[str, Any] = {}
+    counted: tuple[float, int] | None = None
+    """How many items of this rank a step's losses are divided by, and in how many backwards; transformers sets it."""
 
     def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.wrapper_options = dict(wrapper_options or {})
@@ -59,6 +62,22 @@ class Accelerator(accelerate.Accelerator):
         """Whether Accelerate would wrap models in torch's ``DistributedDataParallel``."""
         is_sharded = self.parallelism_config is not None and self.parallelism_config.tp_enabled
         return not is_sharded and (self.multi_device or self.distributed_type == accelerate.DistributedType.MULTI_CPU)
+
+    def backward(self, loss: Tensor, *, count: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Call ``loss.backward()`` as Accelerate does.
+
+        Args:
+            loss: As Accelerate has it.
+            count: The samples or tokens that ``loss`` is a mean over, for :func:`ppe_ddp.weigh`: gradients are averaged
+                over those of all ranks and accumulation steps.
+            **kwargs: Accelerate's.
+        """
+        if count is not None:
+            loss = weigh(loss * self.gradient_accumulation_steps, count)
+        elif self.counted is not None:
+            items, backwards = self.counted
+            loss = weigh(loss * (backwards / self.num_processes), items / backwards)
+        super().backward(loss, **kwargs)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

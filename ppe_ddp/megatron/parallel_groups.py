@@ -64,6 +64,12 @@ class ParallelGroups:
     expert: ProcessGroup | None = None
     expert_tensor: ProcessGroup | None = None
 
+    @property
+    def split_model(self) -> bool:
+        """Whether ranks that these groups name have different parts of the model."""
+        parents = [getattr(self, name) for name in (*_SPLITS, "expert_tensor")]
+        return self.expert is not None or any(one is not None and dist.get_world_size(one) > 1 for one in parents)
+
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelGroups:
         """The groups of a mesh whose dimensions are named ``dp``, ``cp``, ``ep``, ``tp`` and ``pp``.

@@ -508,8 +508,10 @@ class _WrapperOnTrial:
 
     def run(self) -> None:
         """Take all steps."""
+        copies = [copy.deepcopy(self._module) for _ in range(self._size)]
         for number, (step, set_to_none) in enumerate(_STEPS):
-            copies = [self._copy() for _ in range(self._size)]
+            for twin in copies:
+                self._bring_here(twin)
             actors = [self._actor(twin, number, rank) for rank, twin in enumerate(copies)]
             if set_to_none is not None:
                 for model in (self._wrapper, *copies):
@@ -532,11 +534,12 @@ class _WrapperOnTrial:
         # The last rank, and not rank 0, whose buffers all have.
         return _Actor(model, number, rank, rank == self._size - 1 > 0, self._device)
 
-    def _copy(self) -> DynamicModel:
-        twin = copy.deepcopy(self._module)
+    def _bring_here(self, twin: DynamicModel) -> None:
+        """Give a copy of the module the module's parameters, gradients and buffers."""
         for theirs, own in zip(twin.parameters(), self._module.parameters(), strict=True):
+            theirs.data.copy_(own.data)
             theirs.grad = None if own.grad is None else own.grad.detach().clone()
-        return twin
+        twin.seen.copy_(self._module.seen)
 
     def _check(self, means: dict[str, tuple[Tensor, float] | None], when: str) -> None:
         """Compare the gradients with the means and the largest elements on any rank."""

@@ -71,6 +71,13 @@ MUTANTS = [
             "backward.rounds[-1:]:",
         ),
         (
+            "late gradients do not count as used",
+            SYNC,
+            "_vote",
+            " | backward.late.keys()",
+            "",
+        ),
+        (
             "the vote says what the mask said",
             SYNC,
             "complete",

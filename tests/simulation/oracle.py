@@ -14,7 +14,7 @@ from .wrappers import SHARD, Wrapping
 SEVERAL = ("MICRO", "TWO_", "RETAINED")  # steps of several backwards: a rank may have done some of them
 
 _SINGLE = (" ONE_BACKWARD", " LOOK", " SOME_INPUTS", " ABSENT")  # steps of one backward
-_SCALED_FIRST = (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.SYNC_HOOK, Wrapping.CHECKED, Wrapping.SKIPPING)
+SCALED_FIRST = (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.SYNC_HOOK, Wrapping.CHECKED, Wrapping.SKIPPING)
 TOLERANCE = 1e-5  # where a gradient came in two rounds, whose sums are made in another order
 
 
@@ -23,13 +23,15 @@ class ExactReference(Reference):
 
     Args:
         modules: The module of each rank.
+        where_used: Whether a gradient is averaged over the ranks that have it.
 
     Attributes:
         local: By rank, the gradients by name that it had before they were averaged; its own, as no step changes them.
     """
 
-    def __init__(self, modules):
+    def __init__(self, modules, *, where_used=False):
         self._copies = modules
+        self._where_used = where_used
         self._parameters = [module.table for module in modules]
         self._give_buffers(dict(modules[0].named_buffers()))
 
@@ -45,7 +47,8 @@ class ExactReference(Reference):
             for gradient in given:
                 part = torch.zeros_like(own) if gradient is None else torch.mul(gradient, share)
                 total = part if total is None else total + part
-            means[name] = total.detach()
+            count = sum(gradient is not None for gradient in given)
+            means[name] = total.detach() * (len(given) / count if self._where_used else 1.0)
             scales[name] = max(float(g.abs().max()) for g in given if g is not None) if own.numel() else 0.0
             is_sparse = any(table[name].grad is not None and table[name].grad.is_sparse for table in self._parameters)
             for table in self._parameters:
@@ -87,13 +90,15 @@ class Oracle:
         from .program import plain_models
 
         self.run, self.program = run, run.program
-        self.reference = ExactReference([plain_models(self.program) for _ in range(self.program.world_size)])
+        copies = [plain_models(self.program) for _ in range(self.program.world_size)]
+        where_used = self.program.options.get("average_where_used", False)
+        self.reference = ExactReference(copies, where_used=where_used)
         self.has_failed = False
         self.is_torn = False
         self.residuals = [{} for _ in range(self.program.world_size)]
         # Two halves are exact in any way; else some divide by three, and others multiply by a third.
         count, wrapping = self.program.world_size, self.program.wrapping
-        self.is_exact = count in (2, 4) or wrapping in _SCALED_FIRST
+        self.is_exact = count in (2, 4) or wrapping in SCALED_FIRST
         self.is_exact &= not self.program.shares  # whose gradients autograd adds up in the order of the forwards
         self.is_exact &= not self.program.is_sparse and wrapping is not Wrapping.OPTIMIZER
 

@@ -15,7 +15,7 @@ from ppe_ddp.backends.shm import ShmOptions
 from . import processes
 from .faults import Change, Fault, Faults, Planned, Where
 from .group import Network
-from .oracle import SEVERAL, hold
+from .oracle import SCALED_FIRST, SEVERAL, hold
 from .scheduler import Scheduler
 from .store import SimulatedStore
 from .wrappers import Models, Wrappers, Wrapping
@@ -24,6 +24,8 @@ _KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
 _ONE_SYNCHRONIZATION = [
     kind for kind in StepKind if kind is StepKind.MICRO_BATCHES or not any(word in kind.name for word in SEVERAL)
 ]
+# A DistributedOptimizer keeps averages apart from what comes after them, and one process does not.
+_WHERE_USED = (*SCALED_FIRST, Wrapping.HOOK)
 _TIMEOUT = timedelta(seconds=300)
 
 
@@ -95,6 +97,8 @@ class Program:
             steps = [dataclasses.replace(one, zeroing=Zeroing.TO_NONE) for one in steps]
             rank, number = draw.randrange(world_size), draw.randrange(20)
             changes = tuple(Change(rank, k, number, draw.random() < 0.5) for k in range(len(steps)))
+        if wrapping in _WHERE_USED and not shares:
+            options["average_where_used"] = draw.random() < 0.3
         return cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
 
     @property
