@@ -47,7 +47,7 @@ class RankTime:
     is_slow: bool
 
 
-class StepTimes:
+class RankTimes:
     """The own times of all ranks in the last steps.
 
     Args:

@@ -100,6 +100,11 @@ class Gradients:
                 taken[k] = gradient.clone()
         return taken
 
+    def take_present(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Those of :meth:`take` that are there, by parameter index."""
+        found = zip(indices, self.take(indices), strict=True)
+        return {i: gradient for i, gradient in found if gradient is not None}
+
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor]) -> None:
         """Set ``.grad`` to these averages; add them where there is a gradient already."""
         parameters = self._parameters

@@ -37,15 +37,15 @@ from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.replicas import BufferWrites, DriftCheck, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
-from ppe_ddp.stragglers import StepTimes
+from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import Weights, WhereUsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Generator, Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.contracts import BroadcastFunction
+    from ppe_ddp.contracts import BroadcastFunction, Probe
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.completion import Steps
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.negotiation import Agreement
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.errors import NonFiniteGradientError, PpeDdpError
@@ -304,7 +305,7 @@ class BucketSynchronizer(Synchronizer):
         )
         self._dropped_forwards = DroppedForwards(groups.rank)
         self._buffer_writes = BufferWrites()
-        self.times = StepTimes(groups.rank, groups.world_size)
+        self.times = RankTimes(groups.rank, groups.world_size)
         self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
@@ -495,7 +496,7 @@ class BucketSynchronizer(Synchronizer):
         backward.enter(Phase.FINISHING)
         recorder, late = backward.recorder, backward.late
         if backward.unexpected and not (backward.silent or self.weights.is_nothing):
-            late.update(self._take_late(backward.unexpected))
+            late.update(self.gradients.take_present(backward.unexpected))
         recorder.vote_at = perf_counter_ns()
         if self._finite is not None:
             self._finite.look(late.keys(), late.values())
@@ -503,17 +504,13 @@ class BucketSynchronizer(Synchronizer):
         if EventLog.current is not None:
             vote.watch(recorder.note_vote)
         yield from schedule.finish()
-        yield vote.done
-        outcome = self.negotiation.finish(vote, b"")
+        outcome = yield from self._outcome(vote)
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.statuses)
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, statuses)
             self._drop(backward, error)
             return
-        self.times.note(outcome.times)
-        if self.drift is not None and self.drift.differs(outcome.parameters):
-            yield from self.drift.find_ranks()
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
@@ -532,15 +529,21 @@ class BucketSynchronizer(Synchronizer):
         self._groups.note(Activity.DONE)
         self.times.end_step()
 
+    def _outcome(self, vote: MaskExchange) -> Generator[Probe | None, None, Agreement]:
+        yield vote.done
+        outcome = self.negotiation.finish(vote, b"")
+        self.times.note(outcome.times)
+        if self.drift is not None and self.drift.differs(outcome.parameters):
+            yield from self.drift.find_ranks()
+        return outcome
+
     def _complete_alone(self, backward: Backward) -> None:
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
             return
         self._weigh_alone()
         if self.sharded_parameters is not None:
-            everything = range(len(self._module_state.parameters))
-            taken = zip(everything, self.gradients.take(everything), strict=True)
-            present = {i: gradient for i, gradient in taken if gradient is not None}
+            present = self.gradients.take_present(range(len(self._module_state.parameters)))
             self.sharded_parameters.hand_over(list(present), list(present.values()))
 
     def _drop_gradients(self, but: Container[int] = ()) -> None:
@@ -623,11 +626,6 @@ class BucketSynchronizer(Synchronizer):
             repair=repair,
             ranges=self.ranges,
         )
-
-    def _take_late(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Take the gradients that came after their bucket was launched, or that no rank expected, out of ``.grad``."""
-        found = zip(indices, self.gradients.take(indices), strict=True)
-        return {i: gradient for i, gradient in found if gradient is not None}
 
     def _vote(self, backward: Backward) -> MaskExchange:
         """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""

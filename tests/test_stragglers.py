@@ -1,0 +1,132 @@
+"""Who is slow is named, by times that each rank's vote carries."""
+
+import logging
+import math
+import random
+from time import perf_counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from one_process import data, mlp, seeded
+from ppe_ddp import DistributedDataParallel
+from ppe_ddp.stragglers import NBYTES, WINDOW, RankTimes, _code
+from rank_tests import on_three_ranks, on_two_ranks
+
+
+def field_of(times):
+    """What the ranks together say of these milliseconds, (compute, other) a rank."""
+    return bytes(_code(int(1e6 * ms)) if ms is not None else 0 for pair in times for ms in pair)
+
+
+def logged(times, rows):
+    texts = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    logger, handler = logging.getLogger("ppe_ddp"), Keep()
+    logger.addHandler(handler)
+    for row in rows:
+        times.note(field_of(row))
+    logger.removeHandler(handler)
+    return texts
+
+
+@pytest.mark.parametrize("milliseconds", [0.001, 0.0105, 1.0, 33.3, 1e4, 6e5])
+def test_a_byte_tells_a_time_to_a_twentieth(milliseconds):
+    times = RankTimes(0, 1)
+    times.note(field_of([(milliseconds, milliseconds)]))
+    (row,) = times.table()
+    assert math.isclose(row.compute_ms, milliseconds, rel_tol=0.05)
+    assert row.compute_ms == row.other_ms
+
+
+def test_a_slow_rank_is_named_once_and_again_when_it_ends():
+    times = RankTimes(0, 4)
+    slow = [[(20, 5), (20, 5), (26, 7), (20, 5)]]
+    equal = [[(20, 5)] * 4]
+    assert logged(times, equal * 40) == []
+    (text,) = logged(times, slow * WINDOW)
+    assert text.startswith("rank 2 is slow, and the others wait for it: in ")
+    assert "in forward and backward" in text
+    assert [row.rank for row in times.table() if row.is_slow] == [2]
+    assert logged(times, slow * 40) == []
+    assert logged(times, equal * 40) == ["rank 2 is no longer slower than the others"]
+    assert not any(row.is_slow for row in times.table())
+
+
+def test_what_a_rank_spends_outside_of_the_model_is_told_apart():
+    (text,) = logged(RankTimes(0, 2), [[(20, 2), (20, 30)]] * WINDOW)
+    assert "rank 1 is slow" in text
+    assert "(19.5 in forward and backward, 30.0 in data loader" in text
+
+
+def test_ranks_whose_graphs_differ_from_step_to_step_are_not_slow():
+    draw = random.Random(0)
+    rows = [[(draw.choice([5, 40]), 2) for _ in range(3)] for _ in range(1000)]
+    assert logged(RankTimes(0, 3), rows) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_no_rank_is_named_by_chance(ranks):
+    """A thousand steps of equal ranks on a busy machine: every fourth step of each takes up to three times as long."""
+    for seed in range(10):
+        draw = random.Random(seed)
+
+        def noisy(draw=draw):
+            return 10 * draw.lognormvariate(0, 0.3) * (draw.uniform(1, 3) if draw.random() < 0.25 else 1)
+
+        assert logged(RankTimes(0, ranks), [[(noisy(), 1) for _ in range(ranks)] for _ in range(1000)]) == []
+
+
+def test_steps_without_a_forward_are_left_out():
+    times = RankTimes(0, 2)
+    assert times.table() == []
+    rows = [[(20, 5), (None, None)], [(20, 5), (20, 5)]] * WINDOW
+    assert logged(times, rows) == []
+    assert [round(row.compute_ms, 1) for row in times.table()] == [19.5, 19.5]
+    nothing = RankTimes(0, 2)
+    logged(nothing, [[(None, None)] * 2] * WINDOW)
+    assert all(math.isnan(row.compute_ms) for row in nothing.table())
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_three_ranks
+def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ppe_ddp").addHandler(handler)
+
+    def busy(*_):
+        end = perf_counter() + 0.05 * (rank == 1)
+        while perf_counter() < end:
+            pass
+
+    module.register_forward_pre_hook(busy)
+    for _ in range(WINDOW + 2):
+        wrapper.zero_grad()
+        wrapper(data(4, 4, rank=rank)).sum().backward()
+    logging.getLogger("ppe_ddp").removeHandler(handler)
+    table = wrapper.rank_times()
+    assert table[1].is_slow
+    assert table[1].compute_ms > 45
+    tables = [None] * 3
+    dist.all_gather_object(tables, table)
+    assert tables == [table] * 3
+    assert [text for text in texts if "rank 1 is slow" in text] == texts[:1] if rank == 0 else not texts
+
+
+@on_two_ranks
+def test_the_time_of_a_rank_has_no_place_in_a_mask():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2))
+    assert wrapper.rank_times() == []
+    wrapper(torch.ones(1, 4)).sum().backward()
+    assert wrapper.trace().control_nbytes > 2 * NBYTES
+    wrapper(torch.ones(1, 4)).sum().backward()
+    assert [row.rank for row in wrapper.rank_times()] == [0, 1]
