@@ -19,6 +19,7 @@ from ppe_ddp.functions import average, broadcast, overlapped
 from ppe_ddp.launch import Job, init_process_group
 from ppe_ddp.optim import DistributedOptimizer
 from ppe_ddp.options import Options
+from ppe_ddp.stragglers import RankTime
 from ppe_ddp.tracing import timeline
 from ppe_ddp.weighing import weigh
 
@@ -41,6 +42,7 @@ __all__ = [
     "Options",
     "PeerAbortedError",
     "PpeDdpError",
+    "RankTime",
     "ReduceFunction",
     "Restored",
     "SyncHook",
