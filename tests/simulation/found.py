@@ -29,7 +29,7 @@ def found(orders=8):
         dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + 5 * seed))
         interrupted = (Fault(0, 0, Where.INTERRUPT, 21), Fault(0, 1, Where.LOSS, 0))
         programs += [
-            # A rank was interrupted in a step that another one had completed, and failed in the next: it was waited for.
+            # A rank, interrupted in a step that another one had completed, failed in the next: it was waited for.
             _program(seed, ("here", "there"), interrupted),
             # A step was complete on one rank only, where no rank sees the processes of others.
             _program(seed, ("",) * 3, (_TORN,)),
