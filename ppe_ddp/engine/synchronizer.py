@@ -273,6 +273,7 @@ class Synchronizer(ABC):
             return False
         for groups in self.groups:
             groups.fail(error, "")
+            groups.step -= 1  # it begins once more
         logger.warning("%s (Its averages of that step were complete here.)", error)
         backward.restart()
         return True

@@ -27,7 +27,10 @@ def found(orders=8):
     programs = []
     for seed in range(orders):
         dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + 5 * seed))
+        interrupted = (Fault(0, 0, Where.INTERRUPT, 21), Fault(0, 1, Where.LOSS, 0))
         programs += [
+            # A rank, interrupted in a step that another one had completed, failed in the next: it was waited for.
+            _program(seed, ("here", "there"), interrupted),
             # A step was complete on one rank only, where no rank sees the processes of others.
             _program(seed, ("",) * 3, (_TORN,)),
             # A rank has died while the ranks connected again: the others waited for the timeout, and named one another.
