@@ -29,7 +29,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
     OMPI_MCA_pml=ob1 OMPI_MCA_btl=sm,tcp,self OMPI_MCA_coll=^han
 
 # Tests of ranks that run on nodes as they are, with --ranks-on-nodes.
-ON_NODES := laws conformance megatron_parallel weighing
+ON_NODES := laws conformance megatron_parallel weighing drift stragglers
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-long test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs pictures format demo bench clean

@@ -7,6 +7,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
+import test_drift as drift
+import test_stragglers as stragglers
 import weighing
 from mpi_check_kit import assert_same, check
 
@@ -148,3 +150,19 @@ def means_of_random_models_where_used(seed):
 @check(ranks=2)
 def training_with_batches_of_other_sizes_is_that_of_one_process():
     weighing.hold_training(torch.float64, weighing.EXACT, steps=10)
+
+
+@check(ranks=3)
+def parameters_that_come_to_differ_are_named():
+    drift.test_the_rank_and_the_parameter_are_named.__wrapped__({})
+
+
+@check(ranks=2, most=2)
+def parameters_that_are_the_same_raise_no_alarm():
+    for sharded in (None, False, True):
+        drift.test_no_false_alarm.__wrapped__(sharded)
+
+
+@check(ranks=3)
+def a_slow_rank_is_named():
+    stragglers.test_a_rank_that_is_slowed_is_named_within_a_window.__wrapped__(True)

@@ -80,7 +80,7 @@ MUTANTS = [
         (
             "the vote says what the mask said",
             SYNC,
-            "complete",
+            "_outcome",
             'negotiation.finish(vote, b"")',
             'negotiation.finish(vote, b"")._replace(mask=self._nothing)',
         ),
