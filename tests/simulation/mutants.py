@@ -158,8 +158,8 @@ MUTANTS = [
             "a step is handed over before the vote is read",
             SYNC,
             "complete",
-            "yield vote.done\n",
-            "self._hand_over(backward, b'')\n",
+            "yield from schedule.finish()\n",
+            "yield from schedule.finish(); self._hand_over(backward, b'')\n",
         ),
         (
             "averages of a bucket go to its neighbour",
