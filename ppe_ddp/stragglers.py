@@ -27,7 +27,8 @@ _MOST, _FEW = 17, 10  # steps of a window: ranks that are equally fast differ by
 _LEAST_MS = 1.0  # of a difference: less is not worth a word
 _JUDGED_EVERY = 4
 _PER_DOUBLING = 8
-_MILLIS = torch.tensor([math.nan, *(2 ** (code / _PER_DOUBLING) / 1e3 for code in range(255))])
+_DECODED = [math.nan, *(2 ** (code / _PER_DOUBLING) / 1e3 for code in range(255))]  # milliseconds
+_MILLIS = torch.tensor(_DECODED)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class RankTimes:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._rows: deque[bytes] = deque(maxlen=WINDOW)
+        self._has_slow: deque[bool] = deque(maxlen=WINDOW)  # of each row
         self._count = 0
         self._ended_at = self._forward_at = 0
         self._slow: set[int] = set()
@@ -87,8 +89,13 @@ class RankTimes:
         """Take in the maxima of the ranks' fields; rank 0 logs who has become slow, or is so no more."""
         self._rows.append(field)
         self._count += 1
-        if self._rank or self._count % _JUDGED_EVERY or len(self._rows) < WINDOW:
+        if self._rank:
             return
+        self._has_slow.append(_has_slow(field))
+        if (self._slow or sum(self._has_slow) >= _MOST) and self._count % _JUDGED_EVERY == 0:
+            self._judge()
+
+    def _judge(self) -> None:
         times = self._times().sum(-1)
         slow, usual = _counts(times), _median(times.nanmean(0))
         for rank in {rank for rank, count in enumerate(slow) if count >= _MOST} - self._slow:
@@ -130,6 +137,15 @@ class RankTimes:
 
 def _code(nanoseconds: int) -> int:
     return min(255, max(1, 1 + round(_PER_DOUBLING * math.log2(max(nanoseconds, 1) / 1e3))))
+
+
+def _has_slow(field: bytes) -> bool:
+    """Whether any rank was slow in this step."""
+    pairs = zip(field[::NBYTES], field[1::NBYTES], strict=True)
+    totals = sorted(_DECODED[compute] + _DECODED[other] for compute, other in pairs if compute and other)
+        _DECODED[a] + _DECODED[b] for a, b in zip(field[::NBYTES], field[1::NBYTES], strict=True) if a and b
+    )
+    return bool(totals) and totals[-1] > _SLOW * totals[(len(totals) - 1) // 2]
 
 
 def _counts(times: torch.Tensor) -> list[int]:

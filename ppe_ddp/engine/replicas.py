@@ -52,7 +52,7 @@ from ppe_ddp.torch_internals import (
 
 if TYPE_CHECKING:
     Place = tuple[nn.Module, str]
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -288,6 +288,7 @@ _STEPS = 100
 _LEAST_BYTES = 1 << 14  # in one step
 _LABEL = 8  # bytes of a field: the step in which the sums were made, and their digest
 _CPU = torch.device("cpu")
+_FEW_BYTES = 1 << 12  # of one parameter: more are added up faster as larger integers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -306,6 +307,7 @@ class DriftCheck:
         self._starts = [0, *accumulate(map(_nbytes, self._parameters))]
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
+        self._known: dict[int, list[tuple[int, int, int]]] = {}
         self._step = 0
         self._names_looked_at: list[str] = []
         self._sums: list[Tensor] = []
@@ -324,22 +326,27 @@ class DriftCheck:
         digest = hashlib.blake2b(repr(self._sent[1]).encode(), digest_size=8).digest()
         field = with_complement(self._step.to_bytes(_LABEL // 2, "big")) + with_complement(digest)
         step = self._groups.step
-        pieces = list(self._pieces(step % self._parts)) if takes_part else []
+        pieces = self._pieces(step % self._parts) if takes_part else []
         self._step = step % (1 << 4 * _LABEL) if takes_part else 0
         self._names_looked_at = [self._names[i] for i, _, _ in pieces]
         # On GPUs these are only launched: they are read in the next step.
-        self._sums = [_sum(self._parameters[i], start, stop) for i, start, stop in pieces]
+        with torch.no_grad():
+            self._sums = [_sum(self._parameters[i], start, stop) for i, start, stop in pieces]
         return field if takes_part else bytes(len(field))
 
-    def _pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, part: int) -> Sequence[tuple[int, int, int]]:
         """Which parameters a part consists of: the index of each, and its first and last element in memory."""
+        if part in self._known:
+            return self._known[part]
         begin, end = part * self._part, (part + 1) * self._part
+        pieces = self._known[part] = []
         i = bisect_right(self._starts, begin) - 1
         while i < len(self._parameters) and self._starts[i] < end:
             start, stop, size = self._starts[i], self._starts[i + 1], self._parameters[i].element_size()
             if start < stop:
-                yield i, -(-max(begin - start, 0) // size), -(-(min(end, stop) - start) // size)
+                pieces.append((i, -(-max(begin - start, 0) // size), -(-(min(end, stop) - start) // size)))
             i += 1
+        return pieces
 
     @staticmethod
     def differs(field: bytes) -> bool:
@@ -393,15 +400,18 @@ def _is_dense(parameter: Tensor) -> bool:
 
 
 def _sum(parameter: Tensor, start: int, stop: int) -> Tensor:
-    """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time, as far as they go."""
-    flat = parameter.detach().as_strided((parameter.numel(),), (1,))[start:stop]
-    size = flat.element_size()
+    """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time where there are many."""
+    size, count = parameter.element_size(), stop - start
+    flat = parameter.as_strided((count,), (1,), parameter.storage_offset() + start)
+    if size * count < _FEW_BYTES and size in _INTEGERS:
+        return flat.view(_INTEGERS[size]).sum()
     together = max(1, 8 // size)
     if flat.storage_offset() % together:
         flat = flat.clone()
-    even = flat.numel() - flat.numel() % together
-    total = flat[:even].view(torch.int64).sum()
-    return total if even == flat.numel() else total + flat[even:].view(_INTEGERS[size]).sum()
+    even = count - count % together
+    if even == count:
+        return flat.view(torch.int64).sum()
+    return flat[:even].view(torch.int64).sum() + flat[even:].view(_INTEGERS[size]).sum()
 
 
 def _differing(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[str, list[int]]:
