@@ -143,8 +143,6 @@ def _has_slow(field: bytes) -> bool:
     """Whether any rank was slow in this step."""
     pairs = zip(field[::NBYTES], field[1::NBYTES], strict=True)
     totals = sorted(_DECODED[compute] + _DECODED[other] for compute, other in pairs if compute and other)
-        _DECODED[a] + _DECODED[b] for a, b in zip(field[::NBYTES], field[1::NBYTES], strict=True) if a and b
-    )
     return bool(totals) and totals[-1] > _SLOW * totals[(len(totals) - 1) // 2]
 
 
