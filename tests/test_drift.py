@@ -225,3 +225,23 @@ def test_no_false_alarm(sharded):
                 one(seed)
     one(9)
     wrapper.check_in_sync()
+
+
+@on_two_ranks
+def test_no_message_is_added():
+    counts, rank, all_reduce = {}, dist.get_rank(), dist.all_reduce
+    for check_drift in (True, False):
+        module = seeded(mlp, 4, 5, 2)
+        wrapper = DistributedDataParallel(module, check_drift=check_drift, bucket_cap_mb=1)
+        optimizer, sent = torch.optim.SGD(module.parameters(), lr=0.1), []
+
+        def counting(tensor, *arguments, sent=sent, **options):
+            sent.append(tensor.nbytes)
+            return all_reduce(tensor, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(dist, "all_reduce", counting)
+            for _ in range(8):
+                step(wrapper, optimizer, rank)
+        counts[check_drift] = len(sent)
+    assert counts[True] == counts[False] >= 8 * 3
