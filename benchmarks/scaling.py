@@ -93,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 # gradient arrives, and no more than two pieces are under way at a time. MPI moves what is under way only while it is
 # called: nothing much during backward.
 
-_HEADER_BYTES = 32  # of the mask: two digests
+_HEADER_BYTES = 80  # of the mask: digests, and what is not ended together (ppe_ddp/engine/mask_exchange.py)
+_BYTES_A_RANK = 5  # whether it contributes, and how much its gradients stand for; the vote has fewer
 _UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
 
 
@@ -186,7 +187,7 @@ def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
     Over gloo few ranks send it from each to each at once, in one round.
     """
     ranks = cluster.world_size
-    nbytes = _HEADER_BYTES + load.parameters + ranks
+    nbytes = _HEADER_BYTES + load.parameters + _BYTES_A_RANK * ranks
     if ranks == 1:
         return 0.0
     is_ring = constants.algorithm == "ring"

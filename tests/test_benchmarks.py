@@ -173,7 +173,7 @@ def test_the_mask_takes_two_levels_where_a_ring_of_all_ranks_would_be_long():
     for nodes, ranks in ((4, 1), (2, 8)):
         assert mask_seconds(step_of(0.1), Cluster(nodes, ranks), SLOW) == 2e-4  # directly
     doubling = replace(SLOW, algorithm="doubling")
-    assert mask_seconds(step_of(0.1), Cluster(8, 8), doubling) == pytest.approx(6 * 2e-4, rel=0.01)
+    assert mask_seconds(step_of(0.1), Cluster(8, 8), doubling) == pytest.approx(6 * 2e-4, rel=0.02)
 
 
 # --- scaling: measured and drawn
