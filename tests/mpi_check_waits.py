@@ -194,12 +194,20 @@ def a_group_that_one_rank_does_not_make():
         assert monotonic() - start < 10
 
 
+def groups_missing_here(number):
+    numbers = [0] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return max(numbers) - number
+
+
 @check(ranks=2)
 def the_probes_hold_again_and_again():
-    # torch names groups that only their ranks make by how many groups a process has; checks before have left some.
-    numbers = [0] * dist.get_world_size()
-    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names))
-    for _ in range(max(numbers) - numbers[dist.get_rank()]):
+    # torch names groups that only their ranks make by how many groups a process has, and a newer torch by how many it
+    # has made, those included that have failed: checks before have left some of either.
+    world = dist.distributed_c10d._world
+    for _ in range(groups_missing_here(len(world.pg_names))):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for _ in range(groups_missing_here(world.group_count)):
+        dist.destroy_process_group(dist.new_group([dist.get_rank()], use_local_synchronization=True))
     for _ in range(2):
         assert probe_backend("cpu") == []

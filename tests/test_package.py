@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import ppe_ddp
 
@@ -32,6 +33,20 @@ optimizer.step()
 import ppe_ddp.__main__, ppe_ddp.megatron, ppe_ddp.sharding, ppe_ddp.testing
 """
 
+# A program that imports nothing of ours, with the backend that it asks torch for by name.
+BY_NAME = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+dist.init_process_group(sys.argv[2], store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [1, 1, 1]
+assert dist.is_backend_available("cupy_nccl")
+assert sys.modules["ppe_ddp"].__file__.startswith(sys.argv[1])
+dist.destroy_process_group()
+"""
+
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
@@ -54,6 +69,28 @@ def test_the_wheel_has_every_file_of_the_package_and_works_elsewhere(distributio
         [sys.executable, "-I", "-c", SMOKE, tmp_path], cwd="/", capture_output=True, text=True, timeout=60, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.Backend, "_ensure_backend_registered"),
+    reason="this torch does not look for backends",
+)
+@pytest.mark.parametrize(("backend", "torchcomms"), [("shm", "0"), ("mpi4py", "1"), ("cpu:shm", "1")])
+def test_torch_finds_backends_that_no_program_has_imported(distributions, tmp_path, monkeypatch, backend, torchcomms):
+    if backend == "mpi4py":
+        pytest.importorskip("mpi4py")
+    with zipfile.ZipFile(distributions[0]) as content:
+        content.extractall(tmp_path)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", torchcomms)
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", BY_NAME, tmp_path, backend],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_source_has_what_its_readers_need(distributions):

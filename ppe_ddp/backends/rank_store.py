@@ -378,7 +378,8 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
         error = CommunicationError(
             f"rank {ranks[place]}: making {group} {f'has failed on rank {absent} ({reason})' if reason else waited}. "
             "Where only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
-            "process has, so each of them must have made equally many; else all ranks of the job call new_group()"
+            "process has, or has tried to make, so that must be equally many on each; else all ranks of the job call "
+            "new_group()"
         )
         error.ranks = tuple(other for other in others if other != place)
         raise error
