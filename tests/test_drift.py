@@ -228,6 +228,21 @@ def test_no_false_alarm(sharded):
 
 
 @on_two_ranks
+def test_a_parameter_with_gaps_in_memory_on_one_rank_alone():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    if rank:
+        module[0].weight = nn.Parameter(torch.zeros(5, 7)[:, :4].copy_(module[0].weight.detach()))
+    wrapper = DistributedDataParallel(module, check_drift="raise")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        step(wrapper, optimizer, rank)
+    if rank == 0:
+        module[2].weight.data = torch.zeros(2, 9)[:, :5].copy_(module[2].weight.detach())
+    for _ in range(3):
+        step(wrapper, optimizer, rank)
+
+
+@on_two_ranks
 def test_no_message_is_added():
     counts, rank, all_reduce = {}, dist.get_rank(), dist.all_reduce
     for check_drift in (True, False):

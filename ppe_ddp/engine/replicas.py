@@ -304,7 +304,7 @@ class DriftCheck:
     def __init__(self, groups: Groups, module_state: ModuleState, *, raises: bool) -> None:
         self._groups, self.raises = groups, raises
         self._names, self._parameters = module_state.names, module_state.local_parameters()
-        self._starts = [0, *accumulate(map(_nbytes, self._parameters))]
+        self._starts = [0, *accumulate(one.numel() * one.element_size() for one in self._parameters)]
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
         self._known: dict[int, list[tuple[int, int, int]]] = {}
@@ -382,10 +382,9 @@ class DriftCheck:
             raise error
 
 
-def _nbytes(parameter: Tensor) -> int:
+def _is_comparable(parameter: Tensor) -> bool:
     is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
-    is_comparable = is_plain and not parameter.is_meta and not parameter.is_quantized and _is_dense(parameter)
-    return parameter.nbytes if is_comparable else 0
+    return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
 def _is_dense(parameter: Tensor) -> bool:
@@ -401,6 +400,10 @@ def _is_dense(parameter: Tensor) -> bool:
 
 def _sum(parameter: Tensor, start: int, stop: int) -> Tensor:
     """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time where there are many."""
+    if not _is_comparable(parameter):
+        return torch.zeros((), dtype=torch.int64)
+    if not (parameter.is_contiguous() or _is_dense(parameter)):  # on this rank: it may be on another
+        parameter = parameter.contiguous()
     size, count = parameter.element_size(), stop - start
     flat = parameter.as_strided((count,), (1,), parameter.storage_offset() + start)
     if size * count < _FEW_BYTES and size in _INTEGERS:
