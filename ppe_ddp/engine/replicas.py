@@ -313,6 +313,7 @@ class DriftCheck:
         self._sums: list[Tensor] = []
         self._sent: tuple[list[str], list[int]] = [], []
         self._has_sent = False
+        self._equal = 0  # how many comparisons have found nothing since one did
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
 
@@ -348,10 +349,13 @@ class DriftCheck:
             i += 1
         return pieces
 
-    @staticmethod
-    def differs(field: bytes) -> bool:
+    def differs(self, field: bytes) -> bool:
         """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
-        return is_same(field[:_LABEL]) and not is_same(field[_LABEL:])
+        found = is_same(field[:_LABEL]) and not is_same(field[_LABEL:])
+        self._equal = 0 if found else self._equal + 1
+        if self._equal > self._parts:
+            self._reported.clear()  # all have been the same since
+        return found
 
     def find_ranks(self) -> Steps:
         """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks."""
