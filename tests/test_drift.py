@@ -1,7 +1,6 @@
 """Parameters that come to differ between the ranks are named, by a digest in the vote of each step."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from library_warnings import library_warnings
 from one_process import data, mlp, seeded
 from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.engine import replicas
@@ -102,19 +102,9 @@ def step(wrapper, optimizer, rank):
 
 
 def warnings_of(steps):
-    """What is logged while `steps()` runs."""
-    texts = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            texts.append(record.getMessage())
-
-    logger, handler = logging.getLogger("ppe_ddp"), Keep()
-    logger.addHandler(handler)
-    try:
+    """What the library warns of while `steps()` runs."""
+    with library_warnings() as texts:
         steps()
-    finally:
-        logger.removeHandler(handler)
     return [text for text in texts if "come to differ" in text]
 
 
@@ -168,6 +158,25 @@ def test_of_two_ranks_both_are_named_by_an_error_if_that_is_wanted(shared_memory
         step(wrapper, optimizer, rank)
         with pytest.raises(DisagreementError, match=r"ranks 0, 1 in '0\.bias' \("):
             step(wrapper, optimizer, rank)
+
+
+@on_three_ranks
+def test_two_ranks_come_to_differ_when_the_third_has_joined():
+    """It takes no part in the comparison, and all the same in the message that names the others."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def steps():
+        with wrapper.join():
+            for number in range(2 + 5 * (rank > 0)):
+                step(wrapper, optimizer, rank)
+                if number == 4 and rank == 2:
+                    with torch.no_grad():
+                        module[2].bias += 1
+
+    found = warnings_of(steps)
+    assert [text.split("the ranks: ")[1].split(" (")[0] for text in found] == ["ranks 1, 2 in '2.bias'"]
 
 
 @on_two_ranks

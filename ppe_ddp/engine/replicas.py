@@ -39,6 +39,7 @@ from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
+from ppe_ddp.engine.zero.shards import flattened
 from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
 from ppe_ddp.torch_internals import (
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Negotiation
+    from ppe_ddp.engine.plan import ParameterSpec
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -268,12 +270,15 @@ def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: G
         return
     anywhere = torch.stack(differing).any(dim=0).tolist()
     names = [name for name, differs in zip(tensors, anywhere, strict=True) if differs]
-    some = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
     raise DisagreementError(
         f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} and rank 0 have other values in {len(names)} of "
-        f"{len(tensors)} parameters and buffers: {some}. Load a checkpoint on every rank, or on rank 0 before the "
-        "module is wrapped, and change parameters on all ranks alike"
+        f"{len(tensors)} parameters and buffers: {_some(names)}. Load a checkpoint on every rank, or on rank 0 before "
+        "the module is wrapped, and change parameters on all ranks alike"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
 
 
 def _digest(tensor: Tensor) -> int:
@@ -286,7 +291,7 @@ def _digest(tensor: Tensor) -> int:
 _STEPS = 100
 """In which all parameters are compared once."""
 _LEAST_BYTES = 1 << 14  # in one step
-_LABEL = 8  # bytes of a field: the step in which the sums were made, and their digest
+_STEP_BYTES = 4
 _CPU = torch.device("cpu")
 _FEW_BYTES = 1 << 12  # of one parameter: more are added up faster as larger integers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -303,16 +308,14 @@ class DriftCheck:
 
     def __init__(self, groups: Groups, module_state: ModuleState, *, raises: bool) -> None:
         self._groups, self.raises = groups, raises
-        self._names, self._parameters = module_state.names, module_state.local_parameters()
-        self._starts = [0, *accumulate(one.numel() * one.element_size() for one in self._parameters)]
+        self._specs, self._parameters = module_state.specs, module_state.local_parameters()
+        self._starts = [0, *accumulate(spec.nbytes for spec in self._specs)]
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
         self._known: dict[int, list[tuple[int, int, int]]] = {}
         self._step = 0
-        self._names_looked_at: list[str] = []
         self._sums: list[Tensor] = []
-        self._sent: tuple[list[str], list[int]] = [], []
-        self._has_sent = False
+        self._sent: list[int] | None = None
         self._equal = 0  # how many comparisons have found nothing since one did
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
@@ -323,27 +326,26 @@ class DriftCheck:
         Args:
             takes_part: Whether it has the same parameters as the others, which a rank that has joined has not.
         """
-        self._sent, self._has_sent = (self._names_looked_at, [int(total) for total in self._sums]), takes_part
-        digest = hashlib.blake2b(repr(self._sent[1]).encode(), digest_size=8).digest()
-        field = with_complement(self._step.to_bytes(_LABEL // 2, "big")) + with_complement(digest)
-        step = self._groups.step
-        pieces = self._pieces(step % self._parts) if takes_part else []
-        self._step = step % (1 << 4 * _LABEL) if takes_part else 0
-        self._names_looked_at = [self._names[i] for i, _, _ in pieces]
+        sums = [int(total) for total in self._sums]
+        self._sent = sums if takes_part else None
+        digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).digest()
+        field = with_complement(self._step.to_bytes(_STEP_BYTES, "big")) + with_complement(digest)
+        self._step = self._groups.step % (1 << 8 * _STEP_BYTES) if takes_part else 0
+        pieces = self._pieces(self._step) if takes_part else []
         # On GPUs these are only launched: they are read in the next step.
-        with torch.no_grad():
-            self._sums = [_sum(self._parameters[i], start, stop) for i, start, stop in pieces]
+        self._sums = [_sum(self._parameters[i], self._specs[i], start, stop) for i, start, stop in pieces]
         return field if takes_part else bytes(len(field))
 
-    def _pieces(self, part: int) -> Sequence[tuple[int, int, int]]:
-        """Which parameters a part consists of: the index of each, and its first and last element in memory."""
+    def _pieces(self, step: int) -> Sequence[tuple[int, int, int]]:
+        """The part looked at in ``step``: parameters by index, each with its first and last element in memory."""
+        part = step % self._parts
         if part in self._known:
             return self._known[part]
         begin, end = part * self._part, (part + 1) * self._part
         pieces = self._known[part] = []
         i = bisect_right(self._starts, begin) - 1
         while i < len(self._parameters) and self._starts[i] < end:
-            start, stop, size = self._starts[i], self._starts[i + 1], self._parameters[i].element_size()
+            start, stop, size = self._starts[i], self._starts[i + 1], self._specs[i].dtype.itemsize
             if start < stop:
                 pieces.append((i, -(-max(begin - start, 0) // size), -(-(min(end, stop) - start) // size)))
             i += 1
@@ -351,19 +353,24 @@ class DriftCheck:
 
     def differs(self, field: bytes) -> bool:
         """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
-        found = is_same(field[:_LABEL]) and not is_same(field[_LABEL:])
+        found = is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
         self._equal = 0 if found else self._equal + 1
         if self._equal > self._parts:
             self._reported.clear()  # all have been the same since
         return found
 
-    def find_ranks(self) -> Steps:
-        """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks."""
-        names, sums = self._sent
+    def find_ranks(self, field: bytes) -> Steps:
+        """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks.
+
+        Args:
+            field: The maxima of the ranks' fields, which also those have that take no part.
+        """
+        pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big"))
+        names = [self._specs[i].name for i, _, _ in pieces]
         rank, size = self._groups.rank, self._groups.world_size
-        table = allocator(self._groups.control)(size * (len(sums) + 1), torch.int64, _CPU).zero_().view(size, -1)
-        if self._has_sent:
-            table[rank] = torch.tensor([1, *sums])
+        table = allocator(self._groups.control)(size * (len(names) + 1), torch.int64, _CPU).zero_().view(size, -1)
+        if self._sent is not None:
+            table[rank] = torch.tensor([1, *self._sent])
         work = dist.all_reduce(table, group=self._groups.control, async_op=True)
         yield probe(work)
         self._groups.failures.wait(work, _CPU)
@@ -391,25 +398,13 @@ def _is_comparable(parameter: Tensor) -> bool:
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
-def _is_dense(parameter: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in some order."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _sum(parameter: Tensor, start: int, stop: int) -> Tensor:
+def _sum(parameter: Tensor, spec: ParameterSpec, start: int, stop: int) -> Tensor:
     """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time where there are many."""
     if not _is_comparable(parameter):
         return torch.zeros((), dtype=torch.int64)
-    if not (parameter.is_contiguous() or _is_dense(parameter)):  # on this rank: it may be on another
-        parameter = parameter.contiguous()
-    size, count = parameter.element_size(), stop - start
-    flat = parameter.as_strided((count,), (1,), parameter.storage_offset() + start)
+    flat, size, count = flattened(parameter, spec), spec.dtype.itemsize, stop - start
+    if count < spec.numel:
+        flat = flat[start:stop]
     if size * count < _FEW_BYTES and size in _INTEGERS:
         return flat.view(_INTEGERS[size]).sum()
     together = max(1, 8 // size)
@@ -435,10 +430,9 @@ def _differing(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[
 
 def _text(found: Mapping[str, Sequence[int]], ranks: Sequence[int], step: int) -> str:
     who = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return (
-        f"parameters have come to differ between the ranks: {who} in {', '.join(map(repr, [*found][:_NAMED]))}{more} "
-        f"(seen in step {step}; each step compares a part). One rank alone has stepped its optimizer, or loaded or "
-        "assigned values, or its memory or arithmetic fails. check_in_sync() lists everything that differs; load a "
-        "checkpoint on every rank to go on alike"
+        f"parameters have come to differ between the ranks: {who} in {_some(list(found))} (seen in step {step}; each "
+        "step compares a part). One rank alone has stepped its optimizer, or loaded or assigned values, or its memory "
+        "or arithmetic fails. check_in_sync() lists everything that differs; load a checkpoint on every rank to go on "
+        "alike"
     )

@@ -535,7 +535,7 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         self.times.note(outcome.times)
         if self.drift is not None and self.drift.differs(outcome.parameters):
-            yield from self.drift.find_ranks()
+            yield from self.drift.find_ranks(outcome.parameters)
         return outcome
 
     def _complete_alone(self, backward: Backward) -> None:
