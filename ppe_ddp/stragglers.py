@@ -96,43 +96,36 @@ class RankTimes:
             self._judge()
 
     def _judge(self) -> None:
-        times = self._times().sum(-1)
-        slow, usual = _counts(times), _median(times.nanmean(0))
-        for rank in {rank for rank, count in enumerate(slow) if count >= _MOST} - self._slow:
-            own = float(times[:, rank].nanmean())
-            if own > _SLOW * usual and own > usual + _LEAST_MS:
-                self._slow.add(rank)
-                logger.warning(self._text(rank, slow[rank], own, usual))
-        for rank in [rank for rank in self._slow if slow[rank] <= _FEW]:
-            self._slow.remove(rank)
-            logger.warning("rank %d is no longer slower than the others", rank)
-
-    def _times(self) -> torch.Tensor:
-        """Milliseconds, by step, rank and kind; NaN where unknown."""
-        codes = torch.frombuffer(bytearray(b"".join(self._rows)), dtype=torch.uint8).long()
-        return _MILLIS[codes].view(-1, self._world_size, NBYTES)
-
-    def _text(self, rank: int, count: int, own: float, usual: float) -> str:
-        compute, other = self._times()[:, rank].nanmean(0).tolist()
-        return (
-            f"rank {rank} is slow, and the others wait for it: in {count} of the last {WINDOW} steps it took over "
-            f"{_SLOW - 1:.0%} longer than the median rank, on average {own:.1f} ms instead of {usual:.1f} "
-            f"({compute:.1f} in forward and backward, {other:.1f} in data loader, optimizer and the rest)"
-        )
+        rows, counts, usual = self._summary()
+        for row in rows:
+            if row.is_slow and row.rank not in self._slow:
+                self._slow.add(row.rank)
+                logger.warning(
+                    f"rank {row.rank} is slow, and the others wait for it: in {counts[row.rank]} of the last {WINDOW} "
+                    f"steps it took over {_SLOW - 1:.0%} longer than the median rank, on average "
+                    f"{row.compute_ms + row.other_ms:.1f} ms instead of {usual:.1f} ({row.compute_ms:.1f} in forward "
+                    f"and backward, {row.other_ms:.1f} in data loader, optimizer and the rest)"
+                )
+            elif row.rank in self._slow and counts[row.rank] <= _FEW:
+                self._slow.remove(row.rank)
+                logger.warning("rank %d is no longer slower than the others", row.rank)
 
     def table(self) -> list[RankTime]:
-        """The averages of each rank over the last steps; empty before the second step."""
-        if not self._rows:
-            return []
-        times = self._times()
+        """The averages of each rank over the last steps; empty before the first."""
+        return self._summary()[0] if self._rows else []
+
+    def _summary(self) -> tuple[list[RankTime], list[int], float]:
+        """The averages of each rank, in how many steps each was slow, and the median rank's milliseconds a step."""
+        codes = torch.frombuffer(bytearray(b"".join(self._rows)), dtype=torch.uint8).long()
+        times = _MILLIS[codes].view(-1, self._world_size, NBYTES)  # by step, rank and kind; NaN where unknown
         totals = times.sum(-1)
-        means, slow = times.nanmean(0).tolist(), _counts(totals)
-        usual = _median(totals.nanmean(0))
-        found = []
-        for rank, (compute, other) in enumerate(means):
-            is_slow = slow[rank] >= _MOST and compute + other > max(_SLOW * usual, usual + _LEAST_MS)
-            found.append(RankTime(rank, compute, other, is_slow))
-        return found
+        counts = (totals > _SLOW * totals.nanmedian(1, keepdim=True).values).sum(0).tolist()
+        usual = float(totals.nanmean(0).nanmedian())
+        rows = []
+        for rank, (compute, other) in enumerate(times.nanmean(0).tolist()):
+            is_slow = counts[rank] >= _MOST and compute + other > max(_SLOW * usual, usual + _LEAST_MS)
+            rows.append(RankTime(rank, compute, other, is_slow))
+        return rows, counts, usual
 
 
 def _code(nanoseconds: int) -> int:
@@ -144,13 +137,3 @@ def _has_slow(field: bytes) -> bool:
     pairs = zip(field[::NBYTES], field[1::NBYTES], strict=True)
     totals = sorted(_DECODED[compute] + _DECODED[other] for compute, other in pairs if compute and other)
     return bool(totals) and totals[-1] > _SLOW * totals[(len(totals) - 1) // 2]
-
-
-def _counts(times: torch.Tensor) -> list[int]:
-    """In how many steps each rank was slow."""
-    counts: list[int] = (times > _SLOW * times.nanmedian(1, keepdim=True).values).sum(0).tolist()
-    return counts
-
-
-def _median(times: torch.Tensor) -> float:
-    return float(times.nanmedian())

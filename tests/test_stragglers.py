@@ -1,6 +1,5 @@
 """Who is slow is named, by times that each rank's vote carries."""
 
-import logging
 import math
 import random
 from time import perf_counter
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from library_warnings import library_warnings
 from one_process import data, mlp, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.stragglers import NBYTES, WINDOW, RankTimes, _code
@@ -21,17 +21,9 @@ def field_of(times):
 
 
 def logged(times, rows):
-    texts = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            texts.append(record.getMessage())
-
-    logger, handler = logging.getLogger("ppe_ddp"), Keep()
-    logger.addHandler(handler)
-    for row in rows:
-        times.note(field_of(row))
-    logger.removeHandler(handler)
+    with library_warnings() as texts:
+        for row in rows:
+            times.note(field_of(row))
     return texts
 
 
@@ -98,10 +90,6 @@ def test_steps_without_a_forward_are_left_out():
 def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
     module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
     wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("ppe_ddp").addHandler(handler)
 
     def busy(*_):
         end = perf_counter() + 0.05 * (rank == 1)
@@ -109,10 +97,10 @@ def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
             pass
 
     module.register_forward_pre_hook(busy)
-    for _ in range(WINDOW + 2):
-        wrapper.zero_grad()
-        wrapper(data(4, 4, rank=rank)).sum().backward()
-    logging.getLogger("ppe_ddp").removeHandler(handler)
+    with library_warnings() as texts:
+        for _ in range(WINDOW + 2):
+            wrapper.zero_grad()
+            wrapper(data(4, 4, rank=rank)).sum().backward()
     table = wrapper.rank_times()
     assert table[1].is_slow
     assert table[1].compute_ms > 45

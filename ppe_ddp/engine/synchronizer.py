@@ -110,6 +110,9 @@ class Synchronizer(ABC):
     """
 
     empties_grad = False
+    is_split = False
+    """Whether the model is split over other ranks, so that its layers communicate in backward. An error of another rank
+    then waits for the end of backward: a rank that left it would keep those waiting."""
     tells_later = False
     """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
     drift: DriftCheck | None = None
@@ -145,14 +148,6 @@ class Synchronizer(ABC):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return None
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the model is split over other ranks, for which its layers communicate in backward.
-
-        An error of another rank then waits for the end of backward: a rank that left it would keep those waiting.
-        """
-        return False
 
     @property
     def unfinished(self) -> Backward | None:
@@ -321,11 +316,6 @@ class BucketSynchronizer(Synchronizer):
         return self.reduction.progress
 
     @property
-    def is_split(self) -> bool:
-        """Whether some parameters are DTensors."""
-        return bool(self._module_state.distributed)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the bucket buffers."""
         return self.gradients.buffers.nbytes
@@ -340,7 +330,7 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             self.sharded_parameters.use_module(module_state)
         self._module_state, self.weights.parameters = module_state, module_state.parameters
-        self._nothing = bytes(len(module_state.parameters))
+        self._nothing, self.is_split = bytes(len(module_state.parameters)), bool(module_state.distributed)
         groups, patterns = self._groups, self._policy.average_where_used
         self._where_used = WhereUsed(patterns, module_state.names, groups.rank, groups.world_size) if patterns else None
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)

@@ -91,7 +91,7 @@ class BufferSynchronizer(Synchronizer):
         self.gradients = MainGradients(self._parameters, main)
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
-        self._is_split = setup.groups.split_model
+        self.is_split = setup.groups.split_model
         self._failure = ""
         self._error: Exception | None = None
         self._exchanges: list[MaskExchange] = []
@@ -167,11 +167,6 @@ class BufferSynchronizer(Synchronizer):
         return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
 
     # ------------------------------------------------------------------ what the reducer asks for
-
-    @property
-    def is_split(self) -> bool:
-        """Whether there are tensor-, pipeline- or expert-parallel groups."""
-        return self._is_split
 
     @property
     def unfinished(self) -> Backward | None:
