@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 # gradient arrives, and no more than two pieces are under way at a time. MPI moves what is under way only while it is
 # called: nothing much during backward.
 
-_HEADER_BYTES = 80  # of the mask: digests, and what is not ended together (ppe_ddp/engine/mask_exchange.py)
+_HEADER_BYTES = 96  # of the mask: digests, and what is not ended together (ppe_ddp/engine/mask_exchange.py)
 _BYTES_A_RANK = 5  # whether it contributes, and how much its gradients stand for; the vote has fewer
 _UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
 

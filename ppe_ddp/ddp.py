@@ -353,6 +353,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._hooks.comm is not None:
             reduction = HookReduction(*self._hooks.comm, groups)
             synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
+            self._reducer.shared.communicate_in(reduction.places)
         if self._hooks.compressor is not None:
             self._hooks.comm_state.begin(groups, self._module_state.specs)
             compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)

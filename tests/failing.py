@@ -239,6 +239,11 @@ class Hooked:
 HOOKS = ("none", "group", "stateful", "then")
 
 
+def hook_in_a_users_group(state, bucket):
+    """A hook that is none of torch's own: it communicates where its state says."""
+    return allreduce_hook(state, bucket)
+
+
 def wrapped(way, switch, *, hook=None, **options):
     plugs = WAYS[way](switch)
     sync_hook = plugs.pop("sync_hook", None)
@@ -409,11 +414,13 @@ ORDERS = {
 """How the last rank comes to two wrappers, and whether it has gradients for the first and for the second."""
 
 
-def hold_order(order, **options):
+def hold_order(order, hook=None, **options):
     """The ranks come to two wrappers in different orders in the step after a failure, and connect again in each."""
     rank, size = dist.get_rank(), dist.get_world_size()
     step, *has_gradients = ORDERS[order]
     wrappers = [DistributedDataParallel(seeded(nn.Linear, 4, 3), **options) for _ in range(2)]
+    for wrapper in wrappers if hook is not None else ():
+        wrapper.register_comm_hook(None, hook)
     batch = torch.full((1, 4), rank + 1.0)
     for turn in range(3):
         outputs = wrappers[turn % 2](batch), wrappers[1 - turn % 2](batch)

@@ -39,7 +39,12 @@ def the_ranks_come_to_two_wrappers_in_different_orders(order):
 
 
 @check(ranks=2)
-def one_rank_fails_beside_a_torch_hook_in_the_default_group():
+def one_rank_fails_beside_a_hook_in_the_default_group():
+    failing.hold("in_backward", hook=failing.hook_in_a_users_group)
+
+
+@check(ranks=2)
+def one_rank_fails_beside_a_hook_of_torchs_own():
     failing.hold("in_backward", hook=failing.allreduce_hook)
 
 

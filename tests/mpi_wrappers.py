@@ -30,6 +30,7 @@ def on_two_ranks():
     for make in shared.KINDS:
         yield lambda make=make: shared.test_one_backward_in_another_order_on_each_rank.__wrapped__(make, {})
         yield lambda make=make: shared.test_one_rank_uses_one_of_them_or_none.__wrapped__(make, {})
+    yield lambda: shared.test_hooks_in_one_group_of_the_users.__wrapped__(shared.hook_in_the_default_group)
     yield one_rank.hold_each_wrapper
     for kind in one_rank.REFUSALS:
         yield lambda kind=kind: one_rank.test_where_it_cannot_go_on_every_rank_has_an_error.__wrapped__(kind)

@@ -87,7 +87,12 @@ def test_a_hook_of_the_models_own_on_its_output_raises(shared_memory):
 
 
 @on_three_ranks
-def test_with_a_torch_hook_in_the_default_group():
+def test_with_a_hook_in_the_default_group():
+    failing.hold("in_backward", hook=failing.hook_in_a_users_group)
+
+
+@on_two_ranks
+def test_with_a_hook_of_torchs_own():
     failing.hold("in_backward", hook=failing.allreduce_hook)
 
 
@@ -183,6 +188,13 @@ def test_one_of_three_is_interrupted_while_the_ranks_connect_again(moment, share
 @on_three_ranks
 def test_the_ranks_come_to_two_wrappers_in_different_orders(order, shared_memory):
     failing.hold_order(order, shared_memory=shared_memory)
+
+
+@pytest.mark.parametrize("hook", [failing.hook_in_a_users_group, failing.allreduce_hook])
+@pytest.mark.parametrize("order", failing.ORDERS)
+@on_three_ranks
+def test_hooks_of_two_wrappers_in_different_orders(order, hook):
+    failing.hold_order(order, hook)
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -149,6 +149,22 @@ def test_a_wrapper_in_another_step_is_another_one():
     assert advance(now[1])
 
 
+def test_no_other_wrapper_is_taken_for_one_that_is_not_ended():
+    common = parameters(1)
+    wrappers = [Wrapper(common, 1)]
+    for number in range(2, 6):
+        wrappers.append(Wrapper(common, number, *wrappers))
+    *others, last = wrappers
+    for step in range(40):
+        others[0].groups.step = step
+        for other in others[1:]:
+            ranks = [turns_of(others[0], last), turns_of(other, last)]
+            for turns in ranks:
+                arrange(turns, [])
+            agree(*(turns[1:] for turns in ranks))
+            assert all(advance(turns[1]) for turns in ranks), step
+
+
 def test_what_was_started_before_ends_together_with_what_shares_parameters_with_it():
     ours = parameters(4)
     first = Wrapper(ours[:2], 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
 from one_process import (
@@ -107,8 +108,11 @@ def assert_same_buffers(model):
         assert all(map(torch.equal, table, own))
 
 
-def wrapped(models, **options):
-    return [DistributedDataParallel(model, **options) for model in models]
+def wrapped(models, *, hook=None, **options):
+    wrappers = [DistributedDataParallel(model, **options) for model in models]
+    for wrapper in wrappers if hook is not None else ():
+        wrapper.register_comm_hook(None, hook)
+    return wrappers
 
 
 TOGETHER = [
@@ -189,6 +193,29 @@ def hold_random_programs(seed, make, **options):
 @on_two_ranks
 def test_random_programs_on_two_ranks(make):
     hold_random_programs(KINDS.index(make), make)
+
+
+def nothing_in_common(count):
+    return [seeded(Tied, seeded(nn.Linear, 4, 2)) for _ in range(count)]
+
+
+def hook_in_the_default_group(state, bucket):
+    return allreduce_hook(state, bucket)
+
+
+@pytest.mark.parametrize("hook", [hook_in_the_default_group, allreduce_hook])
+@on_two_ranks
+def test_hooks_in_one_group_of_the_users(hook):
+    wrappers = wrapped(nothing_in_common(2), hook=hook, bucket_cap_mb=1e-6)
+    for step, programs in enumerate([*TOGETHER, *APART, *ALONE]):
+        run(wrappers, programs, step)
+    hold_random_programs(0, nothing_in_common, hook=hook)
+
+
+@on_three_ranks
+def test_hooks_in_one_group_of_three_ranks():
+    for seed in range(2):
+        hold_random_programs(seed, nothing_in_common, hook=hook_in_the_default_group)
 
 
 @pytest.mark.parametrize("options", [{"bucket_cap_mb": 1e-6}, {"gradient_as_bucket_view": False}], ids=str)

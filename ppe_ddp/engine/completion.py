@@ -22,6 +22,9 @@ others this rank ends together with it:
 
 A rank that ends one of them by itself waits for that one alone, so the others let it go first.
 
+Wrappers whose hooks of torch's kind communicate in one group of the user's take turns in the same way: what two hooks
+start there must come in one order on all ranks.
+
 Not guaranteed: that functions of the user's which block (a ``reduce_function`` that communicates synchronously, a
 ``broadcast_function``) get past one another. They are called in the same order on every rank only where what comes
 before them ends in the same order.
@@ -52,18 +55,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.errors import PeerAbortedError
 
 
-# Two wrappers of one slot are taken for one another only where the ranks end others together.
+# A wrapper has the slot of its number, so that wrappers made one after another have different ones. Two of one slot
+# that this rank ends together, and another rank apart, are taken for apart.
 _SLOTS = 16
-_STEPS = 5  # slots from one step of a wrapper to the next, so that neighbours a step apart are not mixed up
-APART = bytes([1]) * _SLOTS
+APART = b"\xff" * 2 * _SLOTS
 """What a rank says of a synchronization that it ends by itself."""
-TOGETHER = bytes(_SLOTS)
+TOGETHER = bytes(2 * _SLOTS)
 """What a rank says that gives nothing, takes nothing and keeps nobody waiting: any order suits it."""
 
 
@@ -86,7 +90,7 @@ class Owner(Protocol):
 
 
 class SharedParameters:
-    """Which other wrappers have some of the parameters of one wrapper.
+    """Which other wrappers have some of the parameters of one wrapper, or hooks in the same group of the user's.
 
     Args:
         groups: Where this one communicates.
@@ -99,6 +103,7 @@ class SharedParameters:
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
+    _with_hooks: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
 
     def __init__(self, groups: Groups, *, exclusive: bool) -> None:
         self.groups = groups
@@ -109,6 +114,19 @@ class SharedParameters:
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self._number = next(self._numbers)
         self._is_used = False
+        self._places: set[str] = set()
+
+    def communicate_in(self, places: Iterable[ProcessGroup]) -> None:
+        """A hook communicates in these groups of the user's: wrappers with hooks there take turns with this one."""
+        self._places = {group.group_name for group in places}
+        self._with_hooks.add(self)
+        self._take_turns()
+
+    def _take_turns(self) -> None:
+        for other in list(self._with_hooks) if self._places else ():
+            if other is not self and not self._places.isdisjoint(other._places):
+                self._others.add(other)
+                other._others.add(self)
 
     def share(self, module_state: ModuleState, owners: Iterable[Owner]) -> None:
         """From now on this one has the parameters of ``module_state``, of which each of the ``owners`` has some.
@@ -126,6 +144,7 @@ class SharedParameters:
             else:
                 self._others.add(other)
                 other._others.add(self)
+        self._take_turns()
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where another wrapper has taken over some of the parameters."""
@@ -159,7 +178,7 @@ class SharedParameters:
         return any(other._is_used or other._number > self._number for other in others)
 
     def turn(self) -> Turn | None:
-        """The turn of a synchronization that begins now; None where no other wrapper has any of the parameters."""
+        """The turn of a synchronization that begins now; None where it shares nothing with another wrapper."""
         if self._others:
             return Turn(self)
         self._is_used = False
@@ -176,7 +195,7 @@ class SharedParameters:
         return any(all(id(parameter) not in other.index for other in self._others) for parameter in parameters)
 
     def has_some_of(self, other: SharedParameters) -> bool:
-        """Whether the two share a parameter."""
+        """Whether the two share a parameter, or the group of their hooks."""
         return other in self._others
 
 
@@ -213,7 +232,7 @@ class Turn:
         self._before: list[Turn] = []
         self._ahead: list[Turn] = []
         self._claimed = b""
-        self._slot = 0
+        self._slot = self._digest = 0
         self.called: set[int] = set()
         self.averaged: set[int] = set()
 
@@ -229,10 +248,16 @@ class Turn:
 
     @property
     def apart(self) -> bytes:
-        """One byte a slot: 0 for what this rank ends together with it, 1 for everything else."""
-        slots = bytearray(APART)
+        """Two bytes a slot: what this rank ends together with it, and the complement; the highest for nothing.
+
+        The maxima over all ranks are this rank's own bytes only where no rank ends something else, or nothing.
+        """
+        digests: dict[int, int] = {}
         for sharer in self._sharers:
-            slots[sharer._slot] = 0
+            digests[sharer._slot] = digests.get(sharer._slot, 0) ^ sharer._digest
+        slots = bytearray(APART)
+        for slot, digest in digests.items():
+            slots[2 * slot : 2 * slot + 2] = digest, 255 - digest
         return bytes(slots)
 
     def claim(self, local: bytes) -> bytes:
@@ -252,7 +277,9 @@ class Turn:
 
     def agree(self, apart: bytes) -> None:
         """The maximum over all ranks of :attr:`apart` is there."""
-        self._ahead = [other for other in self._before if not apart[other._slot]]
+        own = self.apart
+        same = [apart[k : k + 2] == own[k : k + 2] for k in range(0, len(own), 2)]
+        self._ahead = [other for other in self._before if same[other._slot]]
 
     def wait(self) -> Generator[Callable[[], bool], None, None]:
         """Wait for the turn, step by step."""
@@ -278,7 +305,9 @@ class Turn:
     def _follow(self, before: Sequence[Turn], after: Sequence[Turn], first: Turn) -> None:
         groups = self._shared.groups
         step = 1 if groups.is_closed else groups.step + 1
-        self._slot = (crc32(groups.parent.group_name.encode()) + groups.number + _STEPS * step) % _SLOTS
+        name = groups.parent.group_name
+        self._slot = (crc32(name.encode()) + groups.number) % _SLOTS
+        self._digest = crc32(f"{name} {groups.number} {step}".encode()) & 0xFF
         self._before = [other for other in before if self._shares_with(other)]
         self._sharers = [*self._before, *(other for other in after if self._shares_with(other))]
         self._state = _State.ASKED

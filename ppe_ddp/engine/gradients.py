@@ -221,10 +221,6 @@ class DistributedGradients:
 class GradientStreams:
     """The CUDA streams that gradients are accumulated on.
 
-    autograd accumulates, and in none where a bucket is launched.
-
-    The CUDA streams that gradients are accumulated on.
-
     autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
     node was made, and the stream of whoever called ``backward()`` waits for all of these only at the end. In between,
     gradients are read from hooks, on the stream and the thread of whichever parameter happened to be the last. So there

@@ -151,7 +151,7 @@ class Agreement(NamedTuple):
         nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
 
     Attributes of a mask:
-        apart: One byte a slot: whether some rank does not end it together with this one.
+        apart: What all ranks end together with it (``completion.py``).
         weights: What the ranks have said of their gradients' weights.
 
     Attributes of a vote:

@@ -40,6 +40,7 @@ class Reduction(ABC):
         keeps_state_by_index: Whether a bucket index has to mean the same parameters in every step.
         may_resize: Whether the flat buffer may be made larger meanwhile.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
+        is_all_reduce: Whether it is one all-reduce in this library's group: what goes wrong there is the transport's.
         is_plain_average: Whether anything else that averages may take the place of what is called, and nothing of it
             is checked.
         sends_nothing: Whether nothing is sent at all: one rank alone has its averages already.
@@ -51,6 +52,7 @@ class Reduction(ABC):
     keeps_state_by_index = False
     may_resize = False
     one_at_a_time = False
+    is_all_reduce = False
     is_plain_average = False
     sends_nothing = False
     may_launch: Probe | None = None
@@ -95,10 +97,22 @@ class Reduction(ABC):
     def wait(self, bucket: GradBucket, pending: Waitable) -> None:
         """Wait for ``pending``; its result is for :meth:`finish`."""
         try:
-            self._groups.failures.wait(pending, bucket.buffer().device)
+            self._await(bucket, pending)
         except Exception as error:
             self._annotate(error, bucket)
             raise
+
+    def _await(self, bucket: GradBucket, pending: Waitable) -> object:
+        """Wait for ``pending``; what goes wrong in an all-reduce that only this library knows of is the transport's."""
+        try:
+            return self._groups.failures.wait(pending, bucket.buffer().device)
+        except RuntimeError as error:
+            if isinstance(error, PeerAbortedError) or not self.is_all_reduce:
+                raise
+            raise CommunicationError(
+                f"{self.describe(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
+                "here: look for the first traceback of all ranks."
+            ) from error
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending`` and see that the result is in ``bucket.buffer()``.
@@ -112,7 +126,7 @@ class Reduction(ABC):
             What this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
         """
         try:
-            value = None if pending is None else self._groups.failures.wait(pending, bucket.buffer().device)
+            value = None if pending is None else self._await(bucket, pending)
             self._accept(bucket, value)
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
@@ -166,7 +180,7 @@ class FunctionReduction(Reduction):
         self._function = function
         self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
         self._takes_divided = bool(getattr(function, "takes_divided", False))
-        self.is_plain_average = is_plain_average(function)
+        self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
 
     def division(self, device: torch.device) -> Division:
@@ -185,19 +199,11 @@ class FunctionReduction(Reduction):
         return f"reduce_function {name_of(self._function)}"
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
-        """Wait for ``pending``; what goes wrong in a plain average is the transport's."""
+        """Wait for ``pending``; the result of a plain average is in place, and is not checked."""
         if not self.is_plain_average:
             return super().finish(bucket, pending, memory)
-        try:
-            if pending is not None:
-                self._groups.failures.wait(pending, bucket.buffer().device)
-        except PeerAbortedError:
-            raise
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"{self.describe(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
-                "here: look for the first traceback of all ranks."
-            ) from error
+        if pending is not None:
+            self._await(bucket, pending)
         return None
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
@@ -219,15 +225,23 @@ class FunctionReduction(Reduction):
 
 
 class HookReduction(Reduction):
-    """Calls a communication hook of torch."""
+    """Calls a communication hook of torch.
 
-    # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
-    # was done in. With two buckets under way, the ranks would not communicate in the same order.
-    one_at_a_time = True
+    torch's default hooks are given this library's group in place of one with the same ranks: nobody else communicates
+    there, and a failure can end it. All others communicate in groups of the user's.
+
+    Attributes:
+        places: The groups of the user's that it communicates in.
+    """
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
-        end_on_threads_of_python(_groups_in(state))
+        self.places = [] if _can_be_given(hook, state, groups.parent) else _groups_in(state)
+        end_on_threads_of_python(self.places)
+        # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
+        # was done in. With two buckets under way, the ranks would not communicate in the same order.
+        self.one_at_a_time = bool(self.places)
+        self.is_all_reduce = not self.places
         self._state = state
         self._hook = hook
         self._calls = 0
@@ -243,9 +257,9 @@ class HookReduction(Reduction):
         return f"communication hook {name_of(self._hook)}"
 
     @property
-    def progress(self) -> HookProgress:
-        """How often it was called, in a group of its own: no hook of torch's kind is given ours."""
-        return HookProgress(self.title, self._calls, self._is_unfinished)
+    def progress(self) -> HookProgress | None:
+        """How often it was called, in groups of the user's; None where it is given ours."""
+        return HookProgress(self.title, self._calls, self._is_unfinished) if self.places else None
 
     def abandon(self) -> None:
         """Remember whether the last call is still under way: it may never end, as calls of other ranks are missing."""
@@ -256,7 +270,7 @@ class HookReduction(Reduction):
     def _call(self, bucket: GradBucket) -> Waitable:
         self._calls += 1
         self._last = None
-        future = self._hook(self._state, bucket)
+        future = self._hook(self._state if self.places else self._groups.buckets, bucket)
         if is_waitable(future):
             self._last = future
             return future
@@ -288,6 +302,17 @@ class HookReduction(Reduction):
 def _differ(tensor: Tensor, memory: Tensor) -> bool:
     """Whether ``tensor`` has another form than the memory behind it."""
     return tensor.shape != memory.shape or tensor.stride() != memory.stride()
+
+
+def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
+    """Whether ``hook`` is one of torch's that make one all-reduce, and ``state`` a group of the ranks of ``parent``."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    single = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+    group = default_group() if state is None else state
+    if not any(hook is one for one in single) or not isinstance(group, ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(parent)
 
 
 def _groups_in(state: object) -> list[ProcessGroup]:
