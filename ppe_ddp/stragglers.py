@@ -22,9 +22,11 @@ NBYTES = 2
 """Of what a rank says."""
 WINDOW = 20
 """Steps that are looked at."""
-_SLOW = 1.2  # of the median
+SLOW = 1.2
+"""How long a slow rank takes at least, as a part of the median rank's time."""
 _MOST, _FEW = 17, 10  # steps of a window: ranks that are equally fast differ by chance, in half of them at most
-_LEAST_MS = 1.0  # of a difference: less is not worth a word
+LEAST_MS = 1.0
+"""How much longer it takes at least: less is not worth a word."""
 _JUDGED_EVERY = 4
 _PER_DOUBLING = 8
 _DECODED = [math.nan, *(2 ** (code / _PER_DOUBLING) / 1e3 for code in range(255))]  # milliseconds
@@ -102,7 +104,7 @@ class RankTimes:
                 self._slow.add(row.rank)
                 logger.warning(
                     f"rank {row.rank} is slow, and the others wait for it: in {counts[row.rank]} of the last {WINDOW} "
-                    f"steps it took over {_SLOW - 1:.0%} longer than the median rank, on average "
+                    f"steps it took over {SLOW - 1:.0%} longer than the median rank, on average "
                     f"{row.compute_ms + row.other_ms:.1f} ms instead of {usual:.1f} ({row.compute_ms:.1f} in forward "
                     f"and backward, {row.other_ms:.1f} in data loader, optimizer and the rest)"
                 )
@@ -119,11 +121,11 @@ class RankTimes:
         codes = torch.frombuffer(bytearray(b"".join(self._rows)), dtype=torch.uint8).long()
         times = _MILLIS[codes].view(-1, self._world_size, NBYTES)  # by step, rank and kind; NaN where unknown
         totals = times.sum(-1)
-        counts = (totals > _SLOW * totals.nanmedian(1, keepdim=True).values).sum(0).tolist()
+        counts = (totals > SLOW * totals.nanmedian(1, keepdim=True).values).sum(0).tolist()
         usual = float(totals.nanmean(0).nanmedian())
         rows = []
         for rank, (compute, other) in enumerate(times.nanmean(0).tolist()):
-            is_slow = counts[rank] >= _MOST and compute + other > max(_SLOW * usual, usual + _LEAST_MS)
+            is_slow = counts[rank] >= _MOST and compute + other > max(SLOW * usual, usual + LEAST_MS)
             rows.append(RankTime(rank, compute, other, is_slow))
         return rows, counts, usual
 
@@ -136,4 +138,4 @@ def _has_slow(field: bytes) -> bool:
     """Whether any rank was slow in this step."""
     pairs = zip(field[::NBYTES], field[1::NBYTES], strict=True)
     totals = sorted(_DECODED[compute] + _DECODED[other] for compute, other in pairs if compute and other)
-    return bool(totals) and totals[-1] > _SLOW * totals[(len(totals) - 1) // 2]
+    return bool(totals) and totals[-1] > SLOW * totals[(len(totals) - 1) // 2]

@@ -62,6 +62,7 @@ def test_loads_side_by_side(tmp_path, two_ranks, capsys):
 # --- training
 
 
+@pytest.mark.long
 def test_a_task_is_trained_by_each_method_and_drawn(two_ranks, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
     file, picture = tmp_path / "result.json", tmp_path / "loss.png"

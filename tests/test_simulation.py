@@ -6,7 +6,7 @@ from pathlib import Path
 from subprocesses import warm_python
 
 ROOT = Path(__file__).parent.parent
-SEEDS = 100
+SEEDS = 60
 
 
 def simulate(*arguments):

@@ -34,6 +34,7 @@ def test_over_mpi():
     assert (code, text.splitlines()[-1]) == (0, "flat"), text + errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("leak", "seen"), [("all", list(soak.BOUNDS)), ("wrappers", ["descriptors", "threads"])])
 def test_a_leak_is_seen(leak, seen):
     with Ranks(2, timeout=20) as ranks:

@@ -77,6 +77,17 @@ def test_what_is_hidden_is_what_is_under_way_while_nothing_waits():
     assert summarize([record_of(("backward", 0, 60), backwards=[(0, 60)])]).hidden is None
 
 
+def test_who_is_slow_is_who_does_not_wait():
+    def of(rank, own):
+        spans = [("wait", 30 * k * 10**6 + own * 10**6, 30 * (k + 1) * 10**6) for k in range(5)]
+        return record_of(*spans, rank=rank, backwards=[(30 * k * 10**6, 30 * k * 10**6) for k in range(6)])
+
+    assert summarize([of(0, 20), of(1, 23), of(2, 20)]).slow == {}
+    summary = summarize([of(0, 20), of(1, 29), of(2, 21)])
+    assert summary.slow == {1: 8}
+    assert "rank 1 is slow: it takes 8.0 ms a step longer than the median rank" in str(summary)
+
+
 def test_rows_of_the_heat_map_go_down_the_tree_as_far_as_there_is_room():
     few = ["stem.weight", "stem.bias"]
     assert group_names(few) == [("stem.weight", [0]), ("stem.bias", [1])]

@@ -197,7 +197,9 @@ class _Naming:
                     names[NAMING] = naming.torchs
 
 
-def new_group_named(name: str, ranks: list[int], timeout: timedelta | None, config: str, options: Any) -> ProcessGroup:
+def new_group_named(
+    name: str, ranks: list[int], timeout: timedelta | None, config: str | None, options: Any
+) -> ProcessGroup:
     """Make a group of exactly these ranks, called by them alone and together, under a name that they have agreed on.
 
     ``new_group()`` would name it by the number of groups that this process has, which may be another one on each

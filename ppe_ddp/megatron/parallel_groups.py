@@ -8,6 +8,7 @@ What the ranks of one model share: weights that two pipeline stages have, and co
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import zlib
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import flattened_group, kept_with
+from ppe_ddp.backends.group_internals import flattened_group, kept_with, new_group_named
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import FINALIZE, reason_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import Waitable
 
+_made_alone = itertools.count()
 _DATA = ("dp", "cp", "ep")
 _SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
 logger = logging.getLogger("ppe_ddp")
@@ -110,8 +112,9 @@ def _over(mesh: DeviceMesh, *dimensions: str) -> ProcessGroup | None:
 
 def _alone() -> ProcessGroup:
     """A group of this rank only, where there is no other to average with."""
-    group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group
+    # By new_group() other ranks, which may not come here, would name their next groups otherwise.
+    rank = dist.get_rank()
+    return new_group_named(f"ppe_ddp/alone/{rank}/{next(_made_alone)}", [rank], None, None, None)
 
 
 def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:

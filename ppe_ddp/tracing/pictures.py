@@ -142,6 +142,7 @@ class _Drawing:
         self.height = 0.0
         shown = records[:_MOST_RANKS]
         steps = _typical_step(shown)
+        self._slow = summarize(records).slow
         self.begin, self.end = min(begin for begin, _ in steps), max(end for _, end in steps)
         for one, (begin, end) in zip(shown, steps, strict=True):
             # Of neighbouring steps only messages are shown, for which this one may wait.
@@ -152,7 +153,7 @@ class _Drawing:
     def _add_rank(self, rank: int, spans: list[Span]) -> None:
         # A wait inside of a forward or backward lies over it.
         computes = sorted((s for s in spans if s.kind in COMPUTES), key=lambda s: s.kind == "wait")
-        self._add_row(f"rank {rank} computes", computes)
+        self._add_row(f"rank {rank}{' (slow)' if rank in self._slow else ''} computes", computes)
         if engine := [span for span in spans if span.kind in ENGINE]:
             self._add_row("codes" if any(span.kind == "encode" for span in engine) else "packs", engine)
         rows = lanes(span for span in spans if span.kind in ("bucket", "gather")) or [[]]

@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import socket
+import statistics
 import uuid
 from bisect import bisect_left
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from ppe_ddp.backends.group_internals import default_group, device_types
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.engine.record import EventLog, Span
+from ppe_ddp.stragglers import LEAST_MS, SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -362,6 +364,7 @@ class TimelineSummary:
         exposed_ms: The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
         hidden: The part of the time under way in which the rank computed; None where nothing was sent.
         clock_error_ms: By how much the times of a rank may be wrong beside those of rank 0, at most.
+        own_ms: The time in a step in which each rank did not wait, by rank.
     """
 
     ranks: int
@@ -371,6 +374,14 @@ class TimelineSummary:
     exposed_ms: float
     hidden: float | None
     clock_error_ms: float
+    own_ms: dict[int, float]
+
+    @property
+    def slow(self) -> dict[int, float]:
+        """The ranks that the others wait for, with the milliseconds a step that each takes longer than the median."""
+        usual = statistics.median_low(self.own_ms.values()) if self.own_ms else 0.0
+        least = max(SLOW * usual, usual + LEAST_MS)
+        return {rank: own - usual for rank, own in self.own_ms.items() if own > least}
 
     def __str__(self) -> str:
         """A few lines."""
@@ -381,6 +392,8 @@ class TimelineSummary:
             lines.append(f"{self.hidden:.0%} of the communication is hidden behind computation:")
             lines.append(f"messages are under way for {self.under_way_ms:.2f} ms of a step,")
             lines.append(f"and a rank does nothing but wait for {self.exposed_ms:.2f} ms")
+        for rank, more in self.slow.items():
+            lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
         if self.ranks > 1:
             lines.append("all ranks on the clock of rank 0, compared at the beginning;")
             lines.append(f"wrong by {self.clock_error_ms:.3f} ms at most then")
@@ -410,7 +423,13 @@ def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
         exposed_ms=total.waiting * scale,
         hidden=total.hidden / total.under_way if total.under_way else None,
         clock_error_ms=max((one.clock.error_ns for one in records), default=0) / 1e6,
+        own_ms={one.clock.rank: _own_ms(one) for one in records if len(one.backwards) > 1},
     )
+
+
+def _own_ms(one: RankRecord) -> float:
+    """The median time of a step in which this rank did not wait, in milliseconds."""
+    return statistics.median(step.duration - step.waiting for step in step_times(one)) / 1e6
 
 
 def step_times(one: RankRecord) -> list[StepTimes]:
