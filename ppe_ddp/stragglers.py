@@ -55,11 +55,10 @@ class RankTimes:
 
     Args:
         rank: This rank; rank 0 logs who is slow.
-        world_size: How many there are.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._rows: deque[bytes] = deque(maxlen=WINDOW)
         self._has_slow: deque[bool] = deque(maxlen=WINDOW)  # of each row
         self._count = 0
@@ -76,19 +75,17 @@ class RankTimes:
         self._ended_at, self._forward_at = perf_counter_ns(), 0
 
     def field(self, backward_at: int) -> bytes:
-        """What this rank says in a vote, between zeros for the others.
+        """What this rank says in a vote; zeros for what it does not know.
 
         Args:
             backward_at: When its backward was over, by ``perf_counter_ns()``.
         """
-        own = bytearray(NBYTES * self._world_size)
-        if self._forward_at and self._ended_at:
-            own[NBYTES * self._rank] = _code(backward_at - self._forward_at)
-            own[NBYTES * self._rank + 1] = _code(self._forward_at - self._ended_at)
-        return bytes(own)
+        if not (self._forward_at and self._ended_at):
+            return bytes(NBYTES)
+        return bytes([_code(backward_at - self._forward_at), _code(self._forward_at - self._ended_at)])
 
     def note(self, field: bytes) -> None:
-        """Take in the maxima of the ranks' fields; rank 0 logs who has become slow, or is so no more."""
+        """Take in what the ranks have said, one after another; rank 0 logs who has become slow, or is so no more."""
         self._rows.append(field)
         self._count += 1
         if self._rank:
@@ -119,7 +116,7 @@ class RankTimes:
     def _summary(self) -> tuple[list[RankTime], list[int], float]:
         """The averages of each rank, in how many steps each was slow, and the median rank's milliseconds a step."""
         codes = torch.frombuffer(bytearray(b"".join(self._rows)), dtype=torch.uint8).long()
-        times = _MILLIS[codes].view(-1, self._world_size, NBYTES)  # by step, rank and kind; NaN where unknown
+        times = _MILLIS[codes].view(len(self._rows), -1, NBYTES)  # by step, rank and kind; NaN where unknown
         totals = times.sum(-1)
         counts = (totals > SLOW * totals.nanmedian(1, keepdim=True).values).sum(0).tolist()
         usual = float(totals.nanmean(0).nanmedian())

@@ -104,8 +104,6 @@ class Weights:
 
     Args:
         is_nonzero: Tells whether this rank has anything but zeros of a gradient.
-        rank: This rank.
-        world_size: How many there are.
 
     Attributes:
         parameters: Of the wrapper.
@@ -114,9 +112,9 @@ class Weights:
         synchronized: The sum of all ranks' counts in the last synchronization.
     """
 
-    def __init__(self, is_nonzero: Callable[[Any], bool], rank: int, world_size: int) -> None:
+    def __init__(self, is_nonzero: Callable[[Any], bool]) -> None:
         self.parameters: Sequence[_Parameter] = ()
-        self._is_nonzero, self._rank, self._world_size = is_nonzero, rank, world_size
+        self._is_nonzero = is_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
@@ -183,20 +181,19 @@ class Weights:
         return (self._is_used or bool(_Weigh.unit)) and not self._has_gradients()
 
     def field(self, *, silent: bool, has_gradients: bool) -> bytes:
-        """What this rank says in a mask, between zeros for the others."""
+        """What this rank says in a mask."""
         word = _NOTHING
         if self.is_weighed and not silent:
             word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
         elif has_gradients:
             word = _UNWEIGHTED
-        after = self._world_size - self._rank - 1
-        return bytes(NBYTES * self._rank) + struct.pack(">I", word) + bytes(NBYTES * after)
+        return struct.pack(">I", word)
 
     def factor(self, field: bytes) -> float | None:
         """What this rank's gradients are to be multiplied by before they are averaged; None where no rank weighs.
 
         Args:
-            field: The maxima of the ranks' fields.
+            field: What the ranks have said, one after another.
 
         Raises:
             DisagreementError: On every rank: some weigh, and others have gradients without a weight.
@@ -236,38 +233,32 @@ class WhereUsed:
     Args:
         patterns: Of the parameters' names, as :attr:`ppe_ddp.Options.average_where_used` has them.
         names: Of all parameters.
-        rank: This rank.
-        world_size: How many ranks there are.
     """
 
-    def __init__(
-        self, patterns: Literal[True] | Sequence[str], names: Sequence[str], rank: int, world_size: int
-    ) -> None:
+    def __init__(self, patterns: Literal[True] | Sequence[str], names: Sequence[str]) -> None:
         chosen = ["*"] if patterns is True else patterns
         self._indices = [i for i, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in chosen)]
         self._nbytes = -(-len(self._indices) // 8)
-        self._rank, self._world_size = rank, world_size
 
     def field(self, used: Collection[int]) -> bytes:
-        """What this rank says in a vote, between zeros for the others.
+        """What this rank says in a vote.
 
         Args:
             used: The parameters of which it has sent a gradient.
         """
         bits = "".join("01"[i in used] for i in self._indices)
-        own = int(f"0{bits}", 2).to_bytes(self._nbytes, "big")
-        return bytes(self._nbytes * self._rank) + own + bytes(self._nbytes * (self._world_size - self._rank - 1))
+        return int(f"0{bits}", 2).to_bytes(self._nbytes, "big")
 
     def factors(self, field: bytes, weights: bytes) -> dict[int, float]:
         """What averages over all ranks are multiplied by, by parameter index, where that is not 1.
 
         Args:
-            field: The maxima of the ranks' fields.
-            weights: Those of :meth:`Weights.field`.
+            field: What the ranks have said, one after another.
+            weights: What they have said by :meth:`Weights.field`.
         """
-        is_weighed = bool(weights.strip(_UNWEIGHTED_BYTES))
-        counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * self._world_size
         starts = range(0, len(field), self._nbytes or 1)
+        is_weighed = bool(weights.strip(_UNWEIGHTED_BYTES))
+        counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * len(starts)
         rows = [int.from_bytes(field[start : start + self._nbytes], "big") for start in starts]
         bits = [f"{row:0{len(self._indices)}b}".encode().translate(_VALUES) for row in rows]
         total, found = sum(counts), {}

@@ -29,7 +29,7 @@ def logged(times, rows):
 
 @pytest.mark.parametrize("milliseconds", [0.001, 0.0105, 1.0, 33.3, 1e4, 6e5])
 def test_a_byte_tells_a_time_to_a_twentieth(milliseconds):
-    times = RankTimes(0, 1)
+    times = RankTimes(0)
     times.note(field_of([(milliseconds, milliseconds)]))
     (row,) = times.table()
     assert math.isclose(row.compute_ms, milliseconds, rel_tol=0.05)
@@ -37,7 +37,7 @@ def test_a_byte_tells_a_time_to_a_twentieth(milliseconds):
 
 
 def test_a_slow_rank_is_named_once_and_again_when_it_ends():
-    times = RankTimes(0, 4)
+    times = RankTimes(0)
     slow = [[(20, 5), (20, 5), (26, 7), (20, 5)]]
     equal = [[(20, 5)] * 4]
     assert logged(times, equal * 40) == []
@@ -51,7 +51,7 @@ def test_a_slow_rank_is_named_once_and_again_when_it_ends():
 
 
 def test_what_a_rank_spends_outside_of_the_model_is_told_apart():
-    (text,) = logged(RankTimes(0, 2), [[(20, 2), (20, 30)]] * WINDOW)
+    (text,) = logged(RankTimes(0), [[(20, 2), (20, 30)]] * WINDOW)
     assert "rank 1 is slow" in text
     assert "(19.5 in forward and backward, 30.0 in data loader" in text
 
@@ -59,7 +59,7 @@ def test_what_a_rank_spends_outside_of_the_model_is_told_apart():
 def test_ranks_whose_graphs_differ_from_step_to_step_are_not_slow():
     draw = random.Random(0)
     rows = [[(draw.choice([5, 40]), 2) for _ in range(3)] for _ in range(1000)]
-    assert logged(RankTimes(0, 3), rows) == []
+    assert logged(RankTimes(0), rows) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -71,16 +71,16 @@ def test_no_rank_is_named_by_chance(ranks):
         def noisy(draw=draw):
             return 10 * draw.lognormvariate(0, 0.3) * (draw.uniform(1, 3) if draw.random() < 0.25 else 1)
 
-        assert logged(RankTimes(0, ranks), [[(noisy(), 1) for _ in range(ranks)] for _ in range(1000)]) == []
+        assert logged(RankTimes(0), [[(noisy(), 1) for _ in range(ranks)] for _ in range(1000)]) == []
 
 
 def test_steps_without_a_forward_are_left_out():
-    times = RankTimes(0, 2)
+    times = RankTimes(0)
     assert times.table() == []
     rows = [[(20, 5), (None, None)], [(20, 5), (20, 5)]] * WINDOW
     assert logged(times, rows) == []
     assert [round(row.compute_ms, 1) for row in times.table()] == [19.5, 19.5]
-    nothing = RankTimes(0, 2)
+    nothing = RankTimes(0)
     logged(nothing, [[(None, None)] * 2] * WINDOW)
     assert all(math.isnan(row.compute_ms) for row in nothing.table())
 

@@ -392,22 +392,21 @@ def test_averaging_where_used_takes_no_message_more():
 
 def test_bits_of_the_ranks_that_have_used_a_parameter():
     names = [f"{kind}.{k}" for k in range(20) for kind in "ab"]
-    ranks = [WhereUsed(["a.*"], names, rank, 3) for rank in range(3)]
+    where_used = WhereUsed(["a.*"], names)
     has = [set(range(0, 40, 1 + rank)) for rank in range(3)]
-    fields = [one.field(own) for one, own in zip(ranks, has, strict=True)]
-    assert {len(field) for field in fields} == {3 * 3}  # a bit for each of 20, of each rank
-    agreed = bytes(map(max, *fields))
-    weights = bytes(map(max, *(field_of(rank) for rank in range(3))))
+    fields = [where_used.field(own) for own in has]
+    assert {len(field) for field in fields} == {3}  # a bit for each of 20
+    agreed, weights = b"".join(fields), b"".join(map(field_of, range(3)))
     for counts, said in (((1, 1, 1), bytes(12)), ((3, 4, 5), weights)):
         own = {i: sum(count for count, used in zip(counts, has, strict=True) if i in used) for i in range(0, 40, 2)}
         wanted = {i: sum(counts) / count for i, count in own.items() if count < sum(counts)}
-        assert ranks[1].factors(agreed, said) == wanted
-    assert ranks[2].factors(ranks[2].field(()), weights) == {}
-    grown = WhereUsed(["c.*"], names, 0, 3)
-    assert grown.factors(grown.field({1, 2}), weights) == {}
+        assert where_used.factors(agreed, said) == wanted
+    assert where_used.factors(3 * where_used.field(()), weights) == {}
+    nothing = WhereUsed(["c.*"], names)
+    assert nothing.factors(3 * nothing.field({1, 2}), weights) == {}
 
 
 def field_of(rank):
-    weights = Weights(bool, rank, 3)
+    weights = Weights(bool)
     weights.total, weights.is_weighed = 3.0 + rank, True
     return weights.field(silent=False, has_gradients=True)

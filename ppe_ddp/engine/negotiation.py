@@ -311,14 +311,18 @@ class Negotiation:
         fields = {"present": bytes(local)}
         if self.node_masks is not None:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
-        statuses = bytearray(groups.world_size)
-        statuses[groups.rank] = status
-        fields |= {"statuses": bytes(statuses), "writers": writers}
+        fields |= {"statuses": self._of_this_rank(bytes([status])), "writers": writers}
         if is_vote:
-            fields |= {"users": users, "times": times, "parameters": parameters}
+            fields |= {"users": self._of_this_rank(users), "times": self._of_this_rank(times), "parameters": parameters}
         else:
-            fields |= {"apart": apart, "weights": weights, "learned": with_complement(self._learned())}
+            fields |= {"weights": self._of_this_rank(weights), "learned": with_complement(self._learned())}
+            fields["apart"] = apart
         return MaskExchange(self._exchanger, digest, fields)
+
+    def _of_this_rank(self, own: bytes) -> bytes:
+        """``own`` between zeros for the other ranks: the maxima are what the ranks have said, one after another."""
+        rank, size = self._groups.rank, self._groups.world_size
+        return bytes(len(own) * rank) + own + bytes(len(own) * (size - rank - 1))
 
     def _restart(self) -> None:
         """Start over with new connections: after a failure only some ranks may have learned something."""

@@ -125,7 +125,7 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
-        self.weights = Weights(is_nonzero, groups[0].rank, groups[0].world_size)
+        self.weights = Weights(is_nonzero)
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -301,7 +301,7 @@ class BucketSynchronizer(Synchronizer):
         )
         self._dropped_forwards = DroppedForwards(groups.rank)
         self._buffer_writes = BufferWrites()
-        self.times = RankTimes(groups.rank, groups.world_size)
+        self.times = RankTimes(groups.rank)
         self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
@@ -331,8 +331,8 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.use_module(module_state)
         self._module_state, self.weights.parameters = module_state, module_state.parameters
         self._nothing, self.is_split = bytes(len(module_state.parameters)), bool(module_state.distributed)
-        groups, patterns = self._groups, self._policy.average_where_used
-        self._where_used = WhereUsed(patterns, module_state.names, groups.rank, groups.world_size) if patterns else None
+        patterns = self._policy.average_where_used
+        self._where_used = WhereUsed(patterns, module_state.names) if patterns else None
         self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
         self.negotiation.use_module(module_state)
         raises = self._policy.check_drift == "raise"
