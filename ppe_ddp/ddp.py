@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -277,6 +278,19 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._synchronizes = bool(synchronizes)
         if self._reducer is not None:
             self._reducer.enabled = self._synchronizes
+
+    def train_apart(self, apart: bool = True) -> None:
+        """Let each rank train by itself, as ``LocalSGD`` does; on all ranks together.
+
+        Backwards are not synchronized, ``weigh()`` is refused in them, and parameters are not compared any more.
+
+        Args:
+            apart: False synchronizes backwards again. Parameters are still not compared.
+        """
+        self.require_backward_grad_sync = not apart
+        self._options = replace(self._options, check_drift=False)
+        if self._reducer is not None:
+            self._reducer.synchronizer.train_apart(apart)
 
     def start_grad_sync(self) -> None:
         """Start to synchronize what is in ``.grad`` now, without a backward.

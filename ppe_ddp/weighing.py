@@ -110,6 +110,7 @@ class Weights:
         total: The sum of the counts.
         is_weighed: Whether there are any.
         synchronized: The sum of all ranks' counts in the last synchronization.
+        is_refused: Whether each rank trains by itself, where a count has no meaning.
     """
 
     def __init__(self, is_nonzero: Callable[[Any], bool]) -> None:
@@ -121,6 +122,7 @@ class Weights:
         self._task = -1
         self._is_used = False
         self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
+        self.is_refused = False
 
     @staticmethod
     def are_used() -> bool:
@@ -140,6 +142,11 @@ class Weights:
                 behind[node] = execution
         if not behind:
             return
+        if self.is_refused:
+            raise UnusableError(
+                "weigh() averages over the samples of all ranks, and LocalSGD or DiLoCo lets each rank train by "
+                "itself: call backward() on the loss itself"
+            )
         has_gradients = self._has_gradients(but=arrived)
         if has_gradients and not self.is_weighed:
             raise UnusableError(

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, seeded
-from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, weigh
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
 from rank_tests import on_three_ranks, on_two_ranks
 from test_compression import Failing
@@ -229,6 +230,48 @@ def test_inner_steps_that_a_scaler_skips_count(method, overflow, unscale, kind):
     if overflow is None:  # a power of two changes nothing
         for one, other in zip(found, run(torch.amp.GradScaler("cpu", enabled=False)), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+@on_two_ranks
+def test_a_step_that_a_scaler_skips_counts_for_all_wrappers_of_its_optimizer(kind):
+    nets = [seeded(nn.Linear, 8, 4), seeded(nn.Linear, 8, 4)]
+    wrappers = [DistributedDataParallel(net) for net in nets]
+    parameters = [parameter for net in nets for parameter in net.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01, fused=kind == "fused")
+    outer = [LocalSGD(wrapper, optimizer, every=EVERY) for wrapper in wrappers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2 * EVERY):
+        optimizer.zero_grad()
+        loss = sum(wrapper(data(4, 8, step=step)).square().mean() for wrapper in wrappers)
+        scaler.scale(loss * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(map(same_on_all_ranks, nets))
+    outer.pop().stop()
+    assert optimizer.outer_steps == outer
+
+
+@pytest.mark.parametrize("check_drift", [True, "raise"])
+@on_two_ranks
+def test_parameters_of_each_ranks_own_are_no_drift_and_no_loss_has_a_weight(check_drift):
+    net = seeded(nn.Linear, 8, 4)
+    wrapper = DistributedDataParallel(net, check_drift=check_drift)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    outer = LocalSGD(wrapper, optimizer, every=2)
+    with library_warnings() as texts:
+        for step in range(6):
+            optimizer.zero_grad()
+            wrapper(data(4, 8, rank=dist.get_rank(), step=step)).square().mean().backward()
+            optimizer.step()
+    assert texts == []
+    optimizer.zero_grad()
+    with pytest.raises(UnusableError, match="LocalSGD or DiLoCo lets each rank train by itself"):
+        weigh(wrapper(data(4, 8)).square().mean(), 4).backward()
+    outer.stop()
+    optimizer.zero_grad()
+    weigh(wrapper(data(4, 8)).square().mean(), 4 + dist.get_rank()).backward()
+    assert same_on_all_ranks(net)
 
 
 @pytest.mark.parametrize("done", [0, 1, 3], ids=["before a step", "between outer steps", "after an outer step"])

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ppe_ddp.compression.outer_steps import OuterSteps
+from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
 from ppe_ddp.errors import CheckpointError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -436,17 +436,15 @@ class Checkpointer:
         return path
 
     def _outer_steps(self) -> list[OuterSteps]:
-        found = []
+        given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for name, what in self._given.items():
-            outer = what if isinstance(what, OuterSteps) else getattr(what, "outer_steps", None)
-            if isinstance(outer, OuterSteps):
-                if not any(outer is one for one in self._given.values()):
+            for outer in outer_steps_of(what):
+                if not any(outer is one for one in given):
                     raise ValueError(
                         f"{name!r} is the inner optimizer of a {type(outer).__name__}, which is not among the parts: "
                         "add it, as a training cannot go on without"
                     )
-                found.append(outer)
-        return found
+        return given
 
     def _compare(self, found: list[Any]) -> None:
         for rank, (step, names) in enumerate(found):

@@ -8,16 +8,17 @@ parameter that no rank has changed costs nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
 
@@ -25,8 +26,8 @@ class Synchronizing(Protocol):
     """The part of a wrapper that outer steps need."""
 
     module: nn.Module
-    require_backward_grad_sync: bool
 
+    def train_apart(self, apart: bool = ...) -> None: ...  # noqa: D102
     def finish_grad_sync(self) -> None: ...  # noqa: D102
     def abort_grad_sync(self, reason: str) -> None: ...  # noqa: D102
 
@@ -34,10 +35,11 @@ class Synchronizing(Protocol):
 class OuterSteps:
     """Counts the steps of an optimizer, and lets all ranks take an outer step after every so many.
 
-    Backwards of ``ddp`` are not synchronized any more. All ranks must make it together, and run the same number of
-    inner steps; one that a ``GradScaler`` skips counts. ``.grad`` is None after an outer step. What is unfrozen, added
-    or replaced is averaged from then on; new parameters must be the same on all ranks. Parameters that
-    ``load_state_dict()`` has loaded, the same on all ranks, are where the next outer step begins.
+    Backwards of ``ddp`` are not synchronized any more, and parameters are no longer compared (``check_drift``). All
+    ranks must make it together, and run the same number of inner steps; one that a ``GradScaler`` skips counts.
+    ``.grad`` is None after an outer step. What is unfrozen, added or replaced is averaged from then on; new parameters
+    must be the same on all ranks. Parameters that ``load_state_dict()`` has loaded, the same on all ranks, are where
+    the next outer step begins.
 
     Args:
         ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
@@ -66,14 +68,16 @@ class OuterSteps:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_restored = False
         self._is_stopped = False
-        ddp.require_backward_grad_sync = False
+        ddp.train_apart()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
         self._remember()
-        vars(optimizer)["outer_steps"] = self  # which a Checkpointer looks for
-        tell_of_skipped_steps(optimizer, lambda: vars(optimizer)["outer_steps"].count())
+        self._of_optimizer = outer_steps = outer_steps_of(optimizer)
+        outer_steps.append(self)
+        vars(optimizer)["outer_steps"] = outer_steps
+        tell_of_skipped_steps(optimizer, partial(_count_skipped, outer_steps))
 
     @property
     def module(self) -> nn.Module:
@@ -202,7 +206,8 @@ class OuterSteps:
         for handle in self._handles:
             handle.remove()
         self._is_stopped = True
-        self._ddp.require_backward_grad_sync = True
+        self._of_optimizer.remove(self)
+        self._ddp.train_apart(False)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of what all ranks have at the last outer step, and the number of inner steps."""
@@ -230,6 +235,17 @@ class OuterSteps:
         self._velocity = {
             name: value.detach().to(parameters[name].device, copy=True) for name, value in state["velocity"].items()
         }
+
+
+def outer_steps_of(optimizer: object) -> list[OuterSteps]:
+    """Those that count the steps of ``optimizer`` now: one for each wrapper whose parameters it updates."""
+    found: list[OuterSteps] = vars(optimizer).get("outer_steps", []) if isinstance(optimizer, Optimizer) else []
+    return found
+
+
+def _count_skipped(outer_steps: Sequence[OuterSteps]) -> None:
+    for one in outer_steps:
+        one.count()
 
 
 class LocalSGD(OuterSteps):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import or_
 from time import perf_counter_ns
@@ -319,6 +319,11 @@ class BucketSynchronizer(Synchronizer):
     def nbytes(self) -> int:
         """Bytes of the bucket buffers."""
         return self.gradients.buffers.nbytes
+
+    def train_apart(self, apart: bool) -> None:
+        """Let ranks have parameters of their own, which are no longer compared; weigh no loss while ``apart``."""
+        self._policy, self.drift = replace(self._policy, check_drift=False), None
+        self.weights.is_refused = apart
 
     def check_module(self, module_state: ModuleState) -> None:
         """Raise ValueError where ``module_state`` has parameters that cannot be synchronized from now on."""
