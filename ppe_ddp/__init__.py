@@ -13,6 +13,7 @@ from ppe_ddp.errors import (
     NonFiniteGradientError,
     PeerAbortedError,
     PpeDdpError,
+    TorchChangedError,
     UnusableError,
 )
 from ppe_ddp.functions import average, broadcast, overlapped
@@ -46,6 +47,7 @@ __all__ = [
     "ReduceFunction",
     "Restored",
     "SyncHook",
+    "TorchChangedError",
     "Trace",
     "UnusableError",
     "Waitable",

@@ -13,6 +13,7 @@ from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.contracts import CommHook, SyncHook, Waitable, probe
 from ppe_ddp.engine.reduction import annotate
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import name_of
 from ppe_ddp.options import check_call
 from ppe_ddp.torch_internals import BufferCommHookLocation, preserve_versions
@@ -61,9 +62,9 @@ class Hooks:
 
     def _check_free(self) -> None:
         if self.comm is not None:
-            raise RuntimeError("a wrapper takes one hook of torch's kind or one compressor, and has a hook already")
+            raise UnusableError("a wrapper takes one hook of torch's kind or one compressor, and has a hook already")
         if self.compressor is not None:
-            raise RuntimeError(
+            raise UnusableError(
                 f"a wrapper takes one compressor or one hook of torch's kind, and has {self.compressor!r}"
             )
 

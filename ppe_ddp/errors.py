@@ -84,7 +84,7 @@ class NonFiniteGradientError(PpeDdpError):
 
 
 class UnusableError(PpeDdpError):
-    """The wrapper cannot synchronize here: its process group was destroyed, or this is a forked child."""
+    """What was called cannot work here, or not now: its process group was destroyed, or this is a forked child."""
 
 
 class TorchChangedError(PpeDdpError):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ppe_ddp.engine.module import local_tensor
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ class DdpJoinHook(JoinHook):
     ) -> None:
         super().__init__()
         if with_buffer_hook:
-            raise RuntimeError(
+            raise UnusableError(
                 "join() is not for a wrapper with a buffer hook, which a rank that has run out does not call: give "
                 "that rank finish_grad_sync() and a call of the hook instead"
             )
         if reducer is not None and reducer.synchronizer.sharded_parameters is not None:
-            raise RuntimeError(
+            raise UnusableError(
                 f"rank {reducer.groups.rank}: join() is not for a model with a DistributedOptimizer, since a rank that "
                 "has run out would leave its shards as they are: give it finish_grad_sync() and a step instead"
             )

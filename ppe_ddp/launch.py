@@ -15,8 +15,10 @@ import logging
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPStore
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
 from ppe_ddp.launchers import Rendezvous, detect
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 
 logger = logging.getLogger("ppe_ddp")
+
+_NOT_OF_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 Timeout = datetime.timedelta | None
 
@@ -102,14 +106,14 @@ def init_process_group(
         ValueError: No such backend is registered; the message names the nearest. Or a variable of the environment is
             missing, not a number or out of range, or there are more ranks on this machine than CUDA devices; the
             message names the variable.
-        RuntimeError: The ranks could not meet, or they were started by mpirun and mpi4py is not installed or
-            belongs to another MPI; the message says what to do.
+        CommunicationError: The ranks could not meet, or mpi4py belongs to another MPI than mpirun.
+        UnusableError: The ranks were started by mpirun, and mpi4py is not installed.
     """
     if unknown:
         raise TypeError(_unknown_keyword(next(iter(unknown))))
     limit = _timedelta(timeout)
     if not dist.is_available():
-        raise RuntimeError("this build of torch has no torch.distributed, which ppe_ddp stands on")
+        raise UnusableError("this build of torch has no torch.distributed, which ppe_ddp stands on")
     if dist.is_initialized():
         return _job_of_caller()
     place = detect(os.environ, init_method)
@@ -118,8 +122,7 @@ def init_process_group(
     device = _choose_device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.rank > 0:
-        _shorten_interrupts(place.rank)  # first: others wrap the hook that is there, and end the job after it
+    _shorten_reports(place.rank)  # first: others wrap the hook that is there, and end the job after it
     _join(place, backend, limit, pg_options)
     job = Job(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
     if job.rank == 0 and not quiet:
@@ -217,16 +220,27 @@ def _timedelta(timeout: object) -> Timeout:
     return datetime.timedelta(seconds=timeout)
 
 
-def _shorten_interrupts(rank: int) -> None:
-    """Say in a line that Ctrl-C has ended this rank: all get it at once, and one traceback is enough."""
+def _shorten_reports(rank: int) -> None:
+    """Let what many ranks print at once be short: one rank's full traceback is enough.
+
+    Of a Ctrl-C, which all get, rank 0 prints the traceback and each other a line. Of an error that comes from another
+    rank each prints where in the user's code it has come, and the message.
+    """
     report = sys.excepthook
 
     def report_briefly(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if where is None or not issubclass(kind, KeyboardInterrupt):
+        own = [frame for frame in traceback.extract_tb(where) if not frame.filename.startswith(_NOT_OF_USERS)]
+        is_interrupt = rank > 0 and isinstance(error, KeyboardInterrupt)
+        is_of_others = isinstance(error, PeerAbortedError | DisagreementError) or bool(getattr(error, "ranks", None))
+        if where is None or not (is_interrupt or (own and is_of_others)):
             report(kind, error, where)
-            return
-        place = f"{where.tb_frame.f_code.co_filename}, line {where.tb_lineno}"
-        print(f"rank {rank} was interrupted, in {place}", file=sys.stderr)
+        elif is_interrupt:
+            place = f"{where.tb_frame.f_code.co_filename}, line {where.tb_lineno}"
+            print(f"rank {rank} was interrupted, in {place}", file=sys.stderr)
+        else:
+            print(f"rank {rank} has ended here:", file=sys.stderr)
+            print("".join(traceback.format_list(own[-1:])), end="", file=sys.stderr)
+            print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
 
     sys.excepthook = report_briefly
 
@@ -245,7 +259,7 @@ def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) ->
             pg_options=pg_options,
         )
     except dist.DistError as error:
-        raise RuntimeError(
+        raise CommunicationError(
             f"rank {place.rank} of {place.world_size} (launcher {place.launcher}) could not meet the others "
             f"at {where}: {error}"
         ) from error

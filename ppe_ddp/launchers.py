@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppe_ddp.errors import UnusableError
+
 __all__ = ["LAUNCHERS", "Rendezvous", "detect", "find_mpirun", "first_host"]
 
 Environment = Mapping[str, str]
@@ -129,7 +131,7 @@ def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvou
         if world_size == 1:
             return Rendezvous("alone", 0, 1, 0, init_method)
         if init_method is None and importlib.util.find_spec("mpi4py") is None:
-            raise RuntimeError(
+            raise UnusableError(
                 f"rank {rank} of {world_size} was started by mpirun ({rank_name}={rank}), and mpi4py, by which the "
                 "ranks would meet, is not installed: pip install 'ppe_ddp[mpi]', or start the ranks with "
                 f"`torchrun --nproc_per_node={world_size} script.py`"

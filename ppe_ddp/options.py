@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -118,8 +119,8 @@ class Options:
         are_names = isinstance(patterns, Iterable) and all(isinstance(one, str) for one in patterns)
         if not (isinstance(patterns, bool) or are_names):
             raise TypeError(f"average_where_used is True or patterns of names of parameters, not {patterns!r}")
-        if caps is not None and not (caps and all(cap > 0 for cap in caps)):
-            raise ValueError(f"bucket_cap_mb must be positive (MiB), not {self.bucket_cap_mb!r}")
+        if caps is not None and not (caps and all(isinstance(cap, Real) and cap > 0 for cap in caps)):
+            raise ValueError(f"bucket_cap_mb is a number of MiB above zero, or several, not {self.bucket_cap_mb!r}")
 
     @property
     def bucket_caps_mb(self) -> tuple[float, ...] | None:
@@ -127,7 +128,7 @@ class Options:
         cap = self.bucket_cap_mb
         if cap is None:
             return None
-        return (cap,) if isinstance(cap, int | float) else tuple(cap)
+        return tuple(cap) if isinstance(cap, Iterable) else (cap,)
 
     def group(self, process_group: ProcessGroup | None) -> ProcessGroup | None:
         """The process group that is named, directly or by the device mesh; None for the default group."""

@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import logging
 import random
 import time
 from datetime import timedelta
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -313,6 +315,41 @@ def hold_many(count, *, seed=0):
     )
     for place, way in enumerate(ways):
         hold(way, turns=4, seed=f"{seed} {place}")
+
+
+class Telling(logging.Handler):
+    """Says in the store that the library has warned here of a wait."""
+
+    def __init__(self, store):
+        super().__init__(logging.WARNING)
+        self.store, self.texts = store, []
+
+    def emit(self, record):
+        if "has waited for" in record.getMessage():
+            self.texts.append(record.getMessage())
+            self.store.set("has told", "")
+
+
+def hold_told_wait(**options):
+    """The last rank comes to a step when the others have said that they wait for it: one of them, and nobody else."""
+    wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2), **options)
+    rank, last, store = dist.get_rank(), dist.get_world_size() - 1, c10d._get_default_store()
+    telling, log = Telling(store), logging.getLogger("ppe_ddp")
+    log.addHandler(telling)
+    try:
+        with mock.patch.object(failures, "_TELL_SECONDS", 0.3):
+            square(wrapper, rank)
+            if rank == last:
+                store.wait(["has told"], timedelta(seconds=SECONDS))
+            square(wrapper, rank)
+    finally:
+        log.removeHandler(telling)
+    dist.barrier()
+    if rank == last:
+        store.delete_key("has told")
+    needs = f"rank 0: step 2 has waited for 0 s for rank {last}, which has not come (it had completed step 1 and begun"
+    assert all(text.startswith(needs) for text in telling.texts), telling.texts
+    assert bool(telling.texts) == (rank == 0)
 
 
 class Interrupted:

@@ -18,6 +18,11 @@ def one_rank_of_three_fails(way):
     failing.hold(way, turns=2)
 
 
+@check(ranks=2)
+def a_rank_that_waits_long_says_for_whom():
+    failing.hold_told_wait()
+
+
 @check("before", "in_a_sync_hook", "interrupted", ranks=2, most=2)
 def one_rank_fails_in_a_synchronization_by_hand(way):
     failing.hold(way, turns=2, step=failing.by_hand)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ppe_ddp.testing import Ranks
+from routed import started_by_torchrun
 from subprocesses import MPIRUN, run, warm_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -76,6 +77,42 @@ def test_custom_reduce(ranks):
     text = printed_by(ranks, "custom_reduce.py", "--epochs", "1")
     assert number(r"test accuracy +│ +[\d.]+% +│ +([\d.]+)%", text) > 60
     assert number(r"(\d+) times less", text) > 20
+
+
+def assert_like_one_process_without_the_vision_tower(text):
+    """What `multimodal.py` promises: torch's figure, then ours."""
+    differs = re.search(r"differ from one process +│ +[\de+-]+ │ +([\de+-]+) │ +([\de+-]+)", text)
+    assert differs, text
+    assert float(differs[1]) < 1e-5, "what torch's wrapper does is no longer what is meant"
+    assert float(differs[2]) < 1e-5, text
+    of_vision = re.search(r"of the vision tower +│ +0 bytes │ +([\d,]+) bytes │ +(\d+) bytes", text)
+    assert of_vision, text
+    assert of_vision[1] != "0"
+    assert of_vision[2] == "0"
+
+
+def test_multimodal_is_one_process_after_50_steps(ranks):
+    assert_like_one_process_without_the_vision_tower(
+        printed_by(ranks, "multimodal.py", "--steps", "50", "--batch", "8")
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
+def test_multimodal_by_transformers_trainer(ranks):
+    text = ranks.run(run_by_torchrun, "multimodal.py", ["--transformers", "--steps", "12", "--batch", "8"])[0]
+    assert_like_one_process_without_the_vision_tower(text)
+
+
+def run_by_torchrun(name, arguments):
+    """Run an example in which a tool looks for its place by itself."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    with started_by_torchrun():
+        try:
+            return run_example(name, arguments)
+        finally:
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
 
 
 def test_ppe_trainer_goes_on_where_it_was(ranks, tmp_path):

@@ -9,12 +9,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from failing import hold_told_wait
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome
-from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals
+from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals, lost_error
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
-from rank_tests import on_two_ranks
+from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop
 
 
@@ -173,6 +174,43 @@ def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer, other):
     assert [one.condition for one in lost_ranks(peer).find()] == ["has not come"]
     peer.tell(other)
     assert lost_ranks(peer).find() == []
+
+
+def test_a_long_wait_is_told_by_one_rank_with_whom_it_needs(peer, caplog):
+    peer.processes.note(4, Activity.MASK)
+    peer.processes.note_wait()
+    peer.tell("note", 3, Activity.DONE)
+    lost_ranks(peer).tell_wait(20.5)
+    peer.signal_and_await(signal.SIGSTOP, Condition.STOPPED)
+    lost_ranks(peer).tell_wait(60.5)
+    late, stopped = (record.message for record in caplog.records)
+    assert "rank 0: step 4 has waited for 20 s for rank 1, which has not come (it had completed step 3" in late
+    assert late.endswith("for uneven numbers of batches train in `with model.join():`")
+    assert "waited for 60 s for rank 1, which is stopped" in stopped
+
+
+def test_a_long_wait_for_another_node_is_told_by_the_lowest_rank_there(peer, caplog):
+    peer.processes.note(4, Activity.MASK)
+    peer.processes.note_wait()
+    peer.tell("note", 4, Activity.MASK)
+    peer.tell("note_wait")
+    lost_ranks(peer, 2).tell_wait(20.0)
+    assert not caplog.records  # both wait, and there is nobody else
+    lost_ranks(peer, 3).tell_wait(20.0)
+    assert "for a rank of another node" in caplog.text
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shm"])
+@on_three_ranks
+def test_ranks_that_wait_long_say_for_whom(shared_memory):
+    hold_told_wait(shared_memory=shared_memory)
+
+
+def test_where_a_rank_has_ended_well_the_others_are_told_to_join():
+    lost = LostRank(1, "has left: its program has ended", is_gone=True)
+    assert "If it had fewer batches: for uneven numbers of batches train in `with model.join():`" in str(
+        lost_error(0, [lost], "")
+    )
 
 
 def test_a_failure_that_is_explained_needs_nobody(peer):

@@ -116,7 +116,7 @@ def test_ranks_must_choose_the_same_sizes():
 
 @pytest.mark.parametrize("caps", [[], [1, 0], (2, -1)], ids=str)
 def test_bad_sizes_are_refused(caps):
-    with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
+    with pytest.raises(ValueError, match="bucket_cap_mb is a number of MiB above zero"):
         DistributedDataParallel(mlp(2, 2), bucket_cap_mb=caps)
 
 

@@ -16,6 +16,7 @@ Imported when a Checkpointer is made, as torch.distributed.checkpoint takes a wh
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import io
 import json
@@ -108,6 +109,13 @@ class CheckpointFolder:
             if match:
                 found.append(CheckpointName(name, int(match[1]), int(match[2])))
         return sorted(found, key=lambda name: name.number)
+
+    def nearby(self) -> list[Path]:
+        """The folders beside this one with checkpoints and a name like it."""
+        above = self.path.absolute().parent
+        names = os.listdir(above) if above.is_dir() else []
+        like = difflib.get_close_matches(self.path.name, [name for name in names if name != self.path.name])
+        return [above / name for name in like if CheckpointFolder(above / name).complete()]
 
     def begin(self, step: int) -> str:
         """Make an empty partial checkpoint, and remove those that were left behind. Returns its name."""

@@ -534,6 +534,13 @@ class Checkpointer:
                 logger.warning("%s; going back to the checkpoint before", found[0])
         if damages:
             raise CheckpointError(f"no checkpoint in {self._folder.path} is whole: {'; '.join(damages)}")
+        others = [f"{self._folder.path} of step {one}" for _, _, one in listed] or self._folder.nearby()
+        if self._ranks.is_source and others:
+            which = "" if step is None else f" of step {step}"
+            logger.warning(
+                "nothing is loaded: %s has no checkpoint%s; there is one in %s",
+                *(self._folder.path, which, ", ".join(map(str, others))),
+            )
         return None
 
     def _loaded_parts(self, saved_by: int, saved: Metadata) -> list[SavedPart]:

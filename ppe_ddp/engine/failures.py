@@ -11,6 +11,7 @@ renew     at its next step each rank makes new connections, once all have come t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.peer_processes import PeerProcesses
     from ppe_ddp.waiting import InFlight
 
+logger = logging.getLogger("ppe_ddp")
+
 T = TypeVar("T")
 
 START = "start"
@@ -46,10 +49,11 @@ FINALIZE = "finalize_model_grads()"
 """The phase after a backward in which gradients are summed over the ranks that split one model."""
 UPDATE = "DistributedOptimizer.step()"
 """The phase after a backward in which each rank updates its shards, and parameters are gathered."""
+_JOIN = "for uneven numbers of batches train in `with model.join():`"
 EQUALLY_OFTEN = (
     "Every rank must run the same number of synchronized backwards of each wrapper: for one that has none in this step "
-    "call ddp.finish_grad_sync() on it, and where other wrappers have a backward, ddp.start_grad_sync() before that "
-    "backward, or the ranks wait for one another; uneven numbers of batches need `with Join([ddp])`"
+    "call model.finish_grad_sync() on it, and where other wrappers have a backward, model.start_grad_sync() before "
+    f"that backward, or the ranks wait for one another; {_JOIN}"
 )
 _ADVICE = {
     "": "The gradients of this step are not averages: zero them and go on with the next step",
@@ -65,6 +69,8 @@ _HERE_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 1.0  # a failure reaches all ranks that wait at about the same time
 _NAP_SECONDS = 0.01
 _SHORT_NAP_SECONDS = 0.0005
+_TELL_SECONDS = 20.0  # before the log tells for whom this rank waits, and then more and more rarely ...
+_RARELY_SECONDS = 600.0  # ... up to this
 _COMPLETING_SECONDS = 5.0  # for the others to complete a step of which this one has sent its part
 _ARRIVING_SECONDS = 0.3  # the same where they cannot be seen
 _SILENT = "does not answer"
@@ -158,6 +164,20 @@ class LostRanks:
     def note_wait(self) -> None:
         """This rank has waited for others for a while."""
         self._processes.note_wait()
+
+    def tell_wait(self, seconds: float) -> None:
+        """Log for whom this rank has waited so long; of the ranks of a node that wait at one place, the lowest does."""
+        own = self._processes.position(self._rank)
+        lower = [self._processes.position(rank) for rank in self._processes.on_this_node if rank < self._rank]
+        lost = self._not_running() or self._behind({})
+        if own is None or any(one == own for one in lower) or not (lost or self._elsewhere):
+            return
+        whom = " and ".join(map(str, lost)) or "a rank of another node, where the log may tell which"
+        logger.warning(
+            "rank %d: step %d has waited for %d s for %s. If it does not come to this step, let it call "
+            "model.finish_grad_sync(); %s",
+            *(self._rank, own.step, seconds, whom, _JOIN),
+        )
 
     def await_completion(self) -> None:
         """Let the other ranks complete the last step that is complete here, before this one closes its connections.
@@ -373,12 +393,16 @@ class Failures:
 
     def _await(self, one: Work | InFlight) -> None:
         """Wait until ``one`` has ended, whose transport may know nothing of failures."""
-        gone_since = 0.0
+        begin, gone_since = monotonic(), 0.0
+        tell = paced(
+            lambda: self._lost.tell_wait(monotonic() - begin), _TELL_SECONDS, longest=_RARELY_SECONDS, at_once=False
+        )
 
         def look() -> None:
             nonlocal gone_since
             self._lost.note_wait()
             self.check()
+            tell()
             if gone := self._lost.gone():
                 gone_since = gone_since or monotonic()
                 if monotonic() - gone_since > _GONE_SECONDS:
@@ -543,6 +567,8 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
         advice = "It does not come any more: start the job anew, from a checkpoint if there is one"
+        if any(one.condition == Condition.LEFT.value for one in lost):
+            advice = f"If it had fewer batches: {_JOIN}. If it has failed: {advice.partition(': ')[2]}"
     else:
         advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
     error = CommunicationError(

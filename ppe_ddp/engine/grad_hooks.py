@@ -423,7 +423,7 @@ class GradientArrivals:
         if self.streams is not None and self.streams.is_capturing():
             raise UnusableError(
                 f"rank {rank}: a CUDA graph is being captured, and what each backward sends is agreed on anew, which a "
-                "replay leaves out; capture ddp.module, and call ddp.finish_grad_sync() after replays"
+                "replay leaves out; capture model.module, and call model.finish_grad_sync() after replays"
             )
 
 
@@ -544,6 +544,6 @@ def _warning(rank: int, counts: Sequence[int]) -> str:
     return (
         f"rank {rank}: the ranks may be averaging gradients of different steps: they differ in how many forwards in "
         f"training mode have had no backward ({by_rank}). A rank that skips its backward, or goes on after its loss "
-        "raised above the outputs of the module, must call ddp.finish_grad_sync() in that step. If these ranks only "
+        "raised above the outputs of the module, must call model.finish_grad_sync() in that step. If these ranks only "
         "ran more forwards than the others, nothing is wrong: run those under torch.no_grad() or after eval()"
     )

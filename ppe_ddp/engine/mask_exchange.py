@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.engine.failures import is_explained
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.record import watch
-from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -191,9 +192,9 @@ class MaskExchange:
                 groups.failures.wait(self._work, _CPU)
             if not self._fits and self._send_body() and self._work is not None:
                 groups.failures.wait(self._work, _CPU)
-        except PeerAbortedError:
-            raise
         except RuntimeError as error:
+            if is_explained(error):
+                raise
             raise groups.explained(error, "waiting for the other ranks to start a backward") from error
         self._work = None  # gloo's keeps the connection
         reply, start = self._message.numpy().tobytes(), 0

@@ -468,16 +468,17 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
     )
     here = table[place] if place < len(table) else "nothing more"
     there = reference[place] if place < len(reference) else "nothing more"
-    if here not in reference and there in table:
+    ours, theirs = ({line.split()[0] for line in lines[place:]} for lines in (reference, table))
+    if here not in reference and (there in table or here.split()[0] not in ours):
         difference = f"rank {rank} has {here}, which rank 0 lacks"
-    elif there not in table and here in reference:
+    elif there not in table and (here in reference or there.split()[0] not in theirs):
         difference = f"rank {rank} lacks {there}, which rank 0 has"
     else:
         difference = f"rank {rank} has {here} where rank 0 has {there}"
     also = f" (so do ranks {others[1:]}, there or elsewhere)" if others[1:] else ""
     return DisagreementError(
-        f"rank {rank} differs from rank 0{also}: {difference}. Build the same module with the same options on every "
-        "rank: parameters of the same names, order, shapes, dtypes and memory formats."
+        f"rank {rank} differs from rank 0{also}: {difference}. Build the same module with the same options and hooks "
+        "on every rank: parameters of the same names, order, shapes, dtypes and memory formats."
     )
 
 
@@ -486,7 +487,7 @@ def _out_of_step(places: Sequence[str]) -> DisagreementError:
     error = DisagreementError(
         f"the ranks have run different numbers of synchronized backwards: {by_rank} (steps are counted since the last "
         "failure). A rank that skips a backward, or goes on after its loss raised above the outputs of the module, "
-        "must call ddp.finish_grad_sync() in that step. All ranks go on with their next step"
+        "must call model.finish_grad_sync() in that step. All ranks go on with their next step"
     )
     error.is_of_places = True
     return error

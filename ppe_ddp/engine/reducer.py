@@ -254,7 +254,7 @@ class Reducer(Generic[C]):
 
     def _refuse_gradient(self, index: int) -> NoReturn:
         between = "between start_grad_sync() and finish_grad_sync(); finish first"
-        raise RuntimeError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
+        raise UnusableError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
 
     def _launch_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
@@ -398,7 +398,7 @@ class Reducer(Generic[C]):
         with self._lock:
             self._forget_failed()
             if self._running() is not None or self._started is not None:
-                raise RuntimeError(
+                raise UnusableError(
                     f"rank {self.groups.rank}: a synchronization is under way already: call finish_grad_sync() first"
                 )
             self.check()

@@ -93,7 +93,7 @@ class ShardedBuffers(ShardedModel):
     def gradients(self) -> list[Tensor | None]:
         """The averages of this rank's shards: views of the grad buffers, in their dtype, or None."""
         if not self.is_synchronized:
-            raise RuntimeError(
+            raise UnusableError(
                 f"rank {self.groups.rank}: there are gradients that no synchronization has averaged; call "
                 "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
             )
@@ -130,7 +130,7 @@ class ShardedBuffers(ShardedModel):
             return False
         held = weight.grad
         if held is None or held.data_ptr() != assigned.gradient.data_ptr() or version_of(held) != assigned.version:
-            raise RuntimeError(
+            raise UnusableError(
                 f"rank {self.groups.rank}: the gradient of {self.shards[index].name!r} was changed by its "
                 "optimizer (unscaled or clipped), and then in main_grad, which has another dtype: change main_grad "
                 "before the optimizer sees it, or the gradients in the optimizer's param_groups"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import ShardedModel
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import NonFiniteGradientError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
@@ -349,7 +349,7 @@ def clip_grad_norm_(
         counted = [gradient for _, of_one in parts for gradient in of_one]
         norm = total_norm(counted, float(norm_type), device, groups, is_unknown=is_unknown)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
+            raise NonFiniteGradientError(
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
                 "error_if_nonfinite=False to clip by it all the same"
             )

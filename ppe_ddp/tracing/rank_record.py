@@ -37,6 +37,7 @@ from ppe_ddp.backends.group_internals import default_group, device_types
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.engine.record import EventLog, Span
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.stragglers import LEAST_MS, SLOW
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def record() -> Generator[Recording, None, None]:
         RuntimeError: Something is being recorded already in this process.
     """
     if EventLog.current is not None:
-        raise RuntimeError("a timeline is being recorded in this process already; end that one before")
+        raise UnusableError("a timeline is being recorded in this process already; end that one before")
     recording = Recording()
     if dist.is_initialized():
         recording.compare_clocks(default_group())

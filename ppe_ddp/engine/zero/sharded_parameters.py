@@ -25,6 +25,7 @@ from ppe_ddp.engine.zero.parameter_gather import UnitGather
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Copies, Rows, Shard, ShardedModel, bounds_of, flattened, is_dense
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import without_torch_function
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class ShardedParameters(ShardedModel):
         """Free what was cleared, once all has been averaged; raises where it was not."""
         for gradient in self._gradients:
             if not gradient.is_synchronized:
-                raise RuntimeError(
+                raise UnusableError(
                     f"rank {self.groups.rank}: the gradient of {gradient.name!r} has parts that no "
                     "synchronization has averaged; run the last backward outside no_sync(), or call "
                     "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
