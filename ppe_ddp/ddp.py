@@ -367,13 +367,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._hooks.comm is not None:
             reduction = HookReduction(*self._hooks.comm, groups)
             synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
-            self._reducer.shared.communicate_in(reduction.places)
         if self._hooks.compressor is not None:
             self._hooks.comm_state.begin(groups, self._module_state.specs)
             compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
             synchronizer.use_reduction(compressing, self._packing())
         if self._hooks.buffers is not None:
             synchronizer.use_buffer_hook(self._hooks.buffers.finishing, self._hooks.buffers.title)
+        self._reducer.shared.take_turns(synchronizer.turns)
 
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.

@@ -212,6 +212,23 @@ def test_hooks_in_one_group_of_the_users(hook):
     hold_random_programs(0, nothing_in_common, hook=hook)
 
 
+def blocking_broadcast(tensors, group):
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+def blocking_mean(bucket, group):
+    dist.all_reduce(bucket.buffer(), group=group)
+    bucket.buffer().div_(dist.get_world_size(group))
+
+
+@pytest.mark.parametrize("function", [{"broadcast_function": blocking_broadcast}, {"reduce_function": blocking_mean}])
+@on_two_ranks
+def test_functions_that_block(function):
+    for seed in range(2):
+        hold_random_programs(seed, nothing_in_common, bucket_cap_mb=1e-6, **function)
+
+
 @on_three_ranks
 def test_hooks_in_one_group_of_three_ranks():
     for seed in range(2):

@@ -22,12 +22,9 @@ others this rank ends together with it:
 
 A rank that ends one of them by itself waits for that one alone, so the others let it go first.
 
-Wrappers whose hooks of torch's kind communicate in one group of the user's take turns in the same way: what two hooks
-start there must come in one order on all ranks.
+Wrappers whose hooks of torch's kind communicate in one group of the user's take turns in the same way, since what two
+hooks start there must come in one order on all ranks; and so do those whose functions of the user's block.
 
-Not guaranteed: that functions of the user's which block (a ``reduce_function`` that communicates synchronously, a
-``broadcast_function``) get past one another. They are called in the same order on every rank only where what comes
-before them ends in the same order.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
-    from torch.distributed import ProcessGroup
 
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
@@ -90,7 +86,7 @@ class Owner(Protocol):
 
 
 class SharedParameters:
-    """Which other wrappers have some of the parameters of one wrapper, or hooks in the same group of the user's.
+    """Which other wrappers have some of the parameters of one wrapper, or are not to communicate beside it.
 
     Args:
         groups: Where this one communicates.
@@ -103,7 +99,7 @@ class SharedParameters:
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
-    _with_hooks: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
+    _with_places: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
 
     def __init__(self, groups: Groups, *, exclusive: bool) -> None:
         self.groups = groups
@@ -114,19 +110,13 @@ class SharedParameters:
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self._number = next(self._numbers)
         self._is_used = False
-        self._places: set[str] = set()
+        self._places: frozenset[str] = frozenset()
 
-    def communicate_in(self, places: Iterable[ProcessGroup]) -> None:
-        """A hook communicates in these groups of the user's: wrappers with hooks there take turns with this one."""
-        self._places = {group.group_name for group in places}
-        self._with_hooks.add(self)
-        self._take_turns()
-
-    def _take_turns(self) -> None:
-        for other in list(self._with_hooks) if self._places else ():
-            if other is not self and not self._places.isdisjoint(other._places):
-                self._others.add(other)
-                other._others.add(self)
+    def take_turns(self, places: frozenset[str]) -> None:
+        """Take turns with all that name one of the same ``places``: where only one may communicate at a time."""
+        self._places = places
+        if places:
+            self._with_places.add(self)
 
     def share(self, module_state: ModuleState, owners: Iterable[Owner]) -> None:
         """From now on this one has the parameters of ``module_state``, of which each of the ``owners`` has some.
@@ -144,7 +134,6 @@ class SharedParameters:
             else:
                 self._others.add(other)
                 other._others.add(self)
-        self._take_turns()
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where another wrapper has taken over some of the parameters."""
@@ -179,7 +168,7 @@ class SharedParameters:
 
     def turn(self) -> Turn | None:
         """The turn of a synchronization that begins now; None where it shares nothing with another wrapper."""
-        if self._others:
+        if self._others or (self._places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
         self._is_used = False
         return None
@@ -194,9 +183,9 @@ class SharedParameters:
             return False
         return any(all(id(parameter) not in other.index for other in self._others) for parameter in parameters)
 
-    def has_some_of(self, other: SharedParameters) -> bool:
-        """Whether the two share a parameter, or the group of their hooks."""
-        return other in self._others
+    def goes_apart_from(self, other: SharedParameters) -> bool:
+        """Whether the two are never synchronized at the same time: they share a parameter, or a place."""
+        return other in self._others or (other is not self and not self._places.isdisjoint(other._places))
 
 
 class _State(enum.Enum):
@@ -300,7 +289,7 @@ class Turn:
         self._sharers, self._before, self._ahead = [], [], []  # which hold this one in turn
 
     def _shares_with(self, other: Turn) -> bool:
-        return self._shared.has_some_of(other._shared)
+        return self._shared.goes_apart_from(other._shared)
 
     def _follow(self, before: Sequence[Turn], after: Sequence[Turn], first: Turn) -> None:
         groups = self._shared.groups

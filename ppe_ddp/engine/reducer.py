@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import SyncHook
-    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.completion import Steps, Turn
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.record import Recorder, Trace
@@ -300,7 +300,7 @@ class Reducer(Generic[C]):
         self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
-        backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
+        backward = Backward(self._names, turn=self._turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
@@ -309,6 +309,10 @@ class Reducer(Generic[C]):
             self.synchronizer.start_negotiation(backward)
         self._arrivals.start_recording(reached, without=backward.launch_triggers)
         return backward
+
+    def _turn(self) -> Turn | None:
+        self.shared.take_turns(self.synchronizer.turns)
+        return self.shared.turn()
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward.met is not None:
@@ -403,7 +407,7 @@ class Reducer(Generic[C]):
                 )
             self.check()
             self.synchronizer.begin_step()
-            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=self.shared.turn())
+            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=self._turn())
             started = self._completion(backward)
             if backward.turn is None:
                 started.advance()

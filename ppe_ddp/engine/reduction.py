@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
+BLOCKING = frozenset({"a function that blocks"})
 _AVERAGING = ("nccl", "cupy_nccl")  # backends that divide before they add up: no half-precision sum overflows
 
 
@@ -38,6 +39,7 @@ class Reduction(ABC):
     Attributes:
         mean_factor: What gradients are multiplied by so that their sum over the ranks is their mean.
         keeps_state_by_index: Whether a bucket index has to mean the same parameters in every step.
+        turns: Names what only one wrapper may do at a time: call a function that blocks, or send in one group.
         may_resize: Whether the flat buffer may be made larger meanwhile.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
         is_all_reduce: Whether it is one all-reduce in this library's group: what goes wrong there is the transport's.
@@ -53,6 +55,7 @@ class Reduction(ABC):
     may_resize = False
     one_at_a_time = False
     is_all_reduce = False
+    turns: frozenset[str] = frozenset()
     is_plain_average = False
     sends_nothing = False
     may_launch: Probe | None = None
@@ -182,6 +185,7 @@ class FunctionReduction(Reduction):
         self._takes_divided = bool(getattr(function, "takes_divided", False))
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
+        self.turns = frozenset() if self.is_plain_average else BLOCKING
 
     def division(self, device: torch.device) -> Division:
         """As the function declares; a backend that can averages for the default one."""
@@ -211,6 +215,7 @@ class FunctionReduction(Reduction):
         if pending is None or self.is_plain_average:
             return pending
         if is_waitable(pending):
+            self.turns = frozenset()
             return awaited_once(pending, bucket.buffer().device)
         raise FunctionError(
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
@@ -230,18 +235,17 @@ class HookReduction(Reduction):
     torch's default hooks are given this library's group in place of one with the same ranks: nobody else communicates
     there, and a failure can end it. All others communicate in groups of the user's.
 
-    Attributes:
-        places: The groups of the user's that it communicates in.
     """
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
-        self.places = [] if _can_be_given(hook, state, groups.parent) else _groups_in(state)
-        end_on_threads_of_python(self.places)
+        users = [] if _can_be_given(hook, state, groups.parent) else _groups_in(state)
+        end_on_threads_of_python(users)
+        self.turns = frozenset(group.group_name for group in users)
         # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
         # was done in. With two buckets under way, the ranks would not communicate in the same order.
-        self.one_at_a_time = bool(self.places)
-        self.is_all_reduce = not self.places
+        self.one_at_a_time = bool(users)
+        self.is_all_reduce = not users
         self._state = state
         self._hook = hook
         self._calls = 0
@@ -259,7 +263,7 @@ class HookReduction(Reduction):
     @property
     def progress(self) -> HookProgress | None:
         """How often it was called, in groups of the user's; None where it is given ours."""
-        return HookProgress(self.title, self._calls, self._is_unfinished) if self.places else None
+        return HookProgress(self.title, self._calls, self._is_unfinished) if not self.is_all_reduce else None
 
     def abandon(self) -> None:
         """Remember whether the last call is still under way: it may never end, as calls of other ranks are missing."""
@@ -270,7 +274,7 @@ class HookReduction(Reduction):
     def _call(self, bucket: GradBucket) -> Waitable:
         self._calls += 1
         self._last = None
-        future = self._hook(self._state if self.places else self._groups.buckets, bucket)
+        future = self._hook(self._groups.buckets if self.is_all_reduce else self._state, bucket)
         if is_waitable(future):
             self._last = future
             return future

@@ -34,9 +34,11 @@ from ppe_ddp.engine.module import refuse_distributed
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog, span
+from ppe_ddp.engine.reduction import BLOCKING
 from ppe_ddp.engine.replicas import BufferWrites, DriftCheck, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import AbortedError, PeerAbortedError
+from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import Weights, WhereUsed
 
@@ -148,6 +150,11 @@ class Synchronizer(ABC):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return None
+
+    @property
+    def turns(self) -> frozenset[str]:
+        """Names what only one wrapper may do at a time (``completion.py``)."""
+        return frozenset()
 
     @property
     def unfinished(self) -> Backward | None:
@@ -314,6 +321,14 @@ class BucketSynchronizer(Synchronizer):
     def hook_progress(self) -> HookProgress | None:
         """How far a hook has come that communicates in groups of its own; None if there is none."""
         return self.reduction.progress
+
+    @property
+    def turns(self) -> frozenset[str]:
+        """The reduction's; broadcasting by a function of the user's may block as well."""
+        function = self._policy.broadcast_buffers
+        if function in (None, broadcast) or not self.negotiation.buffers():
+            return self.reduction.turns
+        return self.reduction.turns | BLOCKING
 
     @property
     def nbytes(self) -> int:
