@@ -515,6 +515,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but connections; the copy makes its own at its first forward, on all ranks together."""
+        if self._reducer is not None:
+            self._hooks.comm_state.note_steps(self._reducer.groups)
         state = self.__dict__.copy()
         state["_reducer"] = None
         state["_is_copy"] = self._reducer is not None or self._is_copy

@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from ppe_ddp.functions import name_of
+from ppe_ddp.torch_internals import fits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -155,7 +155,7 @@ class Options:
         """Refuse a pattern in ``average_where_used`` that none of these names of parameters fits."""
         patterns = self.where_used
         for pattern in () if isinstance(patterns, bool) else patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(fits(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
                 raise ValueError(
                     f"average_where_used: no name of a parameter fits {pattern!r} (the nearest: {', '.join(near)}); "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -248,6 +249,11 @@ def only_writes_buffers(module: nn.Module) -> bool:
     Also for classes of users, which have the base of all of torch's own that do so.
     """
     return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether the parameter ``name`` fits a pattern of shells, as it was named before ``torch.compile(module)``."""
+    return fnmatchcase(name.replace("_orig_mod.", ""), pattern) or fnmatchcase(name, pattern)
 
 
 def is_compiled(module: nn.Module) -> bool:

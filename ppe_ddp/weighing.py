@@ -17,14 +17,13 @@ from __future__ import annotations
 import math
 import struct
 import weakref
-from fnmatch import fnmatchcase
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 
 from ppe_ddp.errors import DisagreementError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, graph_task, node_is_executed, uncompiled_hook, version_of
+from ppe_ddp.torch_internals import at_end_of_backward, fits, graph_task, node_is_executed, uncompiled_hook, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -187,8 +186,10 @@ class Weights:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
         return (self._is_used or bool(_Weigh.unit)) and not self._has_gradients()
 
-    def field(self, *, silent: bool, has_gradients: bool) -> bytes:
-        """What this rank says in a mask."""
+    def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
+        """What this rank says in a mask; ``is_manual`` where no backward has come to :meth:`note` for it."""
+        if is_manual and not has_gradients and self._left != self._versions():
+            self.settle()  # the user has dropped what was weighed before
         word = _NOTHING
         if self.is_weighed and not silent:
             word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
@@ -244,7 +245,7 @@ class WhereUsed:
 
     def __init__(self, patterns: Literal[True] | Sequence[str], names: Sequence[str]) -> None:
         chosen = ["*"] if patterns is True else patterns
-        self._indices = [i for i, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in chosen)]
+        self._indices = [i for i, name in enumerate(names) if any(fits(name, pattern) for pattern in chosen)]
         self._nbytes = -(-len(self._indices) // 8)
 
     def field(self, used: Collection[int]) -> bytes:

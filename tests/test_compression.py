@@ -210,6 +210,22 @@ def test_a_copy_of_the_wrapper_remembers():
         assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
+@on_two_ranks
+def test_a_copy_made_after_a_failed_step_counts_steps_alike():
+    wrapper = DistributedDataParallel(seeded(mlp, 16, 16, 16), bucket_cap_mb=1e-6)
+    wrapper.register_comm_hook(WarmUp(ErrorFeedback(RandomK(0.2, min_numel=0)), 2))
+    for _ in range(2):
+        output = wrapper(data(3, 16, rank=dist.get_rank()))
+        if dist.get_rank():
+            output.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError if dist.get_rank() else PeerAbortedError):
+            output.sum().backward()
+        wrapper = copy.deepcopy(wrapper)
+        wrapper.zero_grad()
+        wrapper(data(3, 16, rank=dist.get_rank())).square().sum().backward()
+        assert_same_on_all_ranks(wrapper.module)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, *long(torch.float16, torch.float64)], ids=str)
 @each_method
 @on_two_ranks

@@ -120,7 +120,7 @@ def test_counts_that_cannot_be():
 def test_what_was_dropped_does_not_count():
     """A micro-batch that the user has dropped, a loss without a backward, autograd.grad, a step that has failed."""
     module = seeded(mlp, 4, 5, 2)
-    want = expected(module, [3, 5])
+    want, alone = expected(module, [3, 5]), expected(module, [3, 0])
     wrapper = DistributedDataParallel(module)
     rank = dist.get_rank()
     many = 1000 * (rank + 1)
@@ -150,6 +150,14 @@ def test_what_was_dropped_does_not_count():
             wrapper.zero_grad(set_to_none)
             weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
             assert_gradients(module, want)
+            wrapper.zero_grad()
+            kept = drop()
+            wrapper.zero_grad(set_to_none)
+            if rank:  # which has no backward now
+                wrapper.finish_grad_sync()
+            else:
+                weigh(loss_of(wrapper, rank), 3).backward()
+            assert_gradients(module, alone)
             del kept
 
 
@@ -354,6 +362,7 @@ def test_names_that_cannot_be_averaged_where_used():
     rank = dist.get_rank()
     with pytest.raises(ValueError, match=r"no name of a parameter fits 'head\.\*' \(the nearest: .*weight"):
         DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=["0.*", "head.*"])
+    DistributedDataParallel(torch.compile(seeded(mlp, 4, 5, 2)), average_where_used="0.*")
     for wrong in (3, None, [0], {0: "0.*"}):
         with pytest.raises(TypeError, match="average_where_used is True or patterns"):
             DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=wrong)
@@ -409,4 +418,4 @@ def test_bits_of_the_ranks_that_have_used_a_parameter():
 def field_of(rank):
     weights = Weights(bool)
     weights.total, weights.is_weighed = 3.0 + rank, True
-    return weights.field(silent=False, has_gradients=True)
+    return weights.field(silent=False, has_gradients=True, is_manual=False)

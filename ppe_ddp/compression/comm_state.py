@@ -110,6 +110,11 @@ class CommState:
         self._steps = groups.step + self._offset
         return self._steps
 
+    def note_steps(self, groups: Groups) -> None:
+        """Let copies go on from the step of now, also on a rank that has failed before it came to a bucket."""
+        if self._offset is not None:
+            self.steps(groups)
+
     def seed(self, groups: Groups, bucket: int) -> int:
         """A number for the bucket with this index in this step, the same on every rank."""
         return (self.step(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24

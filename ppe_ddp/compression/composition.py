@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 import torch
 
 from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 from ppe_ddp.compression.quantization import Uncompressed
+from ppe_ddp.torch_internals import fits
 
 _STATE = "residual"
 
@@ -107,5 +107,5 @@ class ByParameter(Compressor):
     def _index(self, segment: Segment) -> int:
         if segment.numel < self.min_numel:
             return len(self.patterns) + 1
-        fitting = (k for k, pattern in enumerate(self.patterns) if fnmatchcase(segment.name, pattern))
+        fitting = (k for k, pattern in enumerate(self.patterns) if fits(segment.name, pattern))
         return next(fitting, len(self.patterns))

@@ -450,7 +450,9 @@ class BucketSynchronizer(Synchronizer):
                 buffers=backward.buffers,
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
-                weights=weights.field(silent=backward.silent, has_gradients=has_gradients),
+                weights=weights.field(
+                    silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual
+                ),
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
