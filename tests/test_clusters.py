@@ -1,12 +1,11 @@
 """The files of examples/clusters say what they are to say: each is parsed, and each command is run, or run dry."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from subprocesses import MPIRUN, needs_mpirun, warm_python
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
@@ -17,25 +16,23 @@ SAYS = '#!/bin/bash\nif [[ ${1:-} == --version ]]; then echo "$VERSION"; exit; f
 def dry(tmp_path):
     """Runs a script of bash where launchers only say what they were called with."""
 
-    def run(*words, stubs, environment=None):
+    def run_dry(*words, stubs, environment=None):
         for name, text in stubs.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", *map(str, words)],
-            **{"capture_output": True, "text": True, "timeout": 60},
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **(environment or {})}
+        code, said, errors = run(["bash", *words], timeout=150, environment=given)
+        assert code == 0, errors
+        return said
 
-    return run
+    return run_dry
 
 
-def test_slurm_goes_back_into_the_queue_before_its_time_is_over(dry):
-    stubs = {"srun": SAYS + "kill -USR1 $PPID\n", "scontrol": SAYS}
-    said = dry(CLUSTERS / "slurm.sbatch", "train.py", "--lr=1", stubs=stubs, environment={"SLURM_JOB_ID": "7"})
+def test_slurm_goes_back_into_the_queue_before_its_time_is_over(dry, tmp_path):
+    os.mkfifo(queue := tmp_path / "queue")  # the ranks train on until the job is in the queue
+    stubs = {"srun": SAYS + 'kill -USR1 $PPID\nread -r < "$QUEUE"\n', "scontrol": SAYS + 'echo > "$QUEUE"\n'}
+    given = {"SLURM_JOB_ID": "7", "QUEUE": str(queue)}
+    said = dry(CLUSTERS / "slurm.sbatch", "train.py", "--lr=1", stubs=stubs, environment=given)
     assert sorted(said.splitlines()) == ["scontrol requeue 7", "srun --kill-on-bad-exit=1 python train.py --lr=1"]
     options = [line.split()[1] for line in (CLUSTERS / "slurm.sbatch").read_text().splitlines() if "#SBATCH" in line]
     assert {"--nodes=2", "--requeue", "--signal=B:USR1@120"} <= set(options)
@@ -61,9 +58,7 @@ def test_each_mpirun_gets_the_file_of_hosts_that_it_reads(dry, version, hosts, c
 @needs_mpirun
 def test_mpirun_starts_ranks_that_find_one_another(dry):
     path = f"{Path(MPIRUN).parent}:{os.environ['PATH']}"
-    program = (
-        "import ppe_ddp; job = ppe_ddp.init_process_group(quiet=True); print(job.rank, job.world_size, flush=True)"
-    )
+    program = "import ppe_ddp as p; job = p.init_process_group(quiet=True); print(job.rank, job.world_size, flush=True)"
     words = (CLUSTERS / "mpirun.sh", "localhost:2", "--", *warm_python(), "-c", program)
     environment = {"PATH": path, "PYTHONPATH": str(CLUSTERS.parents[1])}
     assert sorted(dry(*words, stubs={}, environment=environment).split("\n")) == ["", "0 2", "1 2"]

@@ -6,10 +6,10 @@ set -euo pipefail
 file=$(mktemp)
 trap 'rm -f "$file"' EXIT
 ranks=0
-mpi=$(mpirun --version 2>&1 | head -n 1)
+mpi=$(mpirun --version 2>&1)
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $mpi in
-        *"Open MPI"* | *"Open-RTE"* | *PRRTE*) echo "${1%:*} slots=${1##*:}" >> "$file" ;;
+        *"Open MPI"*) echo "${1%:*} slots=${1##*:}" >> "$file" ;;
         *) echo "$1" >> "$file" ;;
     esac
     ranks=$((ranks + ${1##*:}))
@@ -19,6 +19,6 @@ shift
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 case $mpi in
-    *"Open MPI"* | *"Open-RTE"* | *PRRTE*) mpirun --hostfile "$file" -n "$ranks" -x OMP_NUM_THREADS "$@" ;;
+    *"Open MPI"*) mpirun --hostfile "$file" -n "$ranks" -x OMP_NUM_THREADS "$@" ;;
     *) mpirun -f "$file" -n "$ranks" -genv OMP_NUM_THREADS "$OMP_NUM_THREADS" "$@" ;;
 esac
