@@ -85,6 +85,7 @@ check: setup ## Lint, check the format and the types
 
 docs: setup ## Build the documentation in build/docs; a warning is an error
 	@$(BIN) -m sphinx -q -W --keep-going docs build/docs
+	@echo "built build/docs/index.html"
 
 # The others are by the benchmarks training and scaling, and take longer.
 pictures: setup ## Draw the timelines of the documentation anew, as root (on an idle machine)

@@ -13,8 +13,11 @@ import inspect
 import ipaddress
 import logging
 import os
+import select
+import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,6 +125,9 @@ def init_process_group(
     device = _choose_device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "pidfd_open"):
+        args = (os.pidfd_open(os.getppid()), place.rank)
+        threading.Thread(target=_end_with_launcher, args=args, name="ppe_ddp-launcher", daemon=True).start()
     _shorten_reports(place.rank)  # first: others wrap the hook that is there, and end the job after it
     _join(place, backend, limit, pg_options)
     job = Job(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
@@ -218,6 +224,13 @@ def _timedelta(timeout: object) -> Timeout:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds or a datetime.timedelta, not {timeout!r}")
     return datetime.timedelta(seconds=timeout)
+
+
+def _end_with_launcher(launcher: int, rank: int) -> None:
+    """End this rank, as torchrun would, when torchrun itself was killed: nobody would stop what goes on."""
+    select.select([launcher], [], [])
+    print(f"rank {rank} ends, as torchrun is no more", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _shorten_reports(rank: int) -> None:

@@ -137,10 +137,8 @@ def test_mixed_precision():
 
 def train_under_mpirun():
     """The body of a rank that mpirun has started."""
-    import ppe_ddp
     from ppe_ddp.integrations.accelerate import Accelerator
 
-    ppe_ddp.init_process_group(quiet=True)
     own = Accelerator(cpu=True)
     net = made()
     model, optimizer = own.prepare(net, sgd(net))

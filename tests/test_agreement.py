@@ -24,6 +24,11 @@ def buffer_hook(state, buffers):
 
 PLUGS = {
     "a hook": ((), (None, allreduce_hook), "gradients averaged by communication hook allreduce_hook"),
+    "no hook": (
+        (None, allreduce_hook),
+        (),
+        "rank 1 lacks gradients averaged by communication hook allreduce_hook, which rank 0 has",
+    ),
     "another hook": (
         (None, fp16_compress_hook),
         (None, allreduce_hook),

@@ -422,6 +422,20 @@ def flip(file):
     file.write_bytes(content)
 
 
+def test_what_may_have_been_meant_is_told_where_nothing_is_found(tmp_path, caplog):
+    parts = {"model": nn.Linear(3, 3)}
+    Checkpointer(tmp_path / "run", parts).save(4)
+    with caplog.at_level("WARNING", logger="ppe_ddp"):
+        assert Checkpointer(tmp_path / "other", parts).load() is None  # the first start of another job
+        assert Checkpointer(tmp_path / "runs", parts).load() is None
+        assert Checkpointer(tmp_path / "run", parts).load(3) is None
+    run = tmp_path / "run"
+    assert [record.getMessage() for record in caplog.records if record.name == "ppe_ddp"] == [
+        f"nothing is loaded: {run}s has no checkpoint; there is one in {run}",
+        f"nothing is loaded: {run} has no checkpoint of step 3; there is one in {run} of step 4",
+    ]
+
+
 DAMAGES = {"flipped": flip, "cut": lambda file: os.truncate(file, file.stat().st_size // 2), "gone": Path.unlink}
 
 

@@ -77,6 +77,7 @@ def test_a_backward_that_ends_with_python_does_not_hold_it_up(tmp_path):
             _, errors = process.communicate(timeout=30)
             assert process.returncode != 0
             assert error in errors
+            assert "terminate called" not in errors
     finally:
         for process in ranks:
             process.kill()

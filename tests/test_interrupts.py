@@ -33,6 +33,7 @@ LAUNCHERS = {
     ("launcher", "how"),
     [
         ("torchrun", "Ctrl-C"),
+        ("torchrun", "SIGKILL"),
         pytest.param("mpirun", "SIGTERM", marks=needs_mpirun),
         pytest.param("torchrun", "SIGTERM", marks=pytest.mark.long),
         pytest.param("mpirun", "Ctrl-C", marks=[needs_mpirun, pytest.mark.long]),
@@ -43,8 +44,9 @@ def test_all_ranks_end(launcher, how, tmp_path):
     script.write_text(SCRIPT)
     os.mkfifo(here)
     told = os.open(here, os.O_RDWR)
+    python = [sys.executable] if how == "SIGKILL" else warm_python()  # whose ranks are no children of the launcher
     with subprocess.Popen(
-        [*LAUNCHERS[launcher], *warm_python(), script, here],
+        [*LAUNCHERS[launcher], *python, script, here],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,7 +58,7 @@ def test_all_ranks_end(launcher, how, tmp_path):
             if how == "Ctrl-C":
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             else:
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.Signals[how])
             _, errors = process.communicate(timeout=150)
         finally:
             if process.poll() is None:
@@ -69,6 +71,8 @@ def test_all_ranks_end(launcher, how, tmp_path):
     assert tracebacks <= (how == "Ctrl-C"), errors  # beside that of torchrun
     if how == "Ctrl-C":
         assert errors.count("KeyboardInterrupt") <= 1, errors
+    elif how == "SIGKILL":
+        assert errors.count("ends, as torchrun is no more") == 2, errors
 
 
 def await_pids(told, process):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppe_ddp import launch
+from ppe_ddp import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, launch
 from ppe_ddp.launch import Job, init_process_group, loopback_store, restarted_store
 from ppe_ddp.launchers import Rendezvous, detect, first_host
 from ppe_ddp.testing import RankError
@@ -106,7 +106,7 @@ def test_mpirun_that_tells_no_local_rank():
 @pytest.mark.parametrize("environment", [HYDRA, OPEN_MPI])
 def test_mpirun_without_mpi4py_is_refused_rather_than_starting_lone_worlds(environment, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"rank 3 of 4 was started by mpirun \((PMI|OMPI).*ppe_ddp\[mpi\].*torchrun"):
+    with pytest.raises(UnusableError, match=r"3 of 4 was started by mpirun \((PMI|OMPI).*ppe_ddp\[mpi\].*torchrun"):
         detect(environment)
     assert detect(environment, "tcp://there:29500").init_method == "tcp://there:29500"
 
@@ -493,3 +493,30 @@ def test_a_start_does_not_see_what_the_one_before_has_written():
 )
 def test_restarted_ranks_may_use_torchs_store(change):
     assert restarted_store(PLACE, None, AGENT | change) is None
+
+
+def report_of(error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    launch._shorten_reports(0)
+
+    def train():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train()
+    sys.excepthook(type(error), error, caught.tb)
+    return capsys.readouterr().err
+
+
+def test_the_report_of_another_ranks_error_is_short_and_that_of_an_own_is_whole(monkeypatch, capsys):
+    lost = CommunicationError("as it needs rank 1")
+    whole = report_of(lost, monkeypatch, capsys)
+    assert whole.startswith("Traceback (most recent call last):")
+    lost.ranks = (1,)
+    for error in (lost, PeerAbortedError("rank 1 failed"), DisagreementError("rank 1 differs")):
+        lines = report_of(error, monkeypatch, capsys).splitlines()
+        assert lines[0] == "rank 0 has ended here:"
+        assert __file__ in lines[1]
+        assert lines[-1] == f"ppe_ddp.errors.{type(error).__name__}: {error}"
+        assert len(lines) <= 4
+    assert report_of(ValueError("mine"), monkeypatch, capsys).startswith("Traceback (most recent call last):")

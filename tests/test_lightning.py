@@ -89,6 +89,43 @@ def test_the_trainer_with_backwards_by_hand():
     assert_trained(module.net, trained_alone(6))
 
 
+def leaves_out(step, rank):
+    """Whether a rank has no loss: never, alone, or as all have none."""
+    return (step, rank) in {(1, 0), (2, 1), (3, 0), (3, 1)}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@on_two_ranks
+def test_a_rank_without_a_loss_takes_the_averages_of_the_others(accumulated):
+    module, rank = lightning_module(), dist.get_rank()
+    inner = module.training_step
+    module.training_step = lambda batch, batch_idx: None if leaves_out(batch_idx, rank) else inner(batch, batch_idx)
+    loader = DataLoader(indices(6), batch_size=None)
+    with started_by_torchrun():
+        trainer(accumulate_grad_batches=accumulated).fit(module, loader)
+    alone = made()
+    optimizer = sgd(alone)
+    for step in range(6):
+        for other in range(dist.get_world_size()):
+            if not leaves_out(step, other):
+                (alone.loss(2 * step + other) / 2 / accumulated).backward()
+        if (step + 1) % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_trained(module.net, alone.state_dict())
+
+
+@on_two_ranks
+def test_one_rank_validates_longer_than_the_other():
+    module, rank, seen = lightning_module(), dist.get_rank(), []
+    module.validation_step = lambda batch, batch_idx: seen.append(module.net.loss(batch).item())
+    with started_by_torchrun():
+        given = [DataLoader(indices(6), batch_size=None), DataLoader(indices(3 if rank else 1), batch_size=None)]
+        trainer(val_check_interval=2, num_sanity_val_steps=0).fit(module, *given)
+    assert len(seen) == 3 * (3 if rank else 1)
+    assert_trained(module.net, trained_alone(6))
+
+
 @on_two_ranks
 def test_the_trainer_goes_on_where_it_was(tmp_path):
     with started_by_torchrun():

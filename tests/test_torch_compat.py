@@ -114,7 +114,7 @@ def test_ranks_must_choose_the_same_sizes():
         DistributedDataParallel(mlp(2, 2), bucket_cap_mb=[first, 4])
 
 
-@pytest.mark.parametrize("caps", [[], [1, 0], (2, -1)], ids=str)
+@pytest.mark.parametrize("caps", [[], [1, 0], (2, -1), "25", [1, "2"]], ids=str)
 def test_bad_sizes_are_refused(caps):
     with pytest.raises(ValueError, match="bucket_cap_mb is a number of MiB above zero"):
         DistributedDataParallel(mlp(2, 2), bucket_cap_mb=caps)

@@ -7,13 +7,17 @@ in the place of ``from accelerate import Accelerator``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import accelerate
+from torch import distributed as dist
 
 from ppe_ddp.ddp import DistributedDataParallel
+from ppe_ddp.launch import init_process_group
+from ppe_ddp.launchers import detect
 from ppe_ddp.weighing import weigh
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ __all__ = ["Accelerator"]
 
 class Accelerator(accelerate.Accelerator):
     """Accelerate's, with this library's wrapper on several CPUs or GPUs; FSDP, DeepSpeed and others are as they were.
+
+    Under mpirun and Slurm it calls :func:`ppe_ddp.init_process_group`, if nobody has.
 
     Args:
         *args: Accelerate's.
@@ -38,6 +44,8 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.wrapper_options = dict(wrapper_options or {})
+        if not ("MASTER_ADDR" in os.environ or dist.is_initialized()) and detect(os.environ).launcher != "alone":
+            init_process_group()  # Accelerate would look for MASTER_ADDR, which they do not set
         super().__init__(*args, **kwargs)
 
     def prepare_model(

@@ -11,6 +11,7 @@ what Lightning's ``DDPStrategy`` takes, and the wrapper's keywords in the place 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +51,13 @@ class _Strategy:
 class TrainerStrategy(_Strategy, TrainerBase):
     """Lightning's ``DDPStrategy`` with this library's wrapper, in automatic and in manual optimization.
 
-    Micro-batches that ``accumulate_grad_batches`` leaves out are not synchronized. A ``ddp_comm_hook`` is registered
+    Micro-batches that ``accumulate_grad_batches`` leaves out are not synchronized. On a rank whose ``training_step``
+    returns None gradients count as zero, and it makes the same step as the others. A ``ddp_comm_hook`` is registered
     on any device.
     """
 
     model: Any
+    _has_loss = True
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -72,6 +75,27 @@ class TrainerStrategy(_Strategy, TrainerBase):
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """A context in which backwards are not synchronized."""
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; a loss of the constant zero in the place of None, which Lightning refuses."""
+        output = super().training_step(*args, **kwargs)
+        self._has_loss = output is not None or not self.lightning_module.automatic_optimization
+        return output if self._has_loss else torch.zeros((), requires_grad=True)
+
+    @override
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """As Lightning's; a rank whose ``training_step`` has returned None takes part in the others' averages."""
+
+        def step() -> Any:
+            loss = closure()
+            if not self._has_loss:
+                self.model.finish_grad_sync()
+            return loss
+
+        return super().optimizer_step(optimizer, step, model, **kwargs)
 
     @override
     def teardown(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 import threading
 import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 CLOSING_THREAD = "ppe_ddp-close"
 _COMPLETING_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_AT_EXIT_SECONDS = 5.0
 _MOMENT = timedelta(milliseconds=1)
 
 
@@ -199,18 +204,48 @@ def close_given_up(groups: list[ProcessGroup]) -> None:
     ending = groups.copy()
     groups.clear()
     if ending:
-        threading.Thread(target=_close, args=(ending,), name=CLOSING_THREAD, daemon=True).start()
+        _closings(os.getpid()).start(ending)
 
 
-def _close(groups: list[ProcessGroup]) -> None:
+class _Closings:
+    """The threads that close groups of this process.
+
+    They end before Python does: one that lets go of gloo's tensors after that aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._is_exit = threading.Event()
+        self._threads: list[threading.Thread] = []
+        atexit.register(self._end)
+
+    def start(self, groups: list[ProcessGroup]) -> None:
+        thread = threading.Thread(target=_close, args=(groups, self._is_exit), name=CLOSING_THREAD, daemon=True)
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        thread.start()
+        if not threading.main_thread().is_alive():  # Python is ending already
+            self._end()
+
+    def _end(self) -> None:
+        self._is_exit.set()
+        for thread in self._threads:
+            thread.join(_AT_EXIT_SECONDS)
+
+
+@functools.cache
+def _closings(_pid: int) -> _Closings:
+    return _Closings()
+
+
+def _close(groups: list[ProcessGroup], is_exit: threading.Event) -> None:
     until = monotonic() + _COMPLETING_SECONDS
     aborts = [abort_of_gloo(group) for group in groups if type(group) is ProcessGroup]  # others end by themselves
     alive = [weakref.ref(group) for group in groups]
     ending = threading.Thread(target=groups.clear, name=CLOSING_THREAD, daemon=True)
     ending.start()
-    ending.join(_COMPLETING_SECONDS)
+    while ending.is_alive() and monotonic() < until and not is_exit.is_set():
+        ending.join(_LOOK_SECONDS)
     # A group that somebody else refers to, as a traceback does, has not ended.
     if aborts and any(group() is not None for group in alive):
-        sleep(max(0.0, until - monotonic()))
+        is_exit.wait(max(0.0, until - monotonic()))
     for abort in aborts:
         abort()
