@@ -117,6 +117,10 @@ class Synchronizer(ABC):
     """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
     drift: DriftCheck | None = None
     """Compares the ranks' parameters."""
+    commits: Callable[[], Steps] | None = None
+    """Ends when all ranks have the averages of this step, before they are handed over; raises where the step is dropped
+    on all (``ppe_ddp.elastic``). An error of another rank then waits for the end of backward: the step is taken again,
+    from all gradients of this rank."""
     sends_nothing = False
     """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
     ranges = False
@@ -476,6 +480,8 @@ class BucketSynchronizer(Synchronizer):
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
+            if self.commits is not None:
+                yield from self.commits()
             self._complete_alone(backward)
             return
         if backward.schedule is None and backward.exchange is not None:
@@ -515,6 +521,8 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
+        if self.commits is not None and not any(statuses):
+            yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
         self._hand_over(backward, outcome.users)
         self._groups.note(Activity.DONE)
@@ -580,6 +588,11 @@ class BucketSynchronizer(Synchronizer):
             self._buffer_writes.release()
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
         self.note_buffers()
+
+    def move_weights(self, weights: Weights) -> None:
+        """Take over the ``weights`` of gradients that another synchronizer has not synchronized."""
+        weights.move(self._groups.rank, self._groups.world_size)
+        weights.parameters, self.weights = self.weights.parameters, weights
 
     def note_buffers(self) -> None:
         """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""

@@ -1,0 +1,314 @@
+"""Replicas that train by `ppe_ddp.elastic`, are killed or stopped in phases that follow from a seed, and start again.
+
+    python tests/elastic_program.py --seeds 0:20
+
+Every replica writes what it does to a file of its own, which outlives it. One process replays that afterwards: who took
+part in each step with which rows has to lead to the same weights. The store is served by a process that takes no part.
+"""
+
+import argparse
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ppe_ddp
+from ppe_ddp import elastic
+from ppe_ddp.backends.group_internals import TCPStore
+from ppe_ddp.elastic.training import ElasticTraining
+from ppe_ddp.engine.synchronizer import BucketSynchronizer
+
+FORK = multiprocessing.get_context("fork")
+ROWS, BATCH, SECONDS = 1000, 4, 60
+DATA = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+# Where a replica is killed: the function that it is about to call, or has called, so many times.
+PHASES = {
+    "forward": (nn.Tanh, "forward"),
+    "mask": (BucketSynchronizer, "start_negotiation"),
+    "bucket": (BucketSynchronizer, "make_schedule"),
+    "vote": (BucketSynchronizer, "_vote"),
+    "commit": (ElasticTraining, "_commit"),
+    "hand over": (BucketSynchronizer, "_hand_over"),
+    "optimizer": (torch.optim.SGD, "step"),
+    "meet": (elastic.StoreMembership, "meet"),
+    "connect": (ElasticTraining, "_connecting_store"),
+    "group": (ppe_ddp.DistributedDataParallel, "_move"),
+    "state": (ElasticTraining, "_share_state"),
+    "divide": (ElasticTraining, "_divide"),
+}
+
+
+class Branches(nn.Module):
+    """A network that takes another path for other rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, rows):
+        hidden = self.stem(DATA[rows])
+        return self.head(hidden + self.branches[rows[0] % 3](hidden)).square().mean()
+
+
+def network():
+    torch.manual_seed(0)
+    return Branches().double()
+
+
+def optimizer_of(net):
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+class Log:
+    def __init__(self, folder, name):
+        self._file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, what, *values):
+        os.write(self._file, (json.dumps([what, time.monotonic(), *values]) + "\n").encode())
+
+
+def membership_of(place, size):
+    if place.startswith("tcp:"):
+        return elastic.StoreMembership(place, size=size, timeout=10)
+    return elastic.LighthouseMembership(place, size=size, timeout=10, every=0.3, host="127.0.0.1")
+
+
+def arm(phase, occurrence, after, stop, log):
+    """Kill or stop this process where it calls a function for the time of this number."""
+    owner, name = PHASES[phase]
+    call, count = getattr(owner, name), 0
+
+    def armed(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count != occurrence:
+            return call(*args, **kwargs)
+        if after:
+            call(*args, **kwargs)
+        log("stopped" if stop else "killed", phase)
+        os.kill(os.getpid(), signal.SIGSTOP if stop else signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, armed)
+
+
+def replica(folder, name, place, size, steps, fault=None, compressor=None, timeout=20.0):
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    torch.set_num_threads(1)
+    log = Log(folder, name)
+    logging.basicConfig(filename=Path(folder) / f"{name}.log", level=logging.INFO, format="%(asctime)s %(message)s")
+    membership = membership_of(place, size)
+    net = network()
+    model = ppe_ddp.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    if compressor is not None:
+        model.register_comm_hook(compressor)
+    optimizer = optimizer_of(net)
+    log("starts", membership.name)
+    if fault is not None:
+        arm(*fault, log)
+    try:
+        training = ElasticTraining(membership, {"model": model, "optimizer": optimizer}, timeout=timeout)
+    except ppe_ddp.UnusableError as error:
+        log("late", str(error))
+        return
+    log("joined", training.committed, dist.get_world_size())
+    for rows in training.batches(ROWS, BATCH, steps):
+        optimizer.zero_grad()
+        before = training.committed
+        log("takes", before, rows)
+        with training.step():
+            model(rows).backward()
+        log("commits", before, training.names, training.committed)
+        optimizer.step()
+    log("ends", torch.cat([parameter.flatten() for parameter in net.parameters()]).tolist())
+
+
+def serve(connection):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+
+
+def lighthouse(connection):
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=700
+    )
+    connection.send(server.address())
+    connection.recv()
+
+
+class Job:
+    """The replicas of one run, each started again when it was killed."""
+
+    def __init__(self, folder, *, engine="store", size=4, **options):
+        self.folder, self.size, self.options = folder, size, options
+        self._connection, theirs = FORK.Pipe()
+        server = FORK.Process(target=serve if engine == "store" else lighthouse, args=(theirs,), daemon=True)
+        server.start()
+        told = self._connection.recv()
+        self.place = f"tcp://127.0.0.1:{told}" if engine == "store" else told
+        self._server, self.running = server, {}
+        self._count = 0
+
+    def start(self, fault=None):
+        name, self._count = f"r{self._count}", self._count + 1
+        options = {**self.options, "fault": fault}
+        process = FORK.Process(target=replica, args=(self.folder, name, self.place, self.size), kwargs=options)
+        process.start()
+        self.running[process.sentinel] = process
+
+    def run(self, faults, *, restarts=True):
+        """Run to the end; the exit codes of all replicas."""
+        codes = []
+        for place in range(self.size):
+            self.start(faults.get(place))
+        deadline = time.monotonic() + SECONDS
+        stopped = {}
+        try:
+            while self.running and time.monotonic() < deadline:
+                for ready in wait(list(self.running), timeout=0.2):
+                    process = self.running.pop(ready)
+                    process.join()
+                    codes.append(process.exitcode)
+                    if process.exitcode == -signal.SIGKILL and restarts:
+                        self.start()
+                self._go_on(stopped)
+        finally:
+            for process in self.running.values():
+                codes.append("hangs")
+                process.kill()
+            self._connection.send("end")
+            self._server.join()
+        return codes
+
+    def _go_on(self, stopped):
+        """Kill what has stood still for a while, as a watchdog does."""
+        for process in self.running.values():
+            try:
+                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state == "T" and time.monotonic() - stopped.setdefault(process.pid, time.monotonic()) > 4:
+                process.kill()
+
+
+def read(folder):
+    logs = {}
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix != ".log":
+            logs[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+    return logs
+
+
+def replay(logs, steps):
+    """The weights to which one process comes, with what the replicas say that they have done; checks what they say."""
+    names = {entry[2]: name for name, log in logs.items() for entry in log if entry[0] == "starts"}
+    rows = {(name, entry[2]): entry[3] for name, log in logs.items() for entry in log if entry[0] == "takes"}
+    took_part = {}
+    for log in logs.values():
+        for what, _, *values in log:
+            if what == "commits":
+                step, members, after = values
+                assert after == step + 1, f"a block has committed {after - step} steps"
+                assert took_part.setdefault(step, members) == members, f"step {step} is torn: {members}"
+    assert sorted(took_part) == list(range(steps)), "steps are missing"
+    net = network()
+    optimizer = optimizer_of(net)
+    for step in range(steps):
+        optimizer.zero_grad()
+        members = took_part[step]
+        for member in members:
+            (net(rows[names[member], step]) / len(members)).backward()
+        optimizer.step()
+    return torch.cat([parameter.flatten() for parameter in net.parameters()])
+
+
+def check(logs, codes, steps):
+    """What is wrong with a run; empty where nothing is."""
+    if "hangs" in codes or any(code not in (0, -signal.SIGKILL) for code in codes):
+        return f"exit codes {codes}"
+    ends = [torch.tensor(entry[2]).double() for log in logs.values() for entry in log if entry[0] == "ends"]
+    if not ends:
+        return "nobody has come to the end"
+    if any(not torch.equal(ends[0], end) for end in ends):
+        return "the replicas have ended with different weights"
+    try:
+        expected = replay(logs, steps)
+    except (AssertionError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    off = float((expected.detach() - ends[0]).abs().max())
+    return "" if off < 1e-6 else f"the weights are {off:g} off those of one process"
+
+
+def delays(logs):
+    """By phase, the seconds from each fault to the next step that a survivor has committed."""
+    commits = sorted((entry[1], entry[3]) for log in logs.values() for entry in log if entry[0] == "commits")
+    found = []
+    for log in logs.values():
+        own = next(entry[2] for entry in log if entry[0] == "starts")
+        for what, at, *rest in log:
+            if what in ("killed", "stopped"):
+                after = (moment - at for moment, members in commits if moment > at and own not in members)
+                found.append((rest[0] if what == "killed" else "stopped", next(after, None)))
+    return found
+
+
+def faults_of(seed, steps, size):
+    """One fault or two, which replica has them, and where."""
+    rng = random.Random(seed)
+    faults = {}
+    for victim in rng.sample(range(size), rng.choice([1, 1, 1, 2])):
+        phase = rng.choice(list(PHASES))
+        is_rare = phase in ("meet", "connect", "group", "state", "divide")
+        occurrence = rng.choice([1, 2]) if is_rare else rng.randrange(1, steps)
+        faults[victim] = phase, occurrence, rng.random() < 0.5, rng.random() < 0.1
+    return faults
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", default="0:20")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--engine", default="store")
+    parser.add_argument("--keep", action="store_true")
+    options = parser.parse_args()
+    first, _, last = options.seeds.partition(":")
+    found, bad = {}, []
+    for seed in range(int(first), int(last or int(first) + 1)):
+        folder = tempfile.mkdtemp(prefix="elastic_")
+        faults = faults_of(seed, options.steps, 4)
+        job = Job(folder, engine=options.engine, steps=options.steps, timeout=3.0)
+        codes = job.run(faults)
+        logs = read(folder)
+        wrong = check(logs, codes, options.steps)
+        if wrong:
+            bad.append(seed)
+            print(f"seed {seed}: {faults}: {wrong} ({folder})", flush=True)
+        for phase, seconds in delays(logs):
+            found.setdefault(phase, []).append(seconds)
+    for phase, seconds in sorted(found.items()):
+        known = [one for one in seconds if one is not None]
+        line = f"median {statistics.median(known):.2f} s, most {max(known):.2f} s" if known else "none after it"
+        print(f"{phase}: {len(seconds)} faults, next commit: {line}")
+    print(f"{len(bad)} bad seeds: {bad}")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
