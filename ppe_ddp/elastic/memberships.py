@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _NAP = 0.002  # seconds between looks at a store, while others come
 _LONGEST_NAP = 0.02
 _BEAT = 0.2  # seconds between signs of life
+_WORD_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,6 @@ class Membership(ABC):
         timeout: Seconds for which a member that lives may keep the others waiting until they go on without it.
     """
 
-    can_be_joined = True
-    """Whether other processes may come later."""
-
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -102,8 +100,8 @@ class Membership(ABC):
     def is_asked(self) -> bool:
         """Whether this process knows of a reason to meet between two steps: another one wants to join."""
 
-    def leave(self) -> None:  # noqa: B027  # only where there is somebody to be told
-        """This process takes part no longer: the others need not wait for it."""
+    def leave(self, word: dict[str, Any]) -> None:  # noqa: B027  # only where there is somebody to be told
+        """This process takes part no longer: the others need not wait for it; ``word`` as in :meth:`meet`."""
 
 
 class Beats:
@@ -230,7 +228,7 @@ class StoreMembership(Membership):
         """See :meth:`Membership.is_asked`."""
         return self._asks()
 
-    def leave(self) -> None:
+    def leave(self, word: dict[str, Any]) -> None:
         """See :meth:`Membership.leave`."""
         if self._beats is not None:
             self._beats.end()
@@ -238,7 +236,30 @@ class StoreMembership(Membership):
             self._store.set(f"left/{self.name}", "")
 
 
-class LighthouseMembership(Membership):
+class _ServingMembership(Membership):
+    """Membership whose quorums have a store that a member serves, so that each can.
+
+    Args:
+        timeout: See :class:`Membership`.
+        host: Where the others reach this process.
+    """
+
+    def __init__(self, timeout: float, host: str | None) -> None:
+        super().__init__(timeout)
+        self._limit = timedelta(seconds=timeout)
+        # It listens on all interfaces.
+        self._served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=self._limit)
+        self._place = f"{host or socket.gethostname()}:{self._served.port}"
+
+    def _store_at(self, place: str, number: str) -> Store:
+        host, _, port = place.rpartition(":")
+        store = self._served
+        if place != self._place:
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._limit)
+        return PrefixStore(f"quorum/{number}", store)
+
+
+class LighthouseMembership(_ServingMembership):
     """Membership by torchft's lighthouse (``torchft_lighthouse``, in the extra ``ppe-ddp[torchft]``).
 
     A process is dead when the lighthouse has heard no sign of its life for ``--heartbeat_timeout_ms``, 5 s by default;
@@ -267,17 +288,12 @@ class LighthouseMembership(Membership):
             raise ImportError(
                 f"LighthouseMembership needs torchft: pip install 'ppe-ddp[torchft]' ({error})"
             ) from error
-        super().__init__(timeout)
+        super().__init__(timeout, host)
         address = address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         if not address:
             raise ValueError("where is the lighthouse? Give http://host:port, or set TORCHFT_LIGHTHOUSE")
-        self._limit = timedelta(seconds=timeout)
         self._new_client: Callable[[], Any] = lambda: coordination.LighthouseClient(address, self._limit)
-        self._client = self._new_client()
-        served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=self._limit)
-        # which listens on all interfaces
-        self._served, self._size = served, size
-        self._place = f"{host or socket.gethostname()}:{served.port}"
+        self._client, self._size = self._new_client(), size
         self._beats: Beats | None = None
         self._every, self._met = every, time.monotonic()
 
@@ -304,27 +320,92 @@ class LighthouseMembership(Membership):
         )  # the store is at one that has trained
         (place,) = [one.store_address for one in found.participants if one.replica_id == names[0]]
         number = f"{found.quorum_id}-{found.created.seconds}-{found.created.nanos}"
-        store = PrefixStore(f"quorum/{number}", self._store_at(place))
-        return Quorum(number, names, [words[name] for name in names], names.index(self.name), store)
-
-    def _store_at(self, place: str) -> Store:
-        host, _, port = place.rpartition(":")
-        if place == self._place:
-            return self._served
-        return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._limit)
+        words_by_rank = [words[name] for name in names]
+        return Quorum(number, names, words_by_rank, names.index(self.name), self._store_at(place, number))
 
     def is_asked(self) -> bool:
         """See :meth:`Membership.is_asked`."""
         return time.monotonic() - self._met > self._every
 
-    def leave(self) -> None:
+    def leave(self, word: dict[str, Any]) -> None:
         """See :meth:`Membership.leave`."""
         if self._beats is not None:
             self._beats.end()
 
 
-class MpiMembership(Membership):
-    """stub."""
+class MpiMembership(_ServingMembership):
+    """Membership by ULFM of Open MPI 5: the processes of one ``mpirun --with-ft ulfm``; none can join.
 
-    def __init__(self) -> None:
-        raise NotImplementedError
+    MPI tells who is dead within milliseconds. It is used for that alone, and the gradients go over the backend that
+    :class:`~ppe_ddp.elastic.ElasticTraining` is given. A process that hangs is waited for without an end.
+
+    Args:
+        timeout: See :class:`Membership`; of the store here.
+        host: Where the others reach this process, which may have to serve the store of a quorum.
+
+    Raises:
+        UnusableError: This is not Open MPI, or it was started without ``--with-ft ulfm``.
+    """
+
+    def __init__(self, *, timeout: float = 30.0, host: str | None = None) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise ImportError(f"MpiMembership needs mpi4py: pip install 'ppe-ddp[openmpi]' ({error})") from error
+        library = MPI.Get_library_version().splitlines()[0]
+        is_enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
+        if "Open MPI" not in library or is_enabled in ("0", "false"):
+            raise UnusableError(
+                "MpiMembership needs ULFM, by which MPI goes on when a rank has died: Open MPI 5 or newer, started by "
+                f"`mpirun --with-ft ulfm`. This is {library}, "
+                f"{'without --with-ft ulfm' if 'Open MPI' in library else 'which does not have it'}"
+            )
+        super().__init__(timeout, host)
+        self._error, self._comm, self._turn = MPI.Exception, MPI.COMM_WORLD.Dup(), 0
+
+    def meet(self, word: dict[str, Any]) -> Quorum:
+        """See :meth:`Membership.meet`."""
+        while True:
+            self._turn += 1
+            comm = self._comm = self._shrunk()
+            told = self._exchanged(comm, [self.name, self._turn, self._place, word])
+            if told is not None:
+                (first, turn, place, _), rank = told[0], comm.Get_rank()
+                number = f"{first}-{turn}"
+                return Quorum(
+                    number, [name for name, *_ in told], [one[3] for one in told], rank, self._store_at(place, number)
+                )
+
+    def _shrunk(self) -> Any:
+        with suppress(self._error):
+            self._comm.Revoke()  # who waits in it leaves
+        comm = self._comm.Shrink()
+        with suppress(self._error):
+            self._comm.Free()
+        return comm
+
+    def _exchanged(self, comm: Any, word: list[Any]) -> list[Any] | None:
+        """The words of all; None on every rank where one has died meanwhile."""
+        content, is_there = json.dumps(word).encode(), 1
+        own, everyone = bytearray(_WORD_BYTES), bytearray(_WORD_BYTES * comm.Get_size())
+        own[: len(content)] = content
+        try:
+            comm.Allgather(own, everyone)
+        except self._error:
+            is_there = 0
+            comm.Revoke()
+        try:
+            is_there = comm.Agree(is_there)
+        except self._error:  # of a rank that has died: all see it
+            is_there = 0
+        parts = [everyone[at : at + _WORD_BYTES] for at in range(0, len(everyone), _WORD_BYTES)]
+        return [json.loads(part.rstrip(b"\0")) for part in parts] if is_there else None
+
+    def is_asked(self) -> bool:
+        """See :meth:`Membership.is_asked`."""
+        return False
+
+    def leave(self, word: dict[str, Any]) -> None:
+        """See :meth:`Membership.leave`."""
+        while not all(one.get("ends") for one in self.meet({**word, "ends": True}).words):
+            pass

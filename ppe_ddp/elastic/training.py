@@ -237,13 +237,7 @@ class ElasticTraining:
             is_ready: Whether this rank has the averages of the step.
             is_whole: Whether nothing has failed: without a change the ranks go on as they are.
         """
-        address = self._address
-        word = {
-            "committed": self.committed,
-            "ready": is_ready,
-            "number": self._number if is_whole else "",
-            "process": None if address is None else address.packed(),
-        }
+        word = {**self._word, "ready": is_ready, "number": self._number if is_whole else ""}
         self._quorum = quorum = self._membership.meet(word)
         steps = steps_after(quorum.words)
         if 0 <= self.committed < steps and not is_ready:
@@ -252,6 +246,12 @@ class ElasticTraining:
                 "it was away; start it again"
             )
         return self.committed < steps
+
+    @property
+    def _word(self) -> dict[str, Any]:
+        """What this rank brings to every meeting."""
+        process = None if self._address is None else self._address.packed()
+        return {"committed": self.committed, "ready": False, "number": "", "process": process}
 
     def _commit(self) -> Steps:
         """Called in each synchronization when the averages are there, before anything is written to ``.grad``."""
@@ -365,7 +365,7 @@ class ElasticTraining:
             yield [_row(place, length, seed) for place in range(first, first + batch_size)]
             self._position += len(self._slots) * batch_size
             self._slots = {name: rank for rank, name in enumerate(self.names)}
-        self._membership.leave()
+        self._membership.leave(self._word)
 
     def _divide(self, quorum: Quorum, words: Sequence[Any]) -> None:
         """Let those that join take rows that nobody has taken; say whose are lost."""
