@@ -199,7 +199,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._start(synchronize=False)
         assert self._reducer is not None
         if old is not None:
-            self._reducer.synchronizer.move_weights(old.synchronizer.weights)
+            self._reducer.synchronizer.go_on_from(old.synchronizer.weights)
         return self._reducer
 
     def _agreed(self) -> str:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import random
+import select
 import signal
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ from torch import nn
 import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends.group_internals import TCPStore
+from ppe_ddp.compression import ErrorFeedback, PowerSGD
 from ppe_ddp.elastic.training import ElasticTraining
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
 
@@ -57,11 +59,11 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.stem, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
         self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
 
     def forward(self, rows):
-        hidden = self.stem(DATA[rows])
+        hidden = self.norm(self.stem(DATA[rows]))
         return self.head(hidden + self.branches[rows[0] % 3](hidden)).square().mean()
 
 
@@ -72,6 +74,10 @@ def network():
 
 def optimizer_of(net):
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def values_of(tensors):
+    return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
 
 class Log:
@@ -90,8 +96,22 @@ def membership_of(place, size):
     return elastic.LighthouseMembership(place, size=size, timeout=10, every=0.3, host="127.0.0.1")
 
 
+def end_later(seconds, number, log):
+    """Let a child send this process a signal, unless it has ended before."""
+    own = os.pidfd_open(os.getpid())
+    if os.fork() == 0:
+        if not select.select([own], [], [], seconds)[0]:
+            log("stopped" if number == signal.SIGSTOP else "killed", "any")
+            signal.pidfd_send_signal(own, number)
+        os._exit(0)
+    os.close(own)
+
+
 def arm(phase, occurrence, after, stop, log):
-    """Kill or stop this process where it calls a function for the time of this number."""
+    """Kill or stop this process where it calls a function for the time of this number; ``any``: in so many ms."""
+    if phase == "any":
+        end_later(occurrence / 1000, signal.SIGSTOP if stop else signal.SIGKILL, log)
+        return
     owner, name = PHASES[phase]
     call, count = getattr(owner, name), 0
 
@@ -109,7 +129,11 @@ def arm(phase, occurrence, after, stop, log):
     setattr(owner, name, armed)
 
 
-def replica(folder, name, place, size, steps, fault=None, compressor=None, timeout=20.0):
+def fail(_):
+    raise ArithmeticError("this rank alone")
+
+
+def replica(folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0):
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     torch.set_num_threads(1)
     log = Log(folder, name)
@@ -133,11 +157,19 @@ def replica(folder, name, place, size, steps, fault=None, compressor=None, timeo
         optimizer.zero_grad()
         before = training.committed
         log("takes", before, rows)
-        with training.step():
-            model(rows).backward()
+        try:
+            with training.step():
+                loss = model(rows)
+                if before == raises_at and dist.get_rank() == 1:
+                    loss.register_hook(fail)
+                loss.backward()
+        except (ArithmeticError, ppe_ddp.PeerAbortedError):
+            raises_at = None
+            log("drops", before)
+            continue
         log("commits", before, training.names, training.committed)
         optimizer.step()
-    log("ends", torch.cat([parameter.flatten() for parameter in net.parameters()]).tolist())
+    log("ends", values_of(net.parameters()).tolist(), values_of(net.buffers()).tolist())
 
 
 def serve(connection):
@@ -259,29 +291,38 @@ def replay(logs, steps):
     assert sorted(took_part) == list(range(steps)), "steps are missing"
     net = network()
     optimizer = optimizer_of(net)
+    seen = set()
     for step in range(steps):
         optimizer.zero_grad()
         members = took_part[step]
+        taken = [row for member in members for row in rows[names[member], step]]
+        assert len(taken) == len(set(taken)) == BATCH * len(members), f"step {step} has rows twice"
+        if BATCH * (step + 1) * 5 < ROWS:  # five replicas at most at a time: the first time through
+            assert not seen & set(taken), f"step {step} has rows that were taken before"
+            seen.update(taken)
         for member in members:
             (net(rows[names[member], step]) / len(members)).backward()
         optimizer.step()
-    return torch.cat([parameter.flatten() for parameter in net.parameters()])
+    return values_of(net.parameters())
 
 
-def check(logs, codes, steps):
+def check(logs, codes, steps, *, replays=True):
     """What is wrong with a run; empty where nothing is."""
     if "hangs" in codes or any(code not in (0, -signal.SIGKILL) for code in codes):
         return f"exit codes {codes}"
-    ends = [torch.tensor(entry[2]).double() for log in logs.values() for entry in log if entry[0] == "ends"]
+    ends = [entry[2:] for log in logs.values() for entry in log if entry[0] == "ends"]
     if not ends:
         return "nobody has come to the end"
-    if any(not torch.equal(ends[0], end) for end in ends):
-        return "the replicas have ended with different weights"
+    for what, values in zip(("weights", "buffers"), zip(*ends, strict=True), strict=True):
+        if any(one != values[0] for one in values):
+            return f"the replicas have ended with different {what}"
+    if not replays:
+        return ""
     try:
         expected = replay(logs, steps)
     except (AssertionError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    off = float((expected.detach() - ends[0]).abs().max())
+    off = float((expected - torch.tensor(ends[0][0]).double()).abs().max())
     return "" if off < 1e-6 else f"the weights are {off:g} off those of one process"
 
 
@@ -303,9 +344,10 @@ def faults_of(seed, steps, size):
     rng = random.Random(seed)
     faults = {}
     for victim in rng.sample(range(size), rng.choice([1, 1, 1, 2])):
-        phase = rng.choice(list(PHASES))
+        phase = rng.choice(["any"] * len(PHASES) + list(PHASES))
         is_rare = phase in ("meet", "connect", "group", "state", "divide")
         occurrence = rng.choice([1, 2]) if is_rare else rng.randrange(1, steps)
+        occurrence = rng.randrange(3000) if phase == "any" else occurrence
         faults[victim] = phase, occurrence, rng.random() < 0.5, rng.random() < 0.1
     return faults
 
@@ -316,6 +358,11 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--engine", default="store")
     parser.add_argument("--mpi", help=argparse.SUPPRESS)
+    parser.add_argument("--faults", type=json.loads, help="by replica: the phase, its number, after it?, stop?")
+    parser.add_argument("--size", type=int, default=4)
+    parser.add_argument("--no-restarts", action="store_true")
+    parser.add_argument("--compressed", action="store_true")
+    parser.add_argument("--raises-at", type=int)
     options = parser.parse_args()
     if options.mpi:
         replica_of_mpi(options.mpi, int(options.seeds), options.steps)
@@ -324,13 +371,17 @@ def main():
     found, bad = {}, []
     for seed in range(int(first), int(last or int(first) + 1)):
         folder = tempfile.mkdtemp(prefix="elastic_")
-        faults = faults_of(seed, options.steps, 4)
+        faults = options.faults or faults_of(seed, options.steps, options.size)
+        faults = {int(place): fault for place, fault in faults.items()}
         if options.engine == "mpi":
-            codes = run_mpi(folder, seed, options.steps, 4)
+            codes = run_mpi(folder, seed, options.steps, options.size)
         else:
-            codes = Job(folder, engine=options.engine, steps=options.steps, timeout=3.0).run(faults)
+            compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
+            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": 3.0}
+            job = Job(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
+            codes = job.run(faults, restarts=not options.no_restarts)
         logs = read(folder)
-        wrong = check(logs, codes, options.steps)
+        wrong = check(logs, codes, options.steps, replays=not options.compressed)
         if wrong:
             bad.append(seed)
             print(f"seed {seed}: {faults}: {wrong} ({folder})", flush=True)

@@ -314,6 +314,7 @@ class LighthouseMembership(_ServingMembership):
             words = {one.replica_id: json.loads(one.data["word"]) for one in found.participants}
             if len(words) >= self._size or any(one["committed"] >= 0 for one in words.values()):
                 break
+            time.sleep(_BEAT)
         self._met = time.monotonic()
         names = sorted(
             words, key=lambda name: (-words[name]["committed"], name)

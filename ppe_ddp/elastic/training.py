@@ -319,7 +319,8 @@ class ElasticTraining:
         groups = self._reducer.groups
         if groups.is_duplicate and not groups.is_closed:
             groups.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # not where connecting has failed
+            dist.destroy_process_group()
 
     def _share_state(self, quorum: Quorum) -> None:
         """Bring those that join the state of the others; every rank calls this."""

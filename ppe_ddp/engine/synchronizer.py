@@ -589,10 +589,14 @@ class BucketSynchronizer(Synchronizer):
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
         self.note_buffers()
 
-    def move_weights(self, weights: Weights) -> None:
-        """Take over the ``weights`` of gradients that another synchronizer has not synchronized."""
+    def go_on_from(self, weights: Weights) -> None:
+        """Take the place of a synchronizer that had other ranks, and these ``weights`` of gradients not synchronized.
+
+        Some ranks may have the buffers of one that is gone: the first rank sends its own, whoever wrote them.
+        """
         weights.move(self._groups.rank, self._groups.world_size)
         weights.parameters, self.weights = self.weights.parameters, weights
+        self._buffer_writes = BufferWrites()
 
     def note_buffers(self) -> None:
         """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""
