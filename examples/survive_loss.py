@@ -1,4 +1,4 @@
-"""Digits by four replicas, of which one is killed every few seconds: the others go on, and another one joins them.
+"""Digits by four replicas, of which one is killed again and again: the others go on, and another one joins them.
 
     python examples/survive_loss.py
     python examples/survive_loss.py --engine torchft       # pip install 'ppe-ddp[torchft]'
@@ -57,13 +57,13 @@ def replica(options: argparse.Namespace) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.steps)
     paths = torch.Generator()
     paths.seed()
-    (options.folder / f"pid-{os.getpid()}").touch()
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     try:
         training = elastic.ElasticTraining(membership, parts)  # another one
     except ppe_ddp.UnusableError as error:
         print(error)  # the others have ended meanwhile
         return
+    (options.folder / f"pid-{os.getpid()}").touch()
     with (options.folder / f"log-{os.getpid()}").open("w", buffering=1) as log:
         for rows in training.batches(len(images), options.batch, options.steps):  # instead of a sampler
             optimizer.zero_grad()
@@ -94,16 +94,13 @@ class Replicas:
     def pids(self) -> list[int]:
         """Of those that train."""
         if self.restarts:
-            return [one.pid for one in self.running if (self.folder / f"pid-{one.pid}").exists()]
+            return [one.pid for one in self.running if (self.folder / f"pid-{one.pid}").exists() and one.poll() is None]
         found = [int(path.name.partition("-")[2]) for path in self.folder.glob("pid-*")]
         return [pid for pid in found if Path(f"/proc/{pid}").exists()]
 
     def kill_one(self) -> None:
-        """Kill one of those that train, if there are others; start another one."""
-        pids = self.pids()
-        if len(pids) < 2:
-            return
-        pid = random.choice(pids)
+        """Kill one of those that train, and start another one."""
+        pid = random.choice(self.pids())
         os.kill(pid, signal.SIGKILL)
         self.kills += 1
         print(f"killed process {pid}", flush=True)
@@ -168,7 +165,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive, default=600, help="how many steps to train")
     parser.add_argument("--batch", type=positive, default=32, help="images of a rank in a step")
-    parser.add_argument("--every", type=float, default=4.0, help="seconds from one kill to the next; 0 for none")
+    parser.add_argument(
+        "--every", type=float, default=3.0, help="seconds that all may train before one is killed; 0: for ever"
+    )
     parser.add_argument("--picture", type=Path, default=None, help="where to draw ranks and loss; needs matplotlib")
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--replica", default="", help=argparse.SUPPRESS)
@@ -178,15 +177,14 @@ def parse_arguments() -> argparse.Namespace:
 def lead(options: argparse.Namespace) -> None:
     place, end = meeting_place(options.engine)
     replicas = Replicas(options, place)
-    killed_at = None
+    complete_since = time.monotonic()
     while not replicas.has_ended():
         time.sleep(0.1)
-        now = time.monotonic()
-        if killed_at is None and len(replicas.pids()) == SIZE:
-            killed_at = now
-        if options.every and killed_at is not None and now - killed_at > options.every:
-            killed_at = now
+        if len(replicas.pids()) < (SIZE if replicas.restarts else 2):
+            complete_since = time.monotonic()
+        elif options.every and time.monotonic() - complete_since > options.every:
             replicas.kill_one()
+            complete_since = time.monotonic()
     replicas.wait()
     end()
     rows = read(options.folder)

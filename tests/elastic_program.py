@@ -15,6 +15,7 @@ import os
 import random
 import select
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def membership_of(place, size):
     if place == "mpi":
         return elastic.MpiMembership(timeout=10, host="127.0.0.1")
     if place.startswith("tcp:"):
-        return elastic.StoreMembership(place, size=size, timeout=10)
+        return elastic.StoreMembership(place, size=size, timeout=10, silence=1.0)
     return elastic.LighthouseMembership(place, size=size, timeout=10, every=0.3, host="127.0.0.1")
 
 
@@ -134,7 +135,9 @@ def fail(_):
     raise ArithmeticError("this rank alone")
 
 
-def replica(folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0):
+def replica(folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, nodes=1):
+    if nodes > 1:  # processes that take themselves for those of several nodes do not look at one another
+        socket.gethostname = lambda: f"node{int(name[1:]) % nodes}"
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     torch.set_num_threads(1)
     log = Log(folder, name)
@@ -421,6 +424,7 @@ def main():
     parser.add_argument("--mpi", help=argparse.SUPPRESS)
     parser.add_argument("--faults", type=json.loads, help="by replica: the phase, its number, after it?, stop?")
     parser.add_argument("--size", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--raises-at", type=int)
@@ -438,7 +442,7 @@ def main():
             codes = run_mpi(folder, seed, options.steps, options.size)
         else:
             compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
-            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": 3.0}
+            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": 3.0, "nodes": options.nodes}
             job = Job(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             codes = job.run(faults, restarts=not options.no_restarts)
         logs = read(folder)
