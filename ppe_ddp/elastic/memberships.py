@@ -222,7 +222,9 @@ class StoreMembership(Membership):
         return now - since > self._silence
 
     def _is_joined(self) -> bool:
-        return bool(self._come.look())
+        with suppress(RuntimeError):  # without the store nobody joins
+            return bool(self._come.look())
+        return False
 
     def is_asked(self) -> bool:
         """See :meth:`Membership.is_asked`."""

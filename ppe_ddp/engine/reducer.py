@@ -313,8 +313,10 @@ class Reducer(Generic[C]):
             backward.expect(reached)
             try:
                 self.synchronizer.start_negotiation(backward)
-            except CommunicationError as error:
-                self._fail(backward, error, waits=self._waits)
+            except RuntimeError as error:
+                if self.synchronizer.commits is None:
+                    raise
+                self._fail(backward, error, waits=True)
         self._arrivals.start_recording(reached, without=backward.launch_triggers)
         return backward
 
@@ -449,7 +451,8 @@ class Reducer(Generic[C]):
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error
-        if waits and isinstance(told, PeerAbortedError | CommunicationError):
+        is_awaited = isinstance(told, PeerAbortedError) or self.synchronizer.commits is not None
+        if waits and is_awaited and isinstance(told, Exception):
             backward.met = told
         elif instead is None:
             raise error
