@@ -242,7 +242,7 @@ def lighthouse(connection):
     connection.recv()
 
 
-class Job:
+class ElasticJob:
     """The replicas of one run, each started again when it was killed."""
 
     def __init__(self, folder, *, engine="store", size=4, **options):
@@ -443,7 +443,7 @@ def main():
         else:
             compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
             rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": 3.0, "nodes": options.nodes}
-            job = Job(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
+            job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             codes = job.run(faults, restarts=not options.no_restarts)
         logs = read(folder)
         wrong = check(logs, codes, options.steps, replays=not (options.compressed or options.engine == "torchft"))

@@ -451,8 +451,9 @@ class Reducer(Generic[C]):
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error
-        is_awaited = isinstance(told, PeerAbortedError) or self.synchronizer.commits is not None
-        if waits and is_awaited and isinstance(told, Exception):
+        if waits and isinstance(told, PeerAbortedError):
+            backward.met = told
+        elif self.synchronizer.commits is not None and waits and isinstance(told, CommunicationError):
             backward.met = told
         elif instead is None:
             raise error
