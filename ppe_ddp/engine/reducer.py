@@ -451,9 +451,8 @@ class Reducer(Generic[C]):
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error
-        if waits and isinstance(told, PeerAbortedError):
-            backward.met = told
-        elif self.synchronizer.commits is not None and waits and isinstance(told, CommunicationError):
+        is_elastic = self.synchronizer.commits is not None
+        if waits and (isinstance(told, PeerAbortedError) or (is_elastic and isinstance(told, CommunicationError))):
             backward.met = told
         elif instead is None:
             raise error
