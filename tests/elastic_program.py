@@ -446,6 +446,7 @@ def main():
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             codes = job.run(faults, restarts=not options.no_restarts)
         logs = read(folder)
+        print(end=f"{seed} ", file=sys.stderr, flush=True)
         wrong = check(logs, codes, options.steps, replays=not (options.compressed or options.engine == "torchft"))
         if wrong:
             bad.append(seed)

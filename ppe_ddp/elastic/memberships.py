@@ -37,6 +37,7 @@ _NAP = 0.002  # seconds between looks at a store, while others come
 _LONGEST_NAP = 0.02
 _BEAT = 0.2  # seconds between signs of life
 _WORD_BYTES = 4096
+_LONGEST_MEETING = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ class LighthouseMembership(_ServingMembership):
         while True:
             found = self._client.quorum(
                 replica_id=self.name,
-                timeout=self._limit,
+                timeout=_LONGEST_MEETING,  # the lighthouse itself goes on without who does not come
                 store_address=self._place,
                 step=max(0, word["committed"]),
                 world_size=1,

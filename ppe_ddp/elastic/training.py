@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import Store
+from ppe_ddp.backends.group_internals import Store, default_group
 from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
@@ -161,6 +161,10 @@ class ElasticTraining:
                     "lost with it. Take the inner optimizer by itself: every rank keeps all of its state"
                 )
         (self._model,) = wrappers
+        if self._model.process_group is not default_group():
+            raise ValueError(
+                "the wrapper must be one of the default group (process_group=None), which follows those alive"
+            )
         self._memory = self._model._hooks.comm_state
         assert self._model._reducer is not None  # the membership has made a group
         self._reducer = self._model._reducer
@@ -200,10 +204,10 @@ class ElasticTraining:
         """Meet between two steps, where that is not done yet, and connect."""
         is_whole, self._is_asked = self._is_asked, False
         while True:
+            if self._quorum is None:
+                self._meet(is_ready=False, is_whole=is_whole)
+            is_whole = False
             try:
-                if self._quorum is None:
-                    self._meet(is_ready=False, is_whole=is_whole)
-                is_whole = False
                 self._move()
                 return
             except Exception as error:
@@ -238,7 +242,13 @@ class ElasticTraining:
             is_whole: Whether nothing has failed: without a change the ranks go on as they are.
         """
         word = {**self._word, "ready": is_ready, "number": self._number if is_whole else ""}
-        self._quorum = quorum = self._membership.meet(word)
+        try:
+            self._quorum = quorum = self._membership.meet(word)
+        except (dist.DistError, CommunicationError) as error:
+            raise UnusableError(
+                f"{self._membership.name}: whoever finds out who is alive does not answer, so that the training cannot "
+                f"go on without those that have died: {error}"
+            ) from error
         steps = steps_after(quorum.words)
         if 0 <= self.committed < steps and not is_ready:
             raise UnusableError(
@@ -366,6 +376,10 @@ class ElasticTraining:
             yield [_row(place, length, seed) for place in range(first, first + batch_size)]
             self._position += len(self._slots) * batch_size
             self._slots = {name: rank for rank, name in enumerate(self.names)}
+        self.end()
+
+    def end(self) -> None:
+        """Take part no longer, when the training is over; on all ranks. :meth:`batches` calls it at its end."""
         self._membership.leave(self._word)
 
     def _divide(self, quorum: Quorum, words: Sequence[Any]) -> None:
