@@ -39,6 +39,8 @@ from ppe_ddp.optim.optimizer import DistributedOptimizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
     from ppe_ddp.engine.completion import Steps
 
 logger = logging.getLogger("ppe_ddp")
@@ -233,6 +235,7 @@ class ElasticTraining:
         if quorum is not None:
             with suppress(RuntimeError):  # its store may be gone
                 quorum.store.set(_VOID, "")
+        self._disconnect()  # some may be connected already, and wait for this rank
 
     def _meet(self, *, is_ready: bool, is_whole: bool = False) -> bool:
         """Meet those who live; whether the step is committed on this rank now.
@@ -326,9 +329,10 @@ class ElasticTraining:
         return _QuorumStore(quorum.store, look, self._timeout)
 
     def _disconnect(self) -> None:
-        groups = self._reducer.groups
-        if groups.is_duplicate and not groups.is_closed:
-            groups.close()
+        reducer = self._model._reducer
+        assert reducer is not None
+        if reducer.groups.is_duplicate and not reducer.groups.is_closed:
+            reducer.groups.close()
         if dist.is_initialized():  # not where connecting has failed
             dist.destroy_process_group()
 
@@ -408,5 +412,5 @@ def _row(place: int, length: int, seed: int) -> int:
 
 
 @functools.lru_cache(maxsize=2)
-def _order(length: int, seed: int) -> list[int]:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
+def _order(length: int, seed: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
