@@ -37,7 +37,7 @@ from ppe_ddp.elastic.training import ElasticTraining
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
 
 FORK = multiprocessing.get_context("fork")
-ROWS, BATCH, SECONDS = 1000, 4, 60
+ROWS, BATCH, SECONDS = 1000, 4, 120
 DATA = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 # Where a replica is killed: the function that it is about to call, or has called, so many times.
 PHASES = {
@@ -50,6 +50,7 @@ PHASES = {
     "optimizer": (torch.optim.SGD, "step"),
     "meet": (elastic.StoreMembership, "meet"),
     "connect": (ElasticTraining, "_connecting_store"),
+    "init": (dist, "init_process_group"),
     "group": (ppe_ddp.DistributedDataParallel, "_move"),
     "state": (ElasticTraining, "_share_state"),
     "divide": (ElasticTraining, "_divide"),
@@ -94,7 +95,7 @@ def membership_of(place, size):
     if place == "mpi":
         return elastic.MpiMembership(timeout=10, host="127.0.0.1")
     if place.startswith("tcp:"):
-        return elastic.StoreMembership(place, size=size, timeout=10, silence=1.0)
+        return elastic.StoreMembership(place, size=size, timeout=30, silence=1.0)
     return elastic.LighthouseMembership(place, size=size, timeout=10, every=0.3, host="127.0.0.1")
 
 
@@ -307,7 +308,7 @@ def run_mpi(folder, seed, steps, size):
     with Path(folder, "mpirun.log").open("w") as file:
         job = subprocess.run(
             [*words, "--mpi", folder, "--seeds", str(seed), "--steps", str(steps)],
-            timeout=2 * SECONDS,
+            timeout=3 * SECONDS,
             check=False,
             stdout=file,
             stderr=file,
@@ -409,7 +410,7 @@ def faults_of(seed, steps, size):
     faults = {}
     for victim in rng.sample(range(size), rng.choice([1, 1, 1, 2])):
         phase = rng.choice(["any"] * len(PHASES) + list(PHASES))
-        is_rare = phase in ("meet", "connect", "group", "state", "divide")
+        is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
         occurrence = rng.choice([1, 2]) if is_rare else rng.randrange(1, steps)
         occurrence = rng.randrange(3000) if phase == "any" else occurrence
         faults[victim] = phase, occurrence, rng.random() < 0.5, rng.random() < 0.1

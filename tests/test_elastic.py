@@ -32,7 +32,7 @@ def run(*words):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_rank_is_killed(phase, after):
     # Of those that occur when ranks meet, the first is that of the start, which waits for all.
-    is_rare = phase in ("meet", "connect", "group", "state", "divide")
+    is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
     faults = {"1": [phase, 2 if is_rare else 5, after, False]}
     if is_rare:
         faults["0"] = ["bucket", 5, True, False]  # another one, after which they meet
@@ -114,6 +114,30 @@ def test_one_alone(lone):
         optimizer.step()
     assert training.committed == 5
     assert sorted(taken) == sorted([*range(10)] * 2)
+
+
+class _Gone(elastic_program.dist.Store):
+    """Another rank is gone, so that nobody can connect."""
+
+    def set(self, key, value):
+        pass
+
+    def wait(self, keys, timeout=None):
+        raise ppe_ddp.CommunicationError("rank 1 is gone")
+
+    get = wait
+
+
+def test_who_could_not_connect_names_groups_as_those_who_join(lone):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    training = elastic.ElasticTraining(lone, {"model": model})
+    torch.distributed.destroy_process_group()
+    store = _Gone()
+    with pytest.raises(ppe_ddp.CommunicationError, match="rank 1 is gone"):
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
+    training._disconnect()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert torch.distributed.group.WORLD.group_name == "0"
 
 
 def test_a_distributed_optimizer_is_refused(lone):

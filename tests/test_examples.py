@@ -130,7 +130,9 @@ def test_survive_kill_started_again_by_torchrun(tmp_path):
 
 @pytest.mark.long
 def test_survive_loss():
-    code, text, errors = run([sys.executable, EXAMPLES / "survive_loss.py", "--every", "1", "--steps", "200"], timeout=300)
+    code, text, errors = run(
+        [sys.executable, EXAMPLES / "survive_loss.py", "--every", "1", "--steps", "200"], timeout=300
+    )
     assert code == 0, errors
     found = re.search(r"(\d+) kills in \d+ steps, [\d.]+ s; test accuracy ([\d.]+)%$", text.strip())
     assert int(found[1]) > 0

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import Store, default_group
+from ppe_ddp.backends.group_internals import Store, count_groups_anew, default_group
 from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
@@ -335,6 +335,7 @@ class ElasticTraining:
             reducer.groups.close()
         if dist.is_initialized():  # not where connecting has failed
             dist.destroy_process_group()
+        count_groups_anew()
 
     def _share_state(self, quorum: Quorum) -> None:
         """Bring those that join the state of the others; every rank calls this."""
