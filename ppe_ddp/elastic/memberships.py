@@ -353,6 +353,9 @@ class MpiMembership(_ServingMembership):
 
     def __init__(self, *, timeout: float = 30.0, host: str | None = None) -> None:
         try:
+            import mpi4py
+
+            mpi4py.rc.finalize = False  # it may wait for the dead without an end
             from mpi4py import MPI
         except ImportError as error:
             raise ImportError(f"MpiMembership needs mpi4py: pip install 'ppe-ddp[openmpi]' ({error})") from error
@@ -365,7 +368,8 @@ class MpiMembership(_ServingMembership):
                 f"{'without --with-ft ulfm' if 'Open MPI' in library else 'which does not have it'}"
             )
         super().__init__(timeout, host)
-        self._error, self._comm, self._turn = MPI.Exception, MPI.COMM_WORLD.Dup(), 0
+        self._mpi, self._error = MPI, MPI.Exception
+        self._comm, self._turn = MPI.COMM_WORLD.Dup(), 0
 
     def meet(self, word: dict[str, Any]) -> Quorum:
         """See :meth:`Membership.meet`."""
@@ -413,3 +417,5 @@ class MpiMembership(_ServingMembership):
         """See :meth:`Membership.leave`."""
         while not all(one.get("ends") for one in self.meet({**word, "ends": True}).words):
             pass
+        if self._comm.Get_size() == self._mpi.COMM_WORLD.Get_size() and not self._mpi.Is_finalized():
+            self._mpi.Finalize()
