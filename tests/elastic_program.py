@@ -317,9 +317,7 @@ def run_mpi(folder, seed, steps, size):
 
 
 def replica_of_mpi(folder, seed, steps):
-    from mpi4py import MPI
-
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     fault = faults_of(seed, steps, size).get(rank)
     if fault is not None and fault[0] not in ("meet", "state"):  # the one that is patched is of another engine
         fault = (*fault[:3], False)
