@@ -118,9 +118,7 @@ class Synchronizer(ABC):
     drift: DriftCheck | None = None
     """Compares the ranks' parameters."""
     commits: Callable[[], Steps] | None = None
-    """Ends when all ranks have the averages of this step, before they are handed over; raises where the step is dropped
-    on all (``ppe_ddp.elastic``). An error of another rank then waits for the end of backward: the step is taken again,
-    from all gradients of this rank."""
+    """Ends when all ranks have this step's averages, which are handed over then; else raises (``ppe_ddp.elastic``)."""
     sends_nothing = False
     """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
     ranges = False
@@ -590,13 +588,9 @@ class BucketSynchronizer(Synchronizer):
         self.note_buffers()
 
     def go_on_from(self, weights: Weights) -> None:
-        """Take the place of a synchronizer that had other ranks, and these ``weights`` of gradients not synchronized.
-
-        Some ranks may have the buffers of one that is gone: the first rank sends its own, whoever wrote them.
-        """
+        """Take the place of one with other ranks: its ``weights`` hold on; the first rank sends its buffers."""
         weights.move(self._groups.rank, self._groups.world_size)
-        weights.parameters, self.weights = self.weights.parameters, weights
-        self._buffer_writes = BufferWrites()
+        weights.parameters, self.weights, self._buffer_writes = self.weights.parameters, weights, BufferWrites()
 
     def note_buffers(self) -> None:
         """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""
