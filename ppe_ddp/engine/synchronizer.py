@@ -478,8 +478,7 @@ class BucketSynchronizer(Synchronizer):
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
-            if self.commits is not None:
-                yield from self.commits()
+            yield from self._committing(b"")
             self._complete_alone(backward)
             return
         if backward.schedule is None and backward.exchange is not None:
@@ -519,12 +518,15 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
-        if self.commits is not None and not any(statuses):
-            yield from self.commits()
-        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
+        yield from self._committing(statuses)
         self._hand_over(backward, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
+
+    def _committing(self, statuses: Sequence[int]) -> Steps:
+        if self.commits is not None and not any(statuses):
+            yield from self.commits()
+        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
 
     def _outcome(self, vote: MaskExchange) -> Generator[Probe | None, None, Agreement]:
         yield vote.done
@@ -545,9 +547,8 @@ class BucketSynchronizer(Synchronizer):
 
     def _drop_gradients(self, but: Container[int] = ()) -> None:
         """Drop this rank's gradients, ``but`` those of parameters with these identities."""
-        self.gradients.take(
-            [i for i, parameter in enumerate(self._module_state.parameters) if id(parameter) not in but]
-        )
+        parameters = enumerate(self._module_state.parameters)
+        self.gradients.take([i for i, parameter in parameters if id(parameter) not in but])
 
     def _weigh_alone(self) -> None:
         weights = self.weights
@@ -589,7 +590,6 @@ class BucketSynchronizer(Synchronizer):
 
     def go_on_from(self, weights: Weights) -> None:
         """Take the place of one with other ranks: its ``weights`` hold on; the first rank sends its buffers."""
-        weights.move(self._groups.rank, self._groups.world_size)
         weights.parameters, self.weights, self._buffer_writes = self.weights.parameters, weights, BufferWrites()
 
     def note_buffers(self) -> None:
