@@ -89,10 +89,7 @@ class ShmProcessGroup(PendingGroup):
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
         rank, size = self.rank(), self.size()
-        # It connects in the group's own time, as a rank may die then.
-        gloo = _over_gloo(_own_arguments(arguments), keys)
-        backend_for(gloo, torch.device("cpu")).set_timeout(arguments.timeout + _MORE_TIME)
-        self._wire = GlooWire([gloo])
+        self._wire = GlooWire([_over_gloo(_own_arguments(arguments), keys, _MORE_TIME)])
         self._connect(
             self._wire,
             HostMemory(rank, "shm"),
@@ -148,11 +145,14 @@ def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Seque
     return GlooWire(groups, f"between nodes, of ranks {', '.join(map(str, ranks))}: ")
 
 
-def _over_gloo(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
-    """A group of gloo; ``keys`` are of this one alone."""
+def _over_gloo(arguments: Any, keys: WrittenKeys, more_time: timedelta = timedelta()) -> ProcessGroup:
+    """A group of gloo; ``keys`` are of this one alone. It connects in the group's own time, as a rank may die then."""
     arguments.store = keys.store
     keys.under("beside/gloo").note(address_key(arguments.group_rank))
-    return group_over("gloo", arguments)
+    group = group_over("gloo", arguments)
+    if more_time:
+        backend_for(group, torch.device("cpu")).set_timeout(arguments.timeout + more_time)
+    return group
 
 
 def _own_arguments(arguments: Any) -> Any:
