@@ -280,12 +280,14 @@ class ElasticJob:
                     codes.append(process.exitcode)
                     # torchft leaves it to a launcher to start those again that end with an error of its own.
                     is_to_start = process.exitcode == -signal.SIGKILL or (self.engine == "torchft" and process.exitcode)
-                    if is_to_start and restarts and self._count < 5 * self.size:
+                    if is_to_start and restarts and 0 not in codes and self._count < 5 * self.size:
                         self.start()
+                if self.engine == "torchft" and 0 in codes and time.monotonic() > deadline - SECONDS + 10:
+                    break  # who has come too late waits for others
                 self._go_on(stopped)
         finally:
             for process in self.running.values():
-                codes.append("hangs")
+                codes.append("late" if self.engine == "torchft" and 0 in codes else "hangs")
                 process.kill()
             self._connection.send("end")
             self._server.join()
@@ -365,7 +367,7 @@ def replay(logs, steps):
 
 def check(logs, codes, steps, *, replays=True):
     """What is wrong with a run; empty where nothing is."""
-    if "hangs" in codes or any(code not in (0, -signal.SIGKILL) for code in codes):
+    if "hangs" in codes or any(code not in (0, -signal.SIGKILL, "late") for code in codes):
         return f"exit codes {codes}"
     ends = [entry[2:] for log in logs.values() for entry in log if entry[0] == "ends"]
     if not ends:
