@@ -29,7 +29,9 @@ def run(*words):
 
 
 @pytest.mark.parametrize("phase", elastic_program.PHASES)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(False, marks=pytest.mark.long, id="before"), pytest.param(True, id="after")]
+)
 def test_a_rank_is_killed(phase, after):
     # Of those that occur when ranks meet, the first is that of the start, which waits for all.
     is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
