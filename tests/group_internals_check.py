@@ -26,6 +26,7 @@ from ppe_ddp.backends.group_internals import (
     backend_for,
     backends_being_made,
     backends_named,
+    count_groups_anew,
     creator_of,
     default_group,
     destroy_group,
@@ -142,6 +143,14 @@ def _destroy_group(_group: ProcessGroup) -> bool:
     made = new_group_named("ppe_ddp/trial/made", [0], _SECONDS, "gloo", None)
     destroy_group(made)
     return list(c10d._world.tags_to_pg) in (before, ["", *before]) and not is_registered(made)
+
+
+def _count_groups_anew(_group: ProcessGroup) -> bool:
+    names = []
+    for _ in range(2):
+        count_groups_anew()
+        names.append(c10d._process_group_name([], use_hashed_name=False))
+    return names == ["0", "0"]
 
 
 def _kept_with(group: ProcessGroup) -> bool:
@@ -269,6 +278,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (address_key, _address_key),
     (address_key_in_group, _address_key_in_group),
     (destroy_group, _destroy_group),
+    (count_groups_anew, _count_groups_anew),
     (kept_with, _kept_with),
     (device_types, _device_types),
     (backend_for, _backend_for),

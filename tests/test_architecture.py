@@ -44,6 +44,7 @@ LAYERS = [
     "megatron",
     "optim",
     "checkpoints",
+    "elastic",
     "tracing",
     "testing",
     "cli",

@@ -166,6 +166,17 @@ def test_survive_kill_started_again_by_torchrun(tmp_path):
     assert "killed 2 times, and in the end the same bits as without an interruption" in text
 
 
+@pytest.mark.long
+def test_survive_loss():
+    code, text, errors = run(
+        [sys.executable, EXAMPLES / "survive_loss.py", "--every", "1", "--steps", "200"], timeout=300
+    )
+    assert code == 0, errors
+    found = re.search(r"(\d+) kills in \d+ steps, [\d.]+ s; test accuracy ([\d.]+)%$", text.strip())
+    assert int(found[1]) > 0
+    assert float(found[2]) > 93
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
 def test_load_transformer(ranks):
     text = printed_by(ranks, "load_transformer.py", "--layers", "3", "--width", "64")

@@ -96,6 +96,11 @@ def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
     return kept[group, make]
 
 
+def count_groups_anew() -> None:
+    """Let the next default group have the first name: one that could not be made has taken it, on this rank alone."""
+    c10d._world.group_count = 0
+
+
 def forget_destroyed() -> None:
     """Drop what is kept with groups that were destroyed, whose connections end with the last reference."""
     kept: dict[tuple[ProcessGroup, Callable[[], Any]], Any] = c10d._world.__dict__.get("ppe_ddp_kept", {})

@@ -95,6 +95,22 @@ class CommState:
         if self._offset is None:
             self._offset = self._steps - groups.step  # on which ranks agree anew when they connect again
 
+    def move(self, steps: int) -> None:
+        """Go on in groups of other ranks, all after so many steps; slices are given anew, and lose what they had."""
+        self.decide()
+        self.owners, self._steps, self._offset = SliceOwners(), steps, None
+
+    def common(self) -> dict[str, dict[str, Any]]:
+        """A copy of what all ranks remember alike: everything but what each has not sent yet (``ErrorFeedback``)."""
+        self.decide()
+        everything = self._of.items()
+        return {name: {key: _copy(one) for key, one in own.items() if key != "residual"} for name, own in everything}
+
+    def take(self, common: Mapping[str, Mapping[str, Any]]) -> None:
+        """Begin with what :meth:`common` gave on another rank."""
+        for name, entries in common.items():
+            self.of(name).update(entries)
+
     @property
     def agreed(self) -> list[str]:
         """The part of a loaded state that the ranks must have in common, as text."""

@@ -525,14 +525,15 @@ class Groups:
                 self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
         clear_frames(error)
         self._lost.await_completion()
-        self._close()
+        self.close()
         return instead
 
     def _lost_of(self, error: BaseException) -> Sequence[LostRank]:
         """The ranks for which this one has waited in vain, where that is what ``error`` tells."""
         return self._lost.behind(error.ranks or ()) if isinstance(error, CommunicationError) else ()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the duplicates, of which the other ranks see the end at once."""
         self._enter(Life.CLOSED)
         self.processes.note_closed()
         ours = [self.buckets, self.control]
@@ -546,7 +547,7 @@ class Groups:
             CommunicationError: Not all ranks have come.
         """
         if not self.is_closed:
-            self._close()
+            self.close()
         release_all(self._releases, lambda what, word: exchange(self.parent, f"{self.name}/unused/{what}", word))
         self.failures.forget()
 

@@ -119,6 +119,11 @@ class Reducer(Generic[C]):
             self.abort(f"it cannot go on with its module: {error}")
             raise
 
+    @property
+    def _waits(self) -> bool:
+        """Whether an error of another rank waits for the end of backward."""
+        return self.synchronizer.is_split or self.synchronizer.commits is not None
+
     def check(self) -> None:
         """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
         self.groups.check()
@@ -231,7 +236,7 @@ class Reducer(Generic[C]):
             except BaseException as error:
                 if self.synchronizer.postpone(backward, error):
                     return
-                self._fail(backward, error, waits=self.synchronizer.is_split)
+                self._fail(backward, error, waits=self._waits)
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
         """Count the gradients that were recorded, and those of ``indices``, as arrived."""
@@ -306,7 +311,12 @@ class Reducer(Generic[C]):
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
         if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
-            self.synchronizer.start_negotiation(backward)
+            try:
+                self.synchronizer.start_negotiation(backward)
+            except RuntimeError as error:
+                if self.synchronizer.commits is None:
+                    raise
+                self._fail(backward, error, waits=True)
         self._arrivals.start_recording(reached, without=backward.launch_triggers)
         return backward
 
@@ -445,7 +455,8 @@ class Reducer(Generic[C]):
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error
-        if waits and isinstance(told, PeerAbortedError):
+        is_elastic = self.synchronizer.commits is not None
+        if waits and (isinstance(told, PeerAbortedError) or (is_elastic and isinstance(told, CommunicationError))):
             backward.met = told
         elif instead is None:
             raise error

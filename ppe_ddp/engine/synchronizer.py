@@ -119,6 +119,8 @@ class Synchronizer(ABC):
     """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
     drift: DriftCheck | None = None
     """Compares the ranks' parameters."""
+    commits: Callable[[], Steps] | None = None
+    """Ends when all ranks have this step's averages, which are handed over then; else raises (``ppe_ddp.elastic``)."""
     sends_nothing = False
     """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
     ranges = False
@@ -498,6 +500,7 @@ class BucketSynchronizer(Synchronizer):
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
+            yield from self._committing(b"")
             self._complete_alone(backward)
             return
         if backward.schedule is None and backward.exchange is not None:
@@ -537,10 +540,15 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
-        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
+        yield from self._committing(statuses)
         self._hand_over(backward, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
+
+    def _committing(self, statuses: Sequence[int]) -> Steps:
+        if self.commits is not None and not any(statuses):
+            yield from self.commits()
+        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
 
     def _outcome(self, vote: MaskExchange) -> Generator[Probe | None, None, Agreement]:
         yield vote.done
@@ -561,9 +569,8 @@ class BucketSynchronizer(Synchronizer):
 
     def _drop_gradients(self, but: Container[int] = ()) -> None:
         """Drop this rank's gradients, ``but`` those of parameters with these identities."""
-        self.gradients.take(
-            [i for i, parameter in enumerate(self._module_state.parameters) if id(parameter) not in but]
-        )
+        parameters = enumerate(self._module_state.parameters)
+        self.gradients.take([i for i, parameter in parameters if id(parameter) not in but])
 
     def _weigh_alone(self) -> None:
         weights = self.weights
@@ -602,6 +609,10 @@ class BucketSynchronizer(Synchronizer):
             self._buffer_writes.release()
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
         self.note_buffers()
+
+    def go_on_from(self, weights: Weights) -> None:
+        """Take the place of one with other ranks: its ``weights`` hold on; the first rank sends its buffers."""
+        weights.parameters, self.weights, self._buffer_writes = self.weights.parameters, weights, BufferWrites()
 
     def note_buffers(self) -> None:
         """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""

@@ -128,7 +128,7 @@ def simulated():
         mock.patch.object(groups, "ended_at_exit", _ended_by_nobody),
         mock.patch.object(shm_group, "ended_at_exit", _ended_by_nobody),
         mock.patch.object(shm_group, "GlooWire", SimulatedWire.of),
-        mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys: (arguments, keys)),
+        mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys, _=None: (arguments, keys)),
         mock.patch.object(Reducer, "_all", _OwnReducers()),
         mock.patch("ppe_ddp.waiting._SPINS", 1),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # torch wraps it for each group

@@ -11,10 +11,12 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, group_over
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
-from ppe_ddp.backends.group_internals import address_key, backends_being_made
+from ppe_ddp.backends.group_internals import address_key, backend_for, backends_being_made
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
@@ -87,7 +89,7 @@ class ShmProcessGroup(PendingGroup):
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
         rank, size = self.rank(), self.size()
-        self._wire = GlooWire([_over_gloo(_with_more_time(arguments), keys)])
+        self._wire = GlooWire([_over_gloo(_own_arguments(arguments), keys, _MORE_TIME)])
         self._connect(
             self._wire,
             HostMemory(rank, "shm"),
@@ -132,8 +134,7 @@ class ShmProcessGroup(PendingGroup):
 
 def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooWire:
     """Join this rank with those of other nodes that own the same slice."""
-    own = _with_more_time(arguments)
-    own.timeout = arguments.timeout
+    own = _own_arguments(arguments)
     own.group_rank, own.group_size = ranks.index(rank), len(ranks)
     world = list(arguments.global_ranks_in_group)
     own.global_ranks_in_group = [world[one] for one in ranks] if world else list(ranks)
@@ -144,17 +145,19 @@ def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Seque
     return GlooWire(groups, f"between nodes, of ranks {', '.join(map(str, ranks))}: ")
 
 
-def _over_gloo(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
-    """A group of gloo; ``keys`` are of this one alone."""
+def _over_gloo(arguments: Any, keys: WrittenKeys, more_time: timedelta = timedelta()) -> ProcessGroup:
+    """A group of gloo; ``keys`` are of this one alone. It connects in the group's own time, as a rank may die then."""
     arguments.store = keys.store
     keys.under("beside/gloo").note(address_key(arguments.group_rank))
-    return group_over("gloo", arguments)
+    group = group_over("gloo", arguments)
+    if more_time:
+        backend_for(group, torch.device("cpu")).set_timeout(arguments.timeout + more_time)
+    return group
 
 
-def _with_more_time(arguments: Any) -> Any:
+def _own_arguments(arguments: Any) -> Any:
     """What to make gloo's part of the group with."""
     own = type(arguments)()
-    for name in ("group_rank", "group_size", "group_id", "global_ranks_in_group"):
+    for name in ("group_rank", "group_size", "group_id", "global_ranks_in_group", "timeout"):
         setattr(own, name, getattr(arguments, name))
-    own.timeout = arguments.timeout + _MORE_TIME
     return own

