@@ -200,7 +200,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._start(synchronize=False)
         assert self._reducer is not None
         if old is not None:
-            old.synchronizer.weights.move(self._reducer.groups.rank, self._reducer.groups.world_size)
             self._reducer.synchronizer.go_on_from(old.synchronizer.weights)
         return self._reducer
 

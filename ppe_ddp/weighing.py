@@ -123,10 +123,6 @@ class Weights:
         self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
         self.is_refused = False
 
-    def move(self, rank: int, world_size: int) -> None:
-        """Go on as this rank of so many."""
-        self._rank, self._world_size = rank, world_size
-
     @staticmethod
     def are_used() -> bool:
         """Whether any loss of this process has a weight now."""

@@ -1,13 +1,19 @@
-"""The state of one synchronized backward, from its first hook to the averages, and its transitions."""
+"""One synchronized backward, from its first hook to the averages, and what a synchronizer does for it."""
 
 from __future__ import annotations
 
 import enum
+import logging
+from abc import ABC, abstractmethod
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.engine.gradients import is_nonzero
+from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.record import EventLog, Recorder
+from ppe_ddp.errors import AbortedError, PeerAbortedError
 from ppe_ddp.torch_internals import uncompiled_hook
+from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -15,9 +21,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppe_ddp.engine.bucket import LaunchSchedule
-    from ppe_ddp.engine.completion import Turn
+    from ppe_ddp.engine.completion import Steps, Turn
+    from ppe_ddp.engine.failures import HookProgress
+    from ppe_ddp.engine.gradients import GradientStreams
+    from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Agreement
+    from ppe_ddp.engine.replicas import DriftCheck
+    from ppe_ddp.errors import PpeDdpError
+
+logger = logging.getLogger("ppe_ddp")
 
 
 class Phase(enum.Enum):
@@ -200,3 +214,193 @@ class EndOfBackward:
         """Called by autograd: the graph task is done."""
         if self.backward is not None:
             self._then(self.backward)
+
+
+RAISED = "its backward has raised an error; look at that rank's traceback"
+
+
+class Synchronizer(ABC):
+    """Synchronizes gradients with the other ranks.
+
+    For each backward, every rank calls ``start_negotiation()``, ``make_schedule()`` and ``complete()``, in this order.
+
+    Args:
+        groups: The process groups that it communicates in.
+
+    Attributes:
+        groups: The argument.
+        empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
+        knows_of_failure: Whether this step has failed, so that all ranks know of it.
+        weights: How much the gradients that were not synchronized yet stand for.
+    """
+
+    empties_grad = False
+    is_split = False
+    """Whether the model is split over other ranks, so that its layers communicate in backward. An error of another rank
+    then waits for the end of backward: a rank that left it would keep those waiting."""
+    tells_later = False
+    """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
+    drift: DriftCheck | None = None
+    """Compares the ranks' parameters."""
+    commits: Callable[[], Steps] | None = None
+    """Ends when all ranks have this step's averages, which are handed over then; else raises (``ppe_ddp.elastic``)."""
+    sends_nothing = False
+    """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
+    ranges = False
+    """Whether to mark what is done as ranges for torch's profiler."""
+
+    def __init__(self, groups: Sequence[Groups]) -> None:
+        self.groups = groups
+        self.knows_of_failure = False
+        self.weights = Weights(is_nonzero)
+        self.has_told = False
+        """Whether the other ranks know of an error in :meth:`renewing`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of gradient memory held beside the gradients."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
+        return any(groups.is_closed for groups in self.groups)
+
+    @property
+    def is_renewing(self) -> bool:
+        """Whether this rank has come to make new connections, and the others may not have."""
+        return any(groups.is_renewing for groups in self.groups)
+
+    @property
+    def hook_progress(self) -> HookProgress | None:
+        """How far a hook has come that communicates in groups of its own; None if there is none."""
+        return None
+
+    @property
+    def turns(self) -> frozenset[str]:
+        """Names what only one wrapper may do at a time (``completion.py``)."""
+        return frozenset()
+
+    @property
+    def unfinished(self) -> Backward | None:
+        """A backward that is over, while its averages are not there yet; None if there is none."""
+        return None
+
+    @abstractmethod
+    def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
+        """Synchronize the parameters of ``module_state`` from now on.
+
+        Args:
+            module_state: The parameters.
+            streams: The CUDA streams that gradients are accumulated on; None where all parameters are on CPUs.
+        """
+
+    def on_accumulated(self, indices: Sequence[int]) -> None:  # noqa: B027  # only those that empty .grad
+        """Called, where it :attr:`empties_grad`, when the gradients of these parameters were accumulated there.
+
+        In a synchronized backward only for those that were expected.
+        """
+
+    @abstractmethod
+    def start_negotiation(self, backward: Backward) -> None:
+        """Start to agree on which gradients exist, with connections that are open."""
+
+    @abstractmethod
+    def is_agreed(self, backward: Backward) -> bool:
+        """Whether the result of :meth:`start_negotiation` has arrived."""
+
+    @abstractmethod
+    def make_schedule(self, backward: Backward) -> LaunchSchedule[Any]:
+        """Wait for the agreed mask, and make the schedule that launches its buckets."""
+
+    @abstractmethod
+    def complete(self, backward: Backward) -> Steps:
+        """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more."""
+
+    def give_back(self, backward: Backward) -> None:  # noqa: B027  # those in buffers stay there
+        """This rank's backward has raised: put back what it had computed, without ending the communication."""
+
+    @abstractmethod
+    def put_back(self, backward: Backward) -> None:
+        """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
+
+    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
+        """End the communication of ``backward`` after ``error``, for all ranks.
+
+        Returns:
+            The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
+        """
+        self.knows_of_failure = True
+        has_told, self.has_told = self.has_told, False
+        if backward.phase is Phase.BEGUN and not isinstance(error, Exception) and not has_told:
+            for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
+                groups.skip_step(error)
+        phase = backward.fail()
+        instead = [groups.fail(error, phase) for groups in self.groups]
+        self.put_back(backward)
+        backward.forget_rounds()
+        return next((one for one in instead if one is not None), None)
+
+    def abort(self, backward: Backward, reason: str = RAISED) -> bool:
+        """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
+
+        Args:
+            backward: The backward; what it had computed is put back.
+            reason: What the other ranks are told.
+
+        Returns:
+            Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
+        """
+        if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
+            self.give_back(backward)
+            return False
+        error = AbortedError(reason)
+        if backward.phase is Phase.BEGUN:
+            for groups in self.groups:
+                groups.skip_step(error)
+        self.fail(backward, error)
+        return True
+
+    def begin_step(self) -> None:
+        """A step begins: one that has failed is over."""
+        self.knows_of_failure = False
+
+    def renewing(self) -> Steps:
+        """Make new connections where a failure has closed them; every rank must do this together.
+
+        Raises:
+            PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
+        """
+        self.has_told = False
+        try:
+            yield from renewing_all(self.groups, self.hook_progress)
+        except BaseException as error:
+            self.has_told = True
+            self.knows_of_failure = isinstance(error, PeerAbortedError)
+            for groups in self.groups:
+                if not groups.is_closed:  # renewed: it loses the step with the others
+                    groups.begin_step()
+            raise
+
+    def postpone(self, backward: Backward, error: BaseException) -> bool:
+        """Negotiate again at the end of ``backward``, if ``error`` reports a failure in the step before.
+
+        The averages of that step were complete on this rank. The rank that failed takes part in this step, too, and
+        all ranks negotiate with new connections. Not before the end of backward, since what is left of it may have to
+        communicate by itself.
+
+        Returns:
+            Whether ``error`` is such a report, and the negotiation was postponed.
+        """
+        if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError):
+            return False
+        if error.step is None or error.is_in_step:
+            return False
+        if any(error.step >= groups.step for groups in self.groups):
+            return False
+        for groups in self.groups:
+            groups.fail(error, "")
+            groups.step -= 1  # it begins once more
+        logger.warning("%s (Its averages of that step were complete here.)", error)
+        backward.restart()
+        return True

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
-from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase
+from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
 from ppe_ddp.engine.completion import Completion, SharedParameters, finish_and_conclude
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
 from ppe_ddp.engine.record import in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
-from ppe_ddp.engine.synchronizer import Synchronizer
 from ppe_ddp.errors import (
     AbortedError,
     CommunicationError,

@@ -2,8 +2,8 @@
 
 The :class:`~ppe_ddp.engine.reducer.Reducer` decides when to communicate: as a backward begins, gradients arrive, and it
 ends. A synchronizer makes the calls, the same in the same order on every rank, whatever its own graph does. There are
-two: for gradients in ``.grad``, which are packed anew for each backward (:class:`BucketSynchronizer`), and for
-gradients in buffers that are laid out once (``ppe_ddp.megatron``).
+two: this one, for gradients in ``.grad``, which are packed anew for each backward, and that for gradients in buffers
+that are laid out once (``ppe_ddp.megatron``).
 
     start_negotiation     the mask
     make_schedule         the mask is agreed on: the buckets of its plan
@@ -13,21 +13,19 @@ gradients in buffers that are laid out once (``ppe_ddp.megatron``).
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import or_
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.backward import Phase, Synchronizer
 from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import APART, TOGETHER
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, is_nonzero
-from ppe_ddp.engine.groups import renewing_all
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
 from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import refuse_distributed
@@ -37,7 +35,6 @@ from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.reduction import BLOCKING
 from ppe_ddp.engine.replicas import BufferWrites, DriftCheck, broadcasting, broadcasting_buffers, sources_of
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
-from ppe_ddp.errors import AbortedError, PeerAbortedError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import Weights, WhereUsed
@@ -59,7 +56,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.negotiation import Agreement
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.errors import NonFiniteGradientError, PpeDdpError
+    from ppe_ddp.errors import NonFiniteGradientError
 
 
 @dataclass(frozen=True)
@@ -92,196 +89,6 @@ class Policy:
 
 
 logger = logging.getLogger("ppe_ddp")
-
-RAISED = "its backward has raised an error; look at that rank's traceback"
-
-
-class Synchronizer(ABC):
-    """Synchronizes gradients with the other ranks.
-
-    For each backward, every rank calls ``start_negotiation()``, ``make_schedule()`` and ``complete()``, in this order.
-
-    Args:
-        groups: The process groups that it communicates in.
-
-    Attributes:
-        groups: The argument.
-        empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
-        knows_of_failure: Whether this step has failed, so that all ranks know of it.
-        weights: How much the gradients that were not synchronized yet stand for.
-    """
-
-    empties_grad = False
-    is_split = False
-    """Whether the model is split over other ranks, so that its layers communicate in backward. An error of another rank
-    then waits for the end of backward: a rank that left it would keep those waiting."""
-    tells_later = False
-    """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
-    drift: DriftCheck | None = None
-    """Compares the ranks' parameters."""
-    commits: Callable[[], Steps] | None = None
-    """Ends when all ranks have this step's averages, which are handed over then; else raises (``ppe_ddp.elastic``)."""
-    sends_nothing = False
-    """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
-    ranges = False
-    """Whether to mark what is done as ranges for torch's profiler."""
-
-    def __init__(self, groups: Sequence[Groups]) -> None:
-        self.groups = groups
-        self.knows_of_failure = False
-        self.weights = Weights(is_nonzero)
-        self.has_told = False
-        """Whether the other ranks know of an error in :meth:`renewing`."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of gradient memory held beside the gradients."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
-        return any(groups.is_closed for groups in self.groups)
-
-    @property
-    def is_renewing(self) -> bool:
-        """Whether this rank has come to make new connections, and the others may not have."""
-        return any(groups.is_renewing for groups in self.groups)
-
-    @property
-    def hook_progress(self) -> HookProgress | None:
-        """How far a hook has come that communicates in groups of its own; None if there is none."""
-        return None
-
-    @property
-    def turns(self) -> frozenset[str]:
-        """Names what only one wrapper may do at a time (``completion.py``)."""
-        return frozenset()
-
-    @property
-    def unfinished(self) -> Backward | None:
-        """A backward that is over, while its averages are not there yet; None if there is none."""
-        return None
-
-    @abstractmethod
-    def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Synchronize the parameters of ``module_state`` from now on.
-
-        Args:
-            module_state: The parameters.
-            streams: The CUDA streams that gradients are accumulated on; None where all parameters are on CPUs.
-        """
-
-    def on_accumulated(self, indices: Sequence[int]) -> None:  # noqa: B027  # only those that empty .grad
-        """Called, where it :attr:`empties_grad`, when the gradients of these parameters were accumulated there.
-
-        In a synchronized backward only for those that were expected.
-        """
-
-    @abstractmethod
-    def start_negotiation(self, backward: Backward) -> None:
-        """Start to agree on which gradients exist, with connections that are open."""
-
-    @abstractmethod
-    def is_agreed(self, backward: Backward) -> bool:
-        """Whether the result of :meth:`start_negotiation` has arrived."""
-
-    @abstractmethod
-    def make_schedule(self, backward: Backward) -> LaunchSchedule[Any]:
-        """Wait for the agreed mask, and make the schedule that launches its buckets."""
-
-    @abstractmethod
-    def complete(self, backward: Backward) -> Steps:
-        """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more."""
-
-    def give_back(self, backward: Backward) -> None:  # noqa: B027  # those in buffers stay there
-        """This rank's backward has raised: put back what it had computed, without ending the communication."""
-
-    @abstractmethod
-    def put_back(self, backward: Backward) -> None:
-        """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
-
-    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
-        """End the communication of ``backward`` after ``error``, for all ranks.
-
-        Returns:
-            The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
-        """
-        self.knows_of_failure = True
-        has_told, self.has_told = self.has_told, False
-        if backward.phase is Phase.BEGUN and not isinstance(error, Exception) and not has_told:
-            for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
-                groups.skip_step(error)
-        phase = backward.fail()
-        instead = [groups.fail(error, phase) for groups in self.groups]
-        self.put_back(backward)
-        backward.forget_rounds()
-        return next((one for one in instead if one is not None), None)
-
-    def abort(self, backward: Backward, reason: str = RAISED) -> bool:
-        """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
-
-        Args:
-            backward: The backward; what it had computed is put back.
-            reason: What the other ranks are told.
-
-        Returns:
-            Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
-        """
-        if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
-            self.give_back(backward)
-            return False
-        error = AbortedError(reason)
-        if backward.phase is Phase.BEGUN:
-            for groups in self.groups:
-                groups.skip_step(error)
-        self.fail(backward, error)
-        return True
-
-    def begin_step(self) -> None:
-        """A step begins: one that has failed is over."""
-        self.knows_of_failure = False
-
-    def renewing(self) -> Steps:
-        """Make new connections where a failure has closed them; every rank must do this together.
-
-        Raises:
-            PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
-        """
-        self.has_told = False
-        try:
-            yield from renewing_all(self.groups, self.hook_progress)
-        except BaseException as error:
-            self.has_told = True
-            self.knows_of_failure = isinstance(error, PeerAbortedError)
-            for groups in self.groups:
-                if not groups.is_closed:  # renewed: it loses the step with the others
-                    groups.begin_step()
-            raise
-
-    def postpone(self, backward: Backward, error: BaseException) -> bool:
-        """Negotiate again at the end of ``backward``, if ``error`` reports a failure in the step before.
-
-        The averages of that step were complete on this rank. The rank that failed takes part in this step, too, and
-        all ranks negotiate with new connections. Not before the end of backward, since what is left of it may have to
-        communicate by itself.
-
-        Returns:
-            Whether ``error`` is such a report, and the negotiation was postponed.
-        """
-        if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError):
-            return False
-        if error.step is None or error.is_in_step:
-            return False
-        if any(error.step >= groups.step for groups in self.groups):
-            return False
-        for groups in self.groups:
-            groups.fail(error, "")
-            groups.step -= 1  # it begins once more
-        logger.warning("%s (Its averages of that step were complete here.)", error)
-        backward.restart()
-        return True
-
 
 # More than one parameter has in a backward: several, where reentrant checkpoints reach it more than once.
 _MORE_ARRIVALS = 200
@@ -426,8 +233,7 @@ class BucketSynchronizer(Synchronizer):
             return
         if self.announce is not None and not backward.recorder.asked_at and (backward.aborted or not backward.silent):
             self.announce()
-        reached = backward.waiting or self._nothing
-        weights = self.weights
+        reached, weights = backward.waiting or self._nothing, self.weights
         is_left_out = backward.silent or (weights.is_nothing and self._policy.negotiate)
         local = self._nothing if is_left_out else self.gradients.existing(reached)
         if self.sharded_parameters is not None:
@@ -440,6 +246,7 @@ class BucketSynchronizer(Synchronizer):
         if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
         has_gradients = any(local) and not (backward.is_manual and weights.are_zeros())
+        said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
         with span("negotiate") if self.ranges else nullcontext():
             if self._policy.broadcast_buffers is not None:
                 backward.buffers = self._module_state.buffers()
@@ -452,9 +259,7 @@ class BucketSynchronizer(Synchronizer):
                 buffers=backward.buffers,
                 apart=TOGETHER if backward.is_manual and backward.silent else apart,
                 writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
-                weights=weights.field(
-                    silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual
-                ),
+                weights=said,
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()

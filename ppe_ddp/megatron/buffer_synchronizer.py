@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.engine.backward import Backward, Phase
+from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import Completion, Steps
 from ppe_ddp.engine.failures import aborted_error, reason_of
@@ -29,7 +29,6 @@ from ppe_ddp.engine.memory import Allocator, MemoryPool, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
-from ppe_ddp.engine.synchronizer import RAISED, Synchronizer
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.errors import PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import own_function
