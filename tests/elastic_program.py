@@ -282,12 +282,12 @@ class ElasticJob:
                     is_to_start = process.exitcode == -signal.SIGKILL or (self.engine == "torchft" and process.exitcode)
                     if is_to_start and restarts and 0 not in codes and self._count < 5 * self.size:
                         self.start()
-                if self.engine == "torchft" and 0 in codes and time.monotonic() > deadline - SECONDS + 10:
+                if self.engine != "store" and 0 in codes and time.monotonic() > deadline - SECONDS + 10:
                     break  # who has come too late waits for others
                 self._go_on(stopped)
         finally:
             for process in self.running.values():
-                codes.append("late" if self.engine == "torchft" and 0 in codes else "hangs")
+                codes.append("late" if self.engine != "store" and 0 in codes else "hangs")
                 process.kill()
             self._connection.send("end")
             self._server.join()
