@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -90,18 +90,26 @@ def pytest_collection_modifyitems(config, items):
 def _mark_every_second(items):
     """Of options of the wrapper times something else, every second test is long, as on a chessboard.
 
-    Each value is tested, with half of the values of the other parameters.
+    Each value is tested, with half of the values of the other parameters. So it is with other tests on ranks that have
+    many cases; of one parameter it is every second value.
     """
+    short = [item for item in items if _needs_ranks(item) and not _is_long(item)]
+    counts = Counter((item.path, item.originalname) for item in short if item.path.stem not in _ALL_VALUES)
     places = defaultdict(dict)  # by axis: the place of each value on it
-    for item in items:
+    for item in short:
         axes = [_names(mark) for mark in item.iter_markers("parametrize")]
-        if ["options"] in axes and len(axes) > 1 and _needs_ranks(item):
+        if (["options"] in axes and len(axes) > 1) or counts[item.path, item.originalname] >= _MANY:
             total = 0
             for names in axes:
                 of_axis = places[(item.path, item.originalname, *names)]
                 total += of_axis.setdefault(tuple(id(item.callspec.params[name]) for name in names), len(of_axis))
             if total % 2:
                 item.add_marker("long")
+
+
+_MANY = 6
+# What these cost is the start of their ranks, which many tests share.
+_ALL_VALUES = {"test_mpi_backend", "test_shm_backend"}
 
 
 def _names(mark):

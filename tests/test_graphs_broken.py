@@ -267,6 +267,22 @@ def test_a_module_that_is_changed_before_the_others_go_on(change):
 
 
 @on_two_ranks
+def test_shards_are_made_after_a_first_step_whose_mask_only_one_rank_has_read():
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))))
+    if rank:
+        handle = wrapper.module[90].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+        wrapper(torch.ones(1, 2)).sum().backward()
+    if rank:
+        handle.remove()
+    sharded = wrapper.sharded()
+    wrapper.zero_grad()
+    wrapper(torch.ones(1, 2)).sum().backward()
+    assert len(sharded.gradients()) == 200
+
+
+@on_two_ranks
 def test_shards_are_made_when_the_others_have_gone_on():
     rank = dist.get_rank()
     wrapper = DistributedDataParallel(seeded(Normed))

@@ -118,7 +118,7 @@ class MaskExchanger:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.capacity = 112
+        self.capacity = 128
         self._allocate = allocator(groups.control)
         self.idle: list[Tensor] = []
 

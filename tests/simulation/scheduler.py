@@ -360,8 +360,12 @@ class _Thread:
         scheduler = Scheduler.current
         self._task = scheduler.spawn(scheduler.task.rank, self.name, lambda: target(*args, **kwargs))
 
+    def is_alive(self):
+        return self._task is not None and not self._task.is_over
+
     def join(self, timeout=None):
-        Scheduler.current.wait(lambda: self._task.is_over, timeout)
+        if Scheduler.current is not None:  # Python ends otherwise
+            Scheduler.current.wait(lambda: self._task.is_over, timeout)
 
 
 @contextlib.contextmanager
