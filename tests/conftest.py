@@ -34,6 +34,7 @@ UNDER_MPIRUN = [
 ]
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = [
+    "test_elastic",
     "test_shm_backend",
     "test_examples",
     "test_one_rank_fails",

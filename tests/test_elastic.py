@@ -14,6 +14,7 @@ import elastic_program
 import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.elastic.training import steps_after
+from rank_tests import long
 from subprocesses import warm_python
 
 PROGRAM = str(Path(elastic_program.__file__))
@@ -28,7 +29,7 @@ def run(*words):
     return job.stdout
 
 
-@pytest.mark.parametrize("phase", elastic_program.PHASES)
+@pytest.mark.parametrize("phase", [*elastic_program.PHASES[::2], *long(*elastic_program.PHASES[1::2])])
 @pytest.mark.parametrize(
     "after", [pytest.param(False, marks=pytest.mark.long, id="before"), pytest.param(True, id="after")]
 )

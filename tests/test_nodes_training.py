@@ -70,7 +70,7 @@ def assert_laws(world, seed, options=None):
 
 
 @on_all
-@pytest.mark.parametrize("seed", some(range(SCENARIOS), few=(0, 13)))
+@pytest.mark.parametrize("seed", some(range(SCENARIOS), few=(13,)))
 def test_the_laws_hold(world, seed):
     assert_laws(world, seed)
 
