@@ -18,6 +18,7 @@ from rank_tests import long
 from subprocesses import warm_python
 
 PROGRAM = str(Path(elastic_program.__file__))
+PHASES = list(elastic_program.PHASES)
 needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
 
 
@@ -29,7 +30,7 @@ def run(*words):
     return job.stdout
 
 
-@pytest.mark.parametrize("phase", [*elastic_program.PHASES[::2], *long(*elastic_program.PHASES[1::2])])
+@pytest.mark.parametrize("phase", [*PHASES[::2], *long(*PHASES[1::2])])
 @pytest.mark.parametrize(
     "after", [pytest.param(False, marks=pytest.mark.long, id="before"), pytest.param(True, id="after")]
 )

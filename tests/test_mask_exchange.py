@@ -130,7 +130,7 @@ def test_a_long_mask_goes_in_one_message_from_the_second_time_on(monkeypatch):
     ranks.close()
 
 
-@pytest.mark.parametrize(("size", "messages"), [(80, 1), (81, 2)])
+@pytest.mark.parametrize(("size", "messages"), [(96, 1), (97, 2)])
 def test_a_mask_that_just_fits_goes_in_one_message(monkeypatch, size, messages):
     ranks, sent, all_reduce = Threads(2), [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: sent.append(args) or all_reduce(*args, **options))
