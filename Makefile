@@ -100,6 +100,10 @@ pictures: setup ## Draw the timelines of the documentation anew, as root (on an 
 	@$(RUN) -m torch.distributed.run --standalone --nproc_per_node=2 --no-python $(BIN) -m ppe_ddp trace --out build/gpt \
 	    examples/gpt.py --steps 30
 	@cp build/gpt/timeline.png docs/pictures/gpt.png
+	@taskset -c 1 timeout 40 sh -c 'while :; do :; done' & OMP_NUM_THREADS=1 $(VENV)/bin/mpirun \
+	    -n 1 taskset -c 0 $(BIN) -m ppe_ddp trace --out build/slow examples/gpt.py --steps 40 : \
+	    -n 1 taskset -c 1 $(BIN) -m ppe_ddp trace --out build/slow examples/gpt.py --steps 40
+	@cp build/slow/timeline.png docs/pictures/slow.png
 
 format: setup ## Format the code and sort its imports
 	@$(BIN) -m ruff check --fix --select I .
