@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.plan import ParameterSpec
 
+RESIDUAL = "residual"
+"""The entry of a parameter with what each rank has not sent of it."""
 _BUCKETS = 1 << 20  # more than a step has
 # Below this part of the mean size a parameter goes with the one before it: every range of a bucket costs some calls.
 _SMALL = 1 / 8
@@ -104,7 +106,7 @@ class CommState:
         """A copy of what all ranks remember alike: everything but what each has not sent yet (``ErrorFeedback``)."""
         self.decide()
         everything = self._of.items()
-        return {name: {key: _copy(one) for key, one in own.items() if key != "residual"} for name, own in everything}
+        return {name: {key: _copy(one) for key, one in own.items() if key != RESIDUAL} for name, own in everything}
 
     def take(self, common: Mapping[str, Mapping[str, Any]]) -> None:
         """Begin with what :meth:`common` gave on another rank."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ppe_ddp.compression.comm_state import RESIDUAL
 from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 from ppe_ddp.compression.quantization import Uncompressed
 from ppe_ddp.torch_internals import fits
-
-_STATE = "residual"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ErrorFeedback(Compressor):
         parts = gradients.views(corrected)
         torch._foreach_copy_(parts, gradients.views(gradients.given))
         for segment, part in zip(gradients.segments, parts, strict=True):
-            residual = segment.state.get(_STATE)
+            residual = segment.state.get(RESIDUAL)
             if residual is not None and residual.shape == part.shape and residual.dtype is part.dtype:
                 part.add_(residual)
         yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
@@ -54,7 +53,7 @@ class ErrorFeedback(Compressor):
             torch._foreach_zero_(gradients.views(gradients.given))
         for segment, part in zip(gradients.segments, parts, strict=True):
             # A new tensor: the old one is put back where the step is dropped. A copy: a view would keep the bucket.
-            segment.state[_STATE] = part.clone()
+            segment.state[RESIDUAL] = part.clone()
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,12 @@ from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPS
 from ppe_ddp.backends.rank_store import BoundedStore, Reports
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.waiting import paced
+from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _NAP = 0.002  # seconds between looks at a store, while others come
-_LONGEST_NAP = 0.02
 _BEAT = 0.2  # seconds between signs of life
 _WORD_BYTES = 4096
 _LONGEST_MEETING = timedelta(hours=1)
@@ -61,13 +60,7 @@ class Quorum:
 
 def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
     """Ask now and then whether something has arrived; whether it has, before the time was over."""
-    deadline, nap = time.monotonic() + seconds, _NAP
-    while not arrived():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_NAP)
-    return True
+    return progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
 
 
 class Membership(ABC):

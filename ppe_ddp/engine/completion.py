@@ -24,7 +24,6 @@ A rank that ends one of them by itself waits for that one alone, so the others l
 
 Wrappers whose hooks of torch's kind communicate in one group of the user's take turns in the same way, since what two
 hooks start there must come in one order on all ranks; and so do those whose functions of the user's block.
-
 """
 
 from __future__ import annotations
@@ -96,6 +95,7 @@ class SharedParameters:
         groups: The same.
         index: Of each parameter of this one, by its identity.
         end_callback: Returns None where no backward is running that has come through outputs of this one.
+        places: Where only one wrapper may communicate at a time, by name.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -110,11 +110,11 @@ class SharedParameters:
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self._number = next(self._numbers)
         self._is_used = False
-        self._places: frozenset[str] = frozenset()
+        self.places: frozenset[str] = frozenset()
 
     def take_turns(self, places: frozenset[str]) -> None:
         """Take turns with all that name one of the same ``places``: where only one may communicate at a time."""
-        self._places = places
+        self.places = places
         if places:
             self._with_places.add(self)
 
@@ -168,7 +168,7 @@ class SharedParameters:
 
     def turn(self) -> Turn | None:
         """The turn of a synchronization that begins now; None where it shares nothing with another wrapper."""
-        if self._others or (self._places and any(map(self.goes_apart_from, list(self._with_places)))):
+        if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
         self._is_used = False
         return None
@@ -185,7 +185,7 @@ class SharedParameters:
 
     def goes_apart_from(self, other: SharedParameters) -> bool:
         """Whether the two are never synchronized at the same time: they share a parameter, or a place."""
-        return other in self._others or (other is not self and not self._places.isdisjoint(other._places))
+        return other in self._others or (other is not self and not self.places.isdisjoint(other.places))
 
 
 class _State(enum.Enum):

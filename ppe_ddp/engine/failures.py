@@ -566,9 +566,9 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
     """
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
-        advice = "It does not come any more: start the job anew, from a checkpoint if there is one"
-        if any(one.condition == Condition.LEFT.value for one in lost):
-            advice = f"If it had fewer batches: {_JOIN}. If it has failed: {advice.partition(': ')[2]}"
+        has_left = any(one.condition == Condition.LEFT.value for one in lost)
+        when = f"If it had fewer batches: {_JOIN}. If it has failed" if has_left else "It does not come any more"
+        advice = f"{when}: start the job anew, from a checkpoint if there is one"
     else:
         advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
     error = CommunicationError(

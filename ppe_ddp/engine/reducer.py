@@ -16,7 +16,7 @@ import weakref
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
 
 import torch
 
@@ -107,6 +107,7 @@ class Reducer(Generic[C]):
         self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
         self._user_grad_hooks = UserGradHooks(self._parameters)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
+        self.shared.take_turns(self.synchronizer.turns)
 
     @contextmanager
     def looking_at_module(self) -> Generator[None, None, None]:
@@ -117,11 +118,6 @@ class Reducer(Generic[C]):
             self.synchronizer.begin_step()
             self.abort(f"it cannot go on with its module: {error}")
             raise
-
-    @property
-    def _waits(self) -> bool:
-        """Whether an error of another rank waits for the end of backward."""
-        return self.synchronizer.is_split or self.synchronizer.commits is not None
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
@@ -235,7 +231,7 @@ class Reducer(Generic[C]):
             except BaseException as error:
                 if self.synchronizer.postpone(backward, error):
                     return
-                self._fail(backward, error, waits=self._waits)
+                self._fail(backward, error, waits=True)
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
         """Count the gradients that were recorded, and those of ``indices``, as arrived."""
@@ -320,7 +316,8 @@ class Reducer(Generic[C]):
         return backward
 
     def _turn(self) -> Turn | None:
-        self.shared.take_turns(self.synchronizer.turns)
+        if self.shared.places:  # a function may have shown that it does not block
+            self.shared.take_turns(self.synchronizer.turns)
         return self.shared.turn()
 
     def _end_of_backward(self, backward: Backward) -> None:
@@ -450,17 +447,22 @@ class Reducer(Generic[C]):
         Args:
             backward: The synchronization's.
             error: What has ended it.
-            waits: Whether another rank's error waits for the end of this rank's backward.
+            waits: Whether backward goes on after an error that :meth:`_can_wait`.
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error
-        is_elastic = self.synchronizer.commits is not None
-        if waits and (isinstance(told, PeerAbortedError) or (is_elastic and isinstance(told, CommunicationError))):
+        if waits and self._can_wait(told):
             backward.met = told
         elif instead is None:
             raise error
         else:
             raise instead from error
+
+    def _can_wait(self, error: BaseException) -> TypeGuard[Exception]:
+        """Whether ``error`` comes from another rank, and this one has to come to the end of its backward first."""
+        if self.synchronizer.commits is not None:
+            return isinstance(error, PeerAbortedError | CommunicationError)
+        return self.synchronizer.is_split and isinstance(error, PeerAbortedError)
 
     def abort(self, reason: str) -> None:
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""

@@ -234,7 +234,6 @@ class HookReduction(Reduction):
 
     torch's default hooks are given this library's group in place of one with the same ranks: nobody else communicates
     there, and a failure can end it. All others communicate in groups of the user's.
-
     """
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
